@@ -1,0 +1,1 @@
+"""The nouns of the system: frozen structs without behaviour beyond their invariants."""

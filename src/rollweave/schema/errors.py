@@ -1,0 +1,45 @@
+"""The exception tree. A failure is attributed once, where it happens; from there on it is data (`StopReason`, `Blame`)."""
+
+
+class RollweaveError(Exception):
+    """Base of all our exceptions."""
+
+
+class ConfigError(RollweaveError, ValueError):
+    """The user's input breaks a rule. The message names field, rule and value; the CLI exits with code 2."""
+
+
+class EnvError(RollweaveError):
+    """An environment raised, or returned something that is not an observation."""
+
+
+class RewardError(RollweaveError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class EngineError(RollweaveError):
+    """An engine refused a request or failed while serving it."""
+
+
+class EngineLostError(EngineError):
+    """The engine's process or connection is gone."""
+
+
+class TrainerError(RollweaveError):
+    """The trainer failed while executing a command."""
+
+
+class NonFiniteLossError(TrainerError):
+    """Loss or gradient norm is NaN or infinite; the weights were left as before the step."""
+
+
+class WeightsError(RollweaveError):
+    """Weights do not match their manifest; the receiver keeps the version it had."""
+
+
+class CorruptJournalError(RollweaveError):
+    """A journal record before the tail does not match its checksum."""
+
+
+class WireError(RollweaveError):
+    """A peer sent bytes that are not a frame of ours."""

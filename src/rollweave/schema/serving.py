@@ -1,0 +1,200 @@
+"""The words between whoever wants tokens and an engine: requests, results, and the commands of the engine's loop.
+
+An engine's loop takes these commands between two steps (RollArt §6.1), so adding or aborting one request never stalls another.
+"""
+
+import enum
+
+from rollweave.schema.base import EngineId, Noun, Tagged
+from rollweave.schema.weights import WeightManifest
+
+
+class Sampling(Noun, frozen=True, kw_only=True):
+    """How to sample. `logprobs` are always those of the sampled token at `temperature` before top-k and top-p cut.
+
+    `temperature` 0 is greedy (log-probs then are those at temperature 1). `allowed` restricts sampling to these token ids
+    (empty: no restriction). Randomness is keyed by `(seed, position)`, so a request's tokens do not depend on its neighbours.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    allowed: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"sampling.temperature must be 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"sampling.top_k must be 0 (off) or more, got {self.top_k}")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens must be at least 1, got {self.max_tokens}")
+
+
+class Finish(enum.StrEnum):
+    STOP = "stop"  # a stop token or a stop string; the stop token is part of `tokens`
+    LENGTH = "length"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+class VersionSpan(Noun, frozen=True, kw_only=True):
+    """Output tokens `[start, end)` were sampled by weights `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+class GenerateRequest(Noun, frozen=True, kw_only=True):
+    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    rank: float = 0.0
+
+
+class GenerateResult(Noun, frozen=True, kw_only=True):
+    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache."""
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    preemptions: int = 0
+    error: str = ""
+
+
+class EngineStats(Noun, frozen=True, kw_only=True):
+    """A sample of an engine's state. Times are seconds since the engine started; token counts are since the start too."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    busy_s: float = 0.0
+    suspended_s: float = 0.0
+    uptime_s: float = 0.0
+    steps: int = 0
+
+
+# Commands to an engine's loop.
+
+
+class Add(Tagged, frozen=True, kw_only=True):
+    request: GenerateRequest
+
+
+class Abort(Tagged, frozen=True, kw_only=True):
+    """Stop `id` between two steps; it is answered with what it has, finish `aborted`. Unknown ids are ignored."""
+
+    id: str
+
+
+class Rerank(Tagged, frozen=True, kw_only=True):
+    """Set a live request's rank; the engine preempts locally (slot preemption keeps the victim's blocks)."""
+
+    id: str
+    rank: float
+
+
+class Suspend(Tagged, frozen=True, kw_only=True):
+    """Take no further step until `Resume`; requests stay, additions queue. Answered by `Suspended`."""
+
+
+class Resume(Tagged, frozen=True, kw_only=True):
+    pass
+
+
+class Load(Tagged, frozen=True, kw_only=True):
+    """Verify and swap in the weights; the live KV is recomputed under them. Answered by `Loaded` or `LoadFailed`."""
+
+    manifest: WeightManifest
+
+
+class Stats(Tagged, frozen=True, kw_only=True):
+    """Answered by `Sampled`."""
+
+
+class Shutdown(Tagged, frozen=True, kw_only=True):
+    pass
+
+
+EngineCommand = Add | Abort | Rerank | Suspend | Resume | Load | Stats | Shutdown
+
+
+# What an engine's loop says.
+
+
+class Ready(Tagged, frozen=True, kw_only=True):
+    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint)."""
+
+    version: int
+    kv_total_tokens: int
+    max_slots: int
+    max_context: int
+
+
+class Generated(Tagged, frozen=True, kw_only=True):
+    result: GenerateResult
+
+
+class Suspended(Tagged, frozen=True, kw_only=True):
+    in_flight: int
+
+
+class Loaded(Tagged, frozen=True, kw_only=True):
+    version: int
+    load_s: float
+    recompute_tokens: int
+
+
+class LoadFailed(Tagged, frozen=True, kw_only=True):
+    """The engine stays on the weights that it had."""
+
+    version: int
+    error: str
+
+
+class Sampled(Tagged, frozen=True, kw_only=True):
+    stats: EngineStats
+
+
+class EngineFatal(Tagged, frozen=True, kw_only=True):
+    error: str
+
+
+EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | EngineFatal
+
+
+class EngineSpec(Noun, frozen=True, kw_only=True):
+    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches."""
+
+    id: EngineId
+    model: str
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    max_slots: int = 64
+    kv_tokens: int = 65536
+    block_tokens: int = 16
+    prefill_chunk_tokens: int = 512
+    prefix_cache: bool = True
+    deterministic: bool = False
+    eos_token_ids: tuple[int, ...] = ()

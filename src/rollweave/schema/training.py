@@ -1,0 +1,90 @@
+"""The words between the controller and the trainer's processes, and what a training step reports."""
+
+from rollweave.schema.base import Noun, Tagged
+from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Batch
+
+
+class TrainOn(Tagged, frozen=True, kw_only=True):
+    """Train on one (mini-)batch: the optimizer steps, the version does not. Answered by `Trained` or `TrainFailed`."""
+
+    batch: Batch
+
+
+class Publish(Tagged, frozen=True, kw_only=True):
+    """Publish the current weights as `version`. Answered by `Published`."""
+
+    version: int
+    weights_id: int
+
+
+class Save(Tagged, frozen=True, kw_only=True):
+    """Write a complete checkpoint of model, optimizer, schedule and RNG to directory `path`, atomically.
+
+    `export` additionally writes a Hugging Face checkpoint (config, safetensors, tokenizer) under `path/hf`.
+    Answered by `Saved` or `SaveFailed`.
+    """
+
+    path: str
+    export: bool = False
+
+
+class Restore(Tagged, frozen=True, kw_only=True):
+    """Load a checkpoint written by `Save`. Answered by `Restored` or `TrainFailed`."""
+
+    path: str
+
+
+class StopTrainer(Tagged, frozen=True, kw_only=True):
+    pass
+
+
+TrainerCommand = TrainOn | Publish | Save | Restore | StopTrainer
+
+
+class TrainerReady(Tagged, frozen=True, kw_only=True):
+    parameters: int
+
+
+class TrainMetrics(Noun, frozen=True, kw_only=True):
+    """Figures of one (mini-)batch: `values` has stable, documented names (see `train/metrics.py`)."""
+
+    values: dict[str, float]
+    tokens: int
+    train_s: float
+
+
+class Trained(Tagged, frozen=True, kw_only=True):
+    step: int
+    part: int
+    metrics: TrainMetrics
+
+
+class TrainFailed(Tagged, frozen=True, kw_only=True):
+    """`nonfinite` marks a NaN or infinite loss: weights and optimizer are as before the step. `groups` names the batch."""
+
+    error: str
+    nonfinite: bool = False
+    groups: tuple[str, ...] = ()
+
+
+class Published(Tagged, frozen=True, kw_only=True):
+    manifest: WeightManifest
+    publish_s: float
+
+
+class Saved(Tagged, frozen=True, kw_only=True):
+    path: str
+    save_s: float
+
+
+class SaveFailed(Tagged, frozen=True, kw_only=True):
+    path: str
+    error: str
+
+
+class Restored(Tagged, frozen=True, kw_only=True):
+    step: int
+
+
+TrainerReply = TrainerReady | Trained | TrainFailed | Published | Saved | SaveFailed | Restored

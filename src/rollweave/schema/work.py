@@ -1,0 +1,206 @@
+"""Work: what is attempted (`Task`), what came of it (`Trajectory`), and what is trained on (`Batch`)."""
+
+import enum
+import math
+
+from rollweave.schema.base import GroupId, Noun, TaskId, TrajectoryId
+
+
+class StopReason(enum.StrEnum):
+    """Why a trajectory ended. Every trajectory ends with exactly one."""
+
+    FINISHED = "finished"  # the environment said done
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    TIME_BUDGET = "time_budget"  # active time over the budget while the agent or environment worked
+    ENV_ERROR = "env_error"  # the environment raised or returned garbage
+    ENV_HANG = "env_hang"  # the environment did not answer within its limit
+    REWARD_ERROR = "reward_error"
+    REWARD_HANG = "reward_hang"
+    ENGINE_FAILURE = "engine_failure"  # a turn failed more often than the retry policy allows
+    STALE = "stale"  # aborted by the staleness bound
+    SURPLUS = "surplus"  # a redundant member or group that is no longer needed
+    WORLD_LOST = "world_lost"  # the controller restarted and the trajectory could not go on
+    CANCELLED = "cancelled"  # by the user or by the end of the run
+
+
+class Blame(enum.StrEnum):
+    """Whose doing the stop was. Only `AGENT` and `NONE` leave a reward that may be trained on."""
+
+    NONE = "none"
+    AGENT = "agent"
+    ENVIRONMENT = "environment"
+    INFRASTRUCTURE = "infrastructure"
+    USER = "user"
+
+
+BLAME_OF: dict[StopReason, Blame] = {
+    StopReason.FINISHED: Blame.NONE,
+    StopReason.MAX_TURNS: Blame.AGENT,
+    StopReason.MAX_TOKENS: Blame.AGENT,
+    StopReason.TIME_BUDGET: Blame.ENVIRONMENT,
+    StopReason.ENV_ERROR: Blame.ENVIRONMENT,
+    StopReason.ENV_HANG: Blame.ENVIRONMENT,
+    StopReason.REWARD_ERROR: Blame.ENVIRONMENT,
+    StopReason.REWARD_HANG: Blame.ENVIRONMENT,
+    StopReason.ENGINE_FAILURE: Blame.INFRASTRUCTURE,
+    StopReason.STALE: Blame.INFRASTRUCTURE,
+    StopReason.SURPLUS: Blame.INFRASTRUCTURE,
+    StopReason.WORLD_LOST: Blame.INFRASTRUCTURE,
+    StopReason.CANCELLED: Blame.USER,
+}
+
+TRAINABLE: frozenset[StopReason] = frozenset({StopReason.FINISHED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
+"""Stop reasons whose trajectory may be scored and trained on. A failure is never a reward of 0."""
+
+
+class Purpose(enum.StrEnum):
+    """What a group is for. Only `TRAIN` groups enter the experience buffer."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Limits(Noun, frozen=True, kw_only=True):
+    """Bounds of one trajectory. `time_s` counts active time over init, run and eval (ProRL §3.2), no queueing."""
+
+    max_turns: int = 16
+    max_tokens: int = 1024
+    max_turn_tokens: int = 128
+    time_s: float = 300.0
+    step_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_tokens", "max_turn_tokens", "time_s", "step_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"limits.{name} must be positive, got {getattr(self, name)}")
+
+
+class Task(Noun, frozen=True, kw_only=True):
+    """One thing to attempt. `payload` is JSON that only the environment reads; `tag` is the task domain."""
+
+    id: TaskId
+    env: str
+    seed: int
+    payload: str = "{}"
+    tag: str = ""
+    limits: Limits = Limits()
+
+
+class SegmentKind(enum.StrEnum):
+    PROMPT = "prompt"
+    OUTPUT = "output"
+    OBSERVATION = "observation"
+
+
+class Segment(Noun, frozen=True, kw_only=True):
+    """Tokens `[start, end)` of one kind. `version` is the weight version that sampled an output segment, -1 otherwise."""
+
+    start: int
+    end: int
+    kind: SegmentKind
+    version: int = -1
+
+
+class TurnSpan(Noun, frozen=True, kw_only=True):
+    """One turn: output tokens `[start, end)`, the reward that the step gave, and a key that is equal for equal observations.
+
+    Groups of turns with the same `state_key` within one task share a baseline (GiGPO); "" means no key.
+    """
+
+    start: int
+    end: int
+    reward: float = 0.0
+    state_key: str = ""
+
+
+class TokenSequence(Noun, frozen=True, kw_only=True):
+    """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was sampled; 0.0 outside output segments.
+
+    Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) == len(tokens)`; output segments carry a
+    version ≥ 0. A weight update in the middle of a turn makes two output segments.
+    """
+
+    tokens: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    logprobs: tuple[float, ...]
+    turns: tuple[TurnSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"logprobs must have one entry per token, got {len(self.logprobs)} for {len(self.tokens)}")
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.end <= segment.start:
+                raise ValueError(f"segments must be contiguous and not empty, got {segment} at position {position}")
+            if (segment.kind is SegmentKind.OUTPUT) != (segment.version >= 0):
+                raise ValueError(f"exactly the output segments carry a version, got {segment}")
+            position = segment.end
+        if position != len(self.tokens):
+            raise ValueError(f"segments must cover all {len(self.tokens)} tokens, got {position}")
+
+    def output_mask(self) -> list[bool]:
+        """True where the agent sampled the token: the loss mask."""
+        mask = [False] * len(self.tokens)
+        for segment in self.segments:
+            if segment.kind is SegmentKind.OUTPUT:
+                mask[segment.start : segment.end] = [True] * (segment.end - segment.start)
+        return mask
+
+    def versions(self) -> tuple[int, int]:
+        """Lowest and highest weight version among the output segments; (-1, -1) without output."""
+        found = [segment.version for segment in self.segments if segment.kind is SegmentKind.OUTPUT]
+        return (min(found), max(found)) if found else (-1, -1)
+
+
+class Timing(Noun, frozen=True, kw_only=True):
+    """Seconds of active time by stage, of queueing before the stages, and of the turn's inner phases."""
+
+    init_s: float = 0.0
+    run_s: float = 0.0
+    eval_s: float = 0.0
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+class Trajectory(Noun, frozen=True, kw_only=True):
+    """What came of one attempt at a task. `reward` is None where the stop reason leaves nothing to score."""
+
+    id: TrajectoryId
+    group_id: GroupId
+    task: Task
+    attempt: int
+    initiated_version: int
+    sequences: tuple[TokenSequence, ...]
+    reward: float | None
+    stop_reason: StopReason
+    blame: Blame
+    engine: str = ""
+    success: bool | None = None
+    timing: Timing = Timing()
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reward is not None and not math.isfinite(self.reward):
+            raise ValueError(f"trajectory.reward must be finite, got {self.reward}")
+        if self.reward is not None and self.stop_reason not in TRAINABLE:
+            raise ValueError(f"trajectory.reward must be None after {self.stop_reason}, got {self.reward}")
+
+
+class ScoredGroup(Noun, frozen=True, kw_only=True):
+    """Trajectories of one task with finite rewards: the unit of a group-relative advantage."""
+
+    id: GroupId
+    env: str
+    trajectories: tuple[Trajectory, ...]
+
+
+class Batch(Noun, frozen=True, kw_only=True):
+    """Mini-batch `part` of `parts` of training step `step`; `version` is the weight version that the step starts from."""
+
+    step: int
+    version: int
+    part: int
+    parts: int
+    groups: tuple[ScoredGroup, ...]
