@@ -1,4 +1,4 @@
-"""The base of every noun: frozen and closed to unknown fields. Subclasses repeat `frozen` and `kw_only` (msgspec and mypy need it)."""
+"""The base of every noun: frozen, closed to unknown fields. Subclasses repeat `frozen` and `kw_only` for msgspec and mypy."""
 
 from typing import NewType
 
