@@ -1,4 +1,4 @@
-"""The user's configuration: one TOML file, read into these models. Unknown keys and broken rules are errors that name the field.
+"""The user's configuration: one TOML file, read into these models. Unknown keys and broken rules are errors.
 
 Every knob is stated once, here, with a sentence. `codec/config.py` reads files and overrides into a `RunConfig`.
 """
@@ -150,7 +150,7 @@ class AlgorithmConfig(Section):
 
 
 class WarmupConfig(Section):
-    """Supervised warm-up on scripted transcripts before RL. What they contain is the environment's to say (`Env.transcripts`)."""
+    """Supervised warm-up on scripted transcripts before RL. The environment says what they contain."""
 
     steps: Count = Field(0, description="Optimizer steps; 0 is no warm-up.")
     batch: PositiveInt = Field(16, description="Transcripts in one step.")
@@ -219,20 +219,21 @@ class RunConfig(Section):
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
         relative = self.algorithm.advantage in ("grpo", "grpo_no_std", "rloo", "gigpo")
         if relative and rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size must be at least 2 for {self.algorithm.advantage}, got {rollout.group_size}"
-            )
+            raise ValueError(f"rollout.group_size must be at least 2 for {self.algorithm.advantage}, got {rollout.group_size}")
         if rollout.min_members > rollout.group_size:
             raise ValueError(
                 f"rollout.min_members must be at most group_size ({rollout.group_size}), got {rollout.min_members}"
             )
         if self.engines.kv_tokens % self.engines.block_tokens:
             raise ValueError(
-                f"engines.kv_tokens must be a multiple of block_tokens ({self.engines.block_tokens}), got {self.engines.kv_tokens}"
+                f"engines.kv_tokens must be a multiple of block_tokens ({self.engines.block_tokens}), "
+                f"got {self.engines.kv_tokens}"
             )
         longest = max(task.max_tokens for task in self.tasks)
         if longest > self.engines.kv_tokens:
             raise ValueError(f"engines.kv_tokens must hold one trajectory ({longest} tokens), got {self.engines.kv_tokens}")
         if self.model.scratch is not None and longest > self.model.scratch.context:
-            raise ValueError(f"model.scratch.context must hold one trajectory ({longest} tokens), got {self.model.scratch.context}")
+            raise ValueError(
+                f"model.scratch.context must hold one trajectory ({longest} tokens), got {self.model.scratch.context}"
+            )
         return self
