@@ -1,0 +1,236 @@
+"""What to do: every output of the core. A world executes each command and reports what came of it as events.
+
+The comment of each command names the events that may answer it. A command never fails silently: what cannot be
+executed is answered by the failing event.
+"""
+
+from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
+from rollweave.schema.work import Purpose, StopReason, Task
+
+
+class DrawTask(Tagged, frozen=True, kw_only=True):
+    """Draw task number `index` of task domain `name` from the split of `purpose`. → GroupSubmitted | DrawFailed"""
+
+    group_id: GroupId
+    name: str
+    index: int
+    purpose: Purpose
+
+
+class StartInit(Tagged, frozen=True, kw_only=True):
+    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (environment failed to start)"""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    group_id: GroupId
+    member: int
+    task: Task
+    purpose: Purpose
+    initiated_version: int
+
+
+class StartRun(Tagged, frozen=True, kw_only=True):
+    """Let the episode go. → TurnRequested … TrajectoryEnded"""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+
+
+class StartTurn(Tagged, frozen=True, kw_only=True):
+    """Answer the episode's open turn with this engine; `try_number` fences late answers. → TurnDone | TurnFailed"""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    engine_id: EngineId
+    rank: float
+    try_number: int
+
+
+class AbortTurn(Tagged, frozen=True, kw_only=True):
+    """Stop the generation on this engine and forget its answer; the episode goes on waiting. No answer is owed."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    engine_id: EngineId
+    try_number: int
+
+
+class StartEval(Tagged, frozen=True, kw_only=True):
+    """Score the ended trajectory (its environment is already freed). → RewardReady | RewardFailed"""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+
+
+class CancelTrajectory(Tagged, frozen=True, kw_only=True):
+    """Stop generation, environment and timers of the attempt, in whatever stage. → TrajectoryEnded with `reason`"""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    reason: StopReason
+
+
+class Evict(Tagged, frozen=True, kw_only=True):
+    """These scored trajectories will not be trained on; the store may forget their tokens. No answer is owed."""
+
+    trajectory_ids: tuple[TrajectoryId, ...]
+    reason: str
+
+
+# Engines.
+
+
+class SuspendEngine(Tagged, frozen=True, kw_only=True):
+    """→ EngineSuspended | EngineLost"""
+
+    engine_id: EngineId
+
+
+class LoadWeights(Tagged, frozen=True, kw_only=True):
+    """→ WeightsLoaded | WeightsLoadFailed | EngineLost"""
+
+    engine_id: EngineId
+    version: int
+    weights_id: int
+
+
+class ResumeEngine(Tagged, frozen=True, kw_only=True):
+    """No answer is owed."""
+
+    engine_id: EngineId
+
+
+class RestartEngine(Tagged, frozen=True, kw_only=True):
+    """Kill what is left of the process and start it again as `epoch`. → EngineJoined | EngineLost"""
+
+    engine_id: EngineId
+    epoch: int
+    reason: str
+
+
+class RemoveEngine(Tagged, frozen=True, kw_only=True):
+    """Kill the process for good. No answer is owed."""
+
+    engine_id: EngineId
+    reason: str
+
+
+# Trainer.
+
+
+class GroupRef(Noun, frozen=True, kw_only=True):
+    id: GroupId
+    name: str
+    trajectory_ids: tuple[TrajectoryId, ...]
+
+
+class TrainStep(Tagged, frozen=True, kw_only=True):
+    """Train mini-batch `part` of `parts` of step `step`: the weights are at version `step`.
+
+    → StepTrained | TrainFailed | TrainerLost
+    """
+
+    step: int
+    part: int
+    parts: int
+    groups: tuple[GroupRef, ...]
+
+
+class PublishWeights(Tagged, frozen=True, kw_only=True):
+    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where given.
+
+    → WeightsPublished | TrainerLost
+    """
+
+    version: int
+    weights_id: int
+    from_checkpoint: int | None = None
+
+
+class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
+    """Save model, optimizer and a snapshot of the core, atomically; keep the steps `keep` too and prune all others.
+
+    → CheckpointSaved | CheckpointFailed | TrainerLost
+    """
+
+    step: int
+    keep: tuple[int, ...]
+    export: bool
+
+
+class RestartTrainer(Tagged, frozen=True, kw_only=True):
+    """Kill what is left of the trainer, start it as `epoch` and restore checkpoint `step` (None: start afresh).
+
+    → TrainerReady | TrainerLost
+    """
+
+    epoch: int
+    step: int | None
+    reason: str
+
+
+# The run.
+
+
+class RecordEvaluation(Tagged, frozen=True, kw_only=True):
+    """An evaluation of weight version `version` is complete. Rates are by task domain, over `episodes` scored episodes each."""
+
+    version: int
+    final: bool
+    success: dict[str, float]
+    reward: dict[str, float]
+    episodes: dict[str, int]
+    failed: dict[str, int]
+
+
+class MarkBest(Tagged, frozen=True, kw_only=True):
+    """Checkpoint `step` has the best evaluation so far. No answer is owed."""
+
+    step: int
+
+
+class SetTimer(Tagged, frozen=True, kw_only=True):
+    """Send `TimerFired` at time `at`; replaces the timer set before."""
+
+    at: float
+
+
+class Warn(Tagged, frozen=True, kw_only=True):
+    """Tell the user: which component, and what was done about it."""
+
+    component: str
+    message: str
+
+
+class Finish(Tagged, frozen=True, kw_only=True):
+    """The run is over; `error` is empty when all went well. Nothing follows."""
+
+    error: str
+
+
+Command = (
+    DrawTask
+    | StartInit
+    | StartRun
+    | StartTurn
+    | AbortTurn
+    | StartEval
+    | CancelTrajectory
+    | Evict
+    | SuspendEngine
+    | LoadWeights
+    | ResumeEngine
+    | RestartEngine
+    | RemoveEngine
+    | TrainStep
+    | PublishWeights
+    | SaveCheckpoint
+    | RestartTrainer
+    | RecordEvaluation
+    | MarkBest
+    | SetTimer
+    | Warn
+    | Finish
+)

@@ -1,0 +1,231 @@
+"""What happened: every input of the core. A journal is the list of `(now, event)`; replaying it rebuilds the core.
+
+Events about a trajectory carry its `attempt`, events about an engine or trainer its `epoch` (the how-manieth process):
+what comes late from an earlier life is ignored. Text in events is for people; decisions never read it.
+"""
+
+from rollweave.schema.base import EngineId, GroupId, Tagged, TrajectoryId
+from rollweave.schema.work import StopReason, Task
+
+
+class RunStarted(Tagged, frozen=True, kw_only=True):
+    """The world is up for the first time. `engines` are the engines that the world is starting."""
+
+    engines: tuple[EngineId, ...]
+
+
+class WorldLost(Tagged, frozen=True, kw_only=True):
+    """The controller was restarted: every process of the old world is gone (DESIGN §12.3).
+
+    In-flight trajectories start again as new attempts; scored ones survive, except `missing`, which the store lacks.
+    """
+
+    engines: tuple[EngineId, ...]
+    missing: tuple[TrajectoryId, ...] = ()
+
+
+class StopRequested(Tagged, frozen=True, kw_only=True):
+    """The user asks for an orderly end: cancel what is in flight, save a checkpoint, finish."""
+
+
+class TimerFired(Tagged, frozen=True, kw_only=True):
+    """The watchdog's timer that `SetTimer` asked for."""
+
+
+# Work.
+
+
+class GroupSubmitted(Tagged, frozen=True, kw_only=True):
+    """The task that `DrawTask` asked for."""
+
+    group_id: GroupId
+    task: Task
+
+
+class DrawFailed(Tagged, frozen=True, kw_only=True):
+    """The task source raised: the environment's code is wrong, and the run ends with this error."""
+
+    group_id: GroupId
+    error: str
+
+
+class EnvReady(Tagged, frozen=True, kw_only=True):
+    trajectory_id: TrajectoryId
+    attempt: int
+
+
+class TurnRequested(Tagged, frozen=True, kw_only=True):
+    """The episode wants the agent's next message. `context_tokens` is the length of the prompt so far."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    context_tokens: int
+
+
+class TurnDone(Tagged, frozen=True, kw_only=True):
+    """The engine answered; the environment works now, until the next `TurnRequested` or `TrajectoryEnded`."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    try_number: int
+    output_tokens: int
+    cached_tokens: int
+    version: int
+
+
+class TurnFailed(Tagged, frozen=True, kw_only=True):
+    """The engine failed to answer (lost, aborted by us, or an error). The episode still waits for the turn."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    try_number: int
+    error: str
+
+
+class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
+    """INIT or RUN is over and the environment is closed. Also the answer to `CancelTrajectory`."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    stop_reason: StopReason
+    turns: int = 0
+    tokens: int = 0
+    error: str = ""
+
+
+class RewardReady(Tagged, frozen=True, kw_only=True):
+    """EVAL is over and the trajectory is in the store."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    reward: float
+    success: bool | None = None
+
+
+class RewardFailed(Tagged, frozen=True, kw_only=True):
+    trajectory_id: TrajectoryId
+    attempt: int
+    stop_reason: StopReason
+    error: str
+
+
+# Engines.
+
+
+class EngineJoined(Tagged, frozen=True, kw_only=True):
+    """The process is ready. It is stale until it has loaded weights."""
+
+    engine_id: EngineId
+    epoch: int
+    max_slots: int
+    kv_total_tokens: int
+
+
+class EngineSuspended(Tagged, frozen=True, kw_only=True):
+    engine_id: EngineId
+    epoch: int
+
+
+class WeightsLoaded(Tagged, frozen=True, kw_only=True):
+    engine_id: EngineId
+    epoch: int
+    version: int
+    weights_id: int
+
+
+class WeightsLoadFailed(Tagged, frozen=True, kw_only=True):
+    """The engine refused the weights and stays on those that it had."""
+
+    engine_id: EngineId
+    epoch: int
+    weights_id: int
+    error: str
+
+
+class EngineLost(Tagged, frozen=True, kw_only=True):
+    """The process or its connection is gone; this one event fails all turns that it served."""
+
+    engine_id: EngineId
+    epoch: int
+    error: str
+
+
+# Trainer.
+
+
+class TrainerReady(Tagged, frozen=True, kw_only=True):
+    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's step when restored."""
+
+    epoch: int
+    step: int
+
+
+class StepTrained(Tagged, frozen=True, kw_only=True):
+    epoch: int
+    step: int
+    part: int
+
+
+class TrainFailed(Tagged, frozen=True, kw_only=True):
+    """The step left weights and optimizer as they were. `nonfinite`: the loss or the gradient was NaN or infinite."""
+
+    epoch: int
+    step: int
+    error: str
+    nonfinite: bool
+
+
+class WeightsPublished(Tagged, frozen=True, kw_only=True):
+    epoch: int
+    version: int
+    weights_id: int
+
+
+class CheckpointSaved(Tagged, frozen=True, kw_only=True):
+    epoch: int
+    step: int
+
+
+class CheckpointFailed(Tagged, frozen=True, kw_only=True):
+    """The disk is full, say. The checkpoints before it are untouched."""
+
+    epoch: int
+    step: int
+    error: str
+
+
+class TrainerLost(Tagged, frozen=True, kw_only=True):
+    epoch: int
+    error: str
+
+
+Event = (
+    RunStarted
+    | WorldLost
+    | StopRequested
+    | TimerFired
+    | GroupSubmitted
+    | DrawFailed
+    | EnvReady
+    | TurnRequested
+    | TurnDone
+    | TurnFailed
+    | TrajectoryEnded
+    | RewardReady
+    | RewardFailed
+    | EngineJoined
+    | EngineSuspended
+    | WeightsLoaded
+    | WeightsLoadFailed
+    | EngineLost
+    | TrainerReady
+    | StepTrained
+    | TrainFailed
+    | WeightsPublished
+    | CheckpointSaved
+    | CheckpointFailed
+    | TrainerLost
+)
