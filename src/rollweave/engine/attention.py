@@ -1,0 +1,200 @@
+"""Attention of one engine step over the paged cache: planned once on the host, then executed for each layer.
+
+The step's tokens are one flat list: first one token of each decoding sequence, then the chunks of those that prefill. Decoding
+reads the dense mirror where there is one. All else is attended in *groups*: sequences of similar chunk and context length are
+padded to a rectangle, their blocks gathered, and attended in one call. Query heads that share a key head are folded into the
+query axis, so keys and values are never repeated.
+
+`tiles` is the deterministic layout (DESIGN §12.7): every token is computed within the 16 aligned positions that it belongs to,
+against a context padded to a fixed multiple, so its shape does not depend on chunk bounds or neighbours.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollweave.engine.checkpoint import ModelShape
+from rollweave.engine.kv import DenseMirror, PagedPool
+from rollweave.policy.batching import Entry
+
+TILE_ROWS = 16
+"""Rows of a deterministic tile. Sixteen rows were measured to be bit-identical wherever they stand in it."""
+TILE_CONTEXT_BLOCKS = 4
+"""In deterministic mode contexts are padded to a multiple of this many blocks, counted from the sequence's start."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens `[start, start + count)` of `entry`, which lie at `[offset, offset + count)` of the flat list."""
+
+    entry: Entry
+    start: int
+    count: int
+    offset: int
+
+
+@dataclass(slots=True)
+class Group:
+    """A padded rectangle, `sequences` by `queries`. `real` are its queries that exist, `scatter` their flat positions."""
+
+    sequences: int
+    queries: int
+    context: int
+    gather: torch.Tensor
+    blocks: torch.Tensor
+    mask: torch.Tensor
+    real: torch.Tensor
+    scatter: torch.Tensor
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """`slots[i]` is where token i's KV goes in the pool. `mirrored` tokens decode through the mirror, at `positions`."""
+
+    slots: torch.Tensor
+    mirrored: int
+    longest: int
+    rows: torch.Tensor | None
+    positions: torch.Tensor | None
+    groups: list[Group]
+
+
+class Attention:
+    """Writes the step's KV and attends over it. Owns no state beyond the pool and the mirror that it was given."""
+
+    def __init__(self, shape: ModelShape, pool: PagedPool, mirror: DenseMirror | None, *, tiles: bool) -> None:
+        self.pool = pool
+        self.mirror = mirror
+        self.tiles = tiles
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.shared = shape.heads // shape.kv_heads
+        self.query_width = shape.heads * shape.head_dim
+        self.device, self.dtype = pool.data.device, pool.data.dtype
+        self._rows = torch.arange(0, device=self.device)
+
+    def plan(self, chunks: Sequence[Chunk], *, mirrored: int) -> AttentionPlan:
+        """Lay out one step. The first `mirrored` chunks are the mirror's rows, in order, one token each."""
+        slots = self._slots(chunks)
+        plan = AttentionPlan(slots=slots, mirrored=mirrored, longest=0, rows=None, positions=None, groups=[])
+        if mirrored:
+            assert self.mirror is not None
+            if len(self._rows) < mirrored:
+                self._rows = torch.arange(2 * mirrored, device=self.device)
+            starts = [chunk.start for chunk in chunks[:mirrored]]
+            plan.longest = max(starts) + 1
+            plan.rows, plan.positions = self._rows[:mirrored], self._tensor(starts)
+            self.mirror.mask[plan.rows, plan.positions] = 0.0
+        rest = chunks[mirrored:]
+        if rest:
+            pieces = [tile for chunk in rest for tile in _tiles(chunk)] if self.tiles else rest
+            by_size: dict[tuple[int, int], list[Chunk]] = {}
+            for piece in pieces:
+                by_size.setdefault(self._bucket(piece), []).append(piece)
+            plan.groups = [self._group(members) for _, members in sorted(by_size.items())]
+        return plan
+
+    def _bucket(self, piece: Chunk) -> tuple[int, int]:
+        """Pieces of one bucket are padded to a common size: within a factor of two each way, exact for tiles."""
+        blocks = self._context_blocks(piece)
+        return (0, blocks) if self.tiles else ((piece.count - 1).bit_length(), (blocks - 1).bit_length())
+
+    def _context_blocks(self, piece: Chunk) -> int:
+        size = self.pool.block_tokens
+        if not self.tiles:
+            return -(-(piece.start + piece.count) // size)
+        end = (piece.start // TILE_ROWS + 1) * TILE_ROWS
+        return -(-end // (size * TILE_CONTEXT_BLOCKS)) * TILE_CONTEXT_BLOCKS
+
+    def _slots(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        size = self.pool.block_tokens
+        found: list[int] = []
+        for chunk in chunks:
+            blocks = chunk.entry.blocks
+            if chunk.count == 1:
+                found.append(blocks[chunk.start // size] * size + chunk.start % size)
+            else:
+                found.extend(blocks[at // size] * size + at % size for at in range(chunk.start, chunk.start + chunk.count))
+        return self._tensor(found)
+
+    def _group(self, pieces: list[Chunk]) -> Group:
+        blocks = max(self._context_blocks(piece) for piece in pieces)
+        queries = TILE_ROWS if self.tiles else max(piece.count for piece in pieces)
+        gather = np.zeros((len(pieces), queries), dtype=np.int64)
+        positions = np.zeros((len(pieces), queries), dtype=np.int64)
+        tables = np.zeros((len(pieces), blocks), dtype=np.int64)
+        real = np.zeros((len(pieces), queries), dtype=bool)
+        for row, piece in enumerate(pieces):
+            first = piece.start % TILE_ROWS if self.tiles else 0
+            span = slice(first, first + piece.count)
+            gather[row, span] = np.arange(piece.offset, piece.offset + piece.count)
+            positions[row, span] = np.arange(piece.start, piece.start + piece.count)
+            real[row, span] = True
+            held = piece.entry.blocks[:blocks]
+            tables[row, : len(held)] = held
+        context = blocks * self.pool.block_tokens
+        seen = torch.arange(context, device=self.device) <= self._tensor(positions)[:, :, None]
+        mask = torch.zeros(seen.shape, device=self.device, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+        return Group(
+            sequences=len(pieces),
+            queries=queries,
+            context=context,
+            gather=self._tensor(gather.ravel()),
+            blocks=self._tensor(tables.ravel()),
+            mask=mask.repeat(1, self.shared, 1)[:, None],
+            real=self._tensor(np.flatnonzero(real)),
+            scatter=self._tensor(gather[real]),
+        )
+
+    def _tensor(self, values: list[int] | np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+    def attend(self, layer: int, qkv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """From rotated queries, keys and values of the flat list, side by side, to what the queries see.
+
+        [tokens, (heads + 2 kv_heads) * head_dim] to [tokens, heads * head_dim].
+        """
+        q, kv = qkv[:, : self.query_width], qkv[:, self.query_width :]
+        self.pool.data[layer].index_copy_(0, plan.slots, kv)
+        decoded = self._decode(layer, q, kv, plan) if plan.mirrored else None
+        if decoded is not None and not plan.groups:
+            return decoded
+        out = torch.empty(len(qkv), self.query_width, device=self.device, dtype=self.dtype)
+        if decoded is not None:
+            out[: plan.mirrored] = decoded
+        for group in plan.groups:
+            out.index_copy_(0, group.scatter, self._attend_group(layer, q, group))
+        return out
+
+    def _decode(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        assert self.mirror is not None
+        count, data = plan.mirrored, self.mirror.data[layer]
+        data[plan.rows, :, plan.positions] = kv[:count].view(count, 2 * self.kv_heads, self.head_dim)
+        window = data[:count, :, : plan.longest]
+        mask = self.mirror.mask[:count, None, None, : plan.longest].expand(-1, -1, self.shared, -1)
+        folded = q[:count].view(count, self.kv_heads, self.shared, self.head_dim)
+        out = scaled_dot_product_attention(folded, window[:, : self.kv_heads], window[:, self.kv_heads :], attn_mask=mask)
+        return out.reshape(count, self.query_width)
+
+    def _attend_group(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
+        count, queries = group.sequences, group.queries
+        padded = q.index_select(0, group.gather).view(count, queries, self.kv_heads, self.shared, self.head_dim)
+        folded = padded.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, self.shared * queries, self.head_dim)
+        gathered = self.pool.by_block[layer].index_select(0, group.blocks)
+        kv = gathered.view(count, group.context, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        out = scaled_dot_product_attention(folded, kv[:, : self.kv_heads], kv[:, self.kv_heads :], attn_mask=group.mask)
+        unfolded = out.transpose(1, 2).reshape(count, self.shared, queries, self.kv_heads, self.head_dim).permute(0, 2, 3, 1, 4)
+        return unfolded.reshape(count * queries, self.query_width).index_select(0, group.real)
+
+
+def _tiles(chunk: Chunk) -> list[Chunk]:
+    """The chunk cut at the aligned multiples of TILE_ROWS positions."""
+    found = []
+    start, end = chunk.start, chunk.start + chunk.count
+    while start < end:
+        stop = min(end, (start // TILE_ROWS + 1) * TILE_ROWS)
+        found.append(Chunk(entry=chunk.entry, start=start, count=stop - start, offset=chunk.offset + start - chunk.start))
+        start = stop
+    return found

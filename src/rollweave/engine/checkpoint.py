@@ -1,0 +1,173 @@
+"""Reads a Hugging Face checkpoint directory: the shape of the model from config.json, its tensors from safetensors.
+
+Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or llama3 rotary embeddings. Anything that
+would change the result and is not understood is refused by name.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rollweave.schema.errors import ConfigError
+
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes and switches of one decoder. `inv_freq` are the rotary frequencies (head_dim / 2), scaling applied."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int
+    eps: float
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    inv_freq: tuple[float, ...]
+    eos_token_ids: tuple[int, ...]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter by its transformers name, with its shape. A tied `lm_head.weight` is not among them."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            name = f"model.layers.{layer}."
+            for part, rows in (("q", q), ("k", kv), ("v", kv)):
+                found[f"{name}self_attn.{part}_proj.weight"] = (rows, self.hidden)
+                if self.qkv_bias:
+                    found[f"{name}self_attn.{part}_proj.bias"] = (rows,)
+            found[f"{name}self_attn.o_proj.weight"] = (self.hidden, q)
+            if self.out_bias:
+                found[f"{name}self_attn.o_proj.bias"] = (self.hidden,)
+            if self.qk_norm:
+                found[f"{name}self_attn.q_norm.weight"] = (self.head_dim,)
+                found[f"{name}self_attn.k_norm.weight"] = (self.head_dim,)
+            for part, rows, columns in (
+                ("gate", self.ffn, self.hidden),
+                ("up", self.ffn, self.hidden),
+                ("down", self.hidden, self.ffn),
+            ):
+                found[f"{name}mlp.{part}_proj.weight"] = (rows, columns)
+                if self.mlp_bias:
+                    found[f"{name}mlp.{part}_proj.bias"] = (rows,)
+            found[f"{name}input_layernorm.weight"] = (self.hidden,)
+            found[f"{name}post_attention_layernorm.weight"] = (self.hidden,)
+        found["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            found["lm_head.weight"] = (self.vocab, self.hidden)
+        return found
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """The shape that `directory/config.json` describes. Raises ConfigError for what is missing or not understood."""
+    config = _read_json(directory / "config.json")
+    names = config.get("architectures") or []
+    kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if kind is None:
+        raise ConfigError(f"{directory}/config.json: architectures must name one of {', '.join(ARCHITECTURES)}, got {names}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{directory}/config.json: hidden_act must be silu, got {config['hidden_act']!r}")
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
+        raise ConfigError(f"{directory}/config.json: sliding-window attention is not supported, got use_sliding_window")
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or hidden // heads)
+    context = int(config.get("max_position_embeddings", 2048))
+    attention_bias = bool(config.get("attention_bias", False))
+    return ModelShape(
+        vocab=int(config["vocab_size"]),
+        hidden=hidden,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        ffn=int(config["intermediate_size"]),
+        context=context,
+        eps=float(config.get("rms_norm_eps", 1e-6)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or kind == "qwen2",
+        out_bias=attention_bias and kind != "qwen2",
+        mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
+        qk_norm=kind == "qwen3",
+        inv_freq=_frequencies(config, head_dim),
+        eos_token_ids=_eos(directory, config),
+    )
+
+
+def read_tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint, sharded or not, by its transformers name."""
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(_read_json(index)["weight_map"].values()))
+    elif (directory / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    else:
+        raise ConfigError(f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither")
+    for file in files:
+        with safe_open(str(directory / file), framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                yield name, shard.get_tensor(name)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} must be readable JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
+    return loaded
+
+
+def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's where it has them, as transformers does, else config.json's."""
+    path = directory / "generation_config.json"
+    found = _read_json(path).get("eos_token_id") if path.exists() else None
+    if found is None:
+        found = config.get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(int(token) for token in found) if isinstance(found, list) else (int(found),)
+
+
+def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
+    """Rotary frequencies, in fp32 as transformers computes them. Old (`rope_scaling`) and new (`rope_parameters`) spellings."""
+    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor must be 1")
+    inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if kind == "default":
+        pass
+    elif kind == "linear":
+        inv_freq = inv_freq / float(rope["factor"])
+    elif kind == "llama3":
+        inv_freq = _llama3(inv_freq, rope)
+    else:
+        raise ConfigError(f"config.json: rope_type must be default, linear or llama3, got {kind!r}")
+    return tuple(inv_freq.tolist())
+
+
+def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    trained = float(rope["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (trained / wavelength - low) / (high - low)
+    between = (1 - smooth) * inv_freq / factor + smooth * inv_freq
+    scaled = torch.where(wavelength > trained / low, inv_freq / factor, between)
+    return torch.where(wavelength < trained / high, inv_freq, scaled)

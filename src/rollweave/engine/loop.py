@@ -1,0 +1,325 @@
+"""The engine's loop: takes commands between two steps, computes steps while there is work, sleeps while there is none.
+
+Commands are posted from any thread and never wait for a computation; replies are called on the loop's thread. Every request
+is answered exactly once, also when it is refused, aborted, or its handling raises. New weights are verified before anything is
+touched; then all live KV is recomputed under them, and tokens sampled from then on carry the new version. Whatever breaks the
+loop itself is said as `EngineFatal`, after which nothing more is answered.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+import torch
+from tokenizers import Tokenizer
+
+from rollweave.engine.detokenize import StopStrings, load_tokenizer
+from rollweave.engine.runner import Runner
+from rollweave.engine.sampler import RowParams, pack, sample
+from rollweave.policy.batching import Batcher, Entry
+from rollweave.policy.blocks import BlockLedger
+from rollweave.schema.errors import EngineError, WeightsError
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+    EngineStats,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+    Rerank,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stats,
+    Suspend,
+    Suspended,
+    VersionSpan,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.store import read_tensors
+
+
+class Live:
+    """One request between `Add` and its result."""
+
+    __slots__ = ("added_s", "entry", "limit", "logprobs", "prompt", "request", "spans", "started_s", "stop_ids", "watch")
+
+    def __init__(self, request: GenerateRequest, *, entry: Entry, limit: int, stop_ids: frozenset[int], now: float) -> None:
+        self.request = request
+        self.entry = entry
+        self.limit = limit
+        self.stop_ids = stop_ids
+        self.prompt = len(request.tokens)
+        self.logprobs: list[float] = []
+        self.spans: list[tuple[int, int]] = []
+        """(start, version) of each run of output tokens sampled by one version."""
+        self.watch: StopStrings | None = None
+        self.added_s = now
+        self.started_s: float | None = None
+
+    def versions(self) -> tuple[VersionSpan, ...]:
+        ends = [start for start, _ in self.spans[1:]] + [len(self.logprobs)]
+        return tuple(
+            VersionSpan(start=start, end=end, version=version) for (start, version), end in zip(self.spans, ends, strict=True)
+        )
+
+
+class EngineLoop:
+    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it."""
+
+    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+        self.spec = spec
+        self._reply = reply
+        self._inbox: deque[EngineCommand] = deque()
+        self._wake = threading.Condition()
+        self._live: dict[str, Live] = {}
+        self._suspended_at: float | None = None
+        self._version = -1
+        self._tokenizer: Tokenizer | None = None
+        self._tainted = False
+        self._packed: tuple[list[Entry], RowParams] | None = None
+        self._started_s = 0.0
+        self._busy_s = self._suspended_s = 0.0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._recomputed_tokens = self._steps = 0
+
+    def post(self, command: EngineCommand) -> None:
+        """Hand a command over. Commands are taken in this order, all that are there before each step."""
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def run(self) -> None:
+        """Build the engine, say `Ready`, and serve. Says `EngineFatal` where building or serving fails."""
+        try:
+            if self.spec.device == "cpu":
+                torch.set_num_threads(self.spec.threads)
+            with torch.inference_mode():
+                self._build()
+                while self._obey():
+                    if self._suspended_at is None and self._batcher.live:
+                        self._step()
+        except Exception as error:
+            self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
+
+    def _build(self) -> None:
+        spec = self.spec
+        self._runner = Runner(spec)
+        pool = self._runner.pool
+        self._ledger = BlockLedger(blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache)
+        self._batcher = Batcher(self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens)
+        capacity = pool.blocks * pool.block_tokens
+        self._max_context = min(self._runner.shape.context, capacity)
+        self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
+        self._started_s = time.monotonic()
+        self._reply(Ready(version=-1, kv_total_tokens=capacity, max_slots=spec.max_slots, max_context=self._max_context))
+
+    # Commands.
+
+    def _obey(self) -> bool:
+        """Take all commands that are there; wait for one while there is nothing to compute. False to end."""
+        with self._wake:
+            while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
+                self._wake.wait()
+            commands = list(self._inbox)
+            self._inbox.clear()
+        return all(self._handle(command) for command in commands)
+
+    def _handle(self, command: EngineCommand) -> bool:
+        match command:
+            case Add(request=request):
+                self._add(request)
+            case Abort(id=id):
+                if id in self._live:
+                    self._finish(self._live[id], Finish.ABORTED)
+            case Rerank(id=id, rank=rank):
+                if math.isfinite(rank):
+                    self._batcher.rerank(id, rank)
+            case Suspend():
+                if self._suspended_at is None:
+                    self._suspended_at = time.monotonic()
+                self._reply(Suspended(in_flight=len(self._live)))
+            case Resume():
+                if self._suspended_at is not None:
+                    self._suspended_s += time.monotonic() - self._suspended_at
+                    self._suspended_at = None
+            case Load(manifest=manifest):
+                self._load(manifest)
+            case Stats():
+                self._reply(Sampled(stats=self._stats()))
+            case Shutdown():
+                return False
+            case _:
+                assert_never(command)
+        return True
+
+    def _add(self, request: GenerateRequest) -> None:
+        now = time.monotonic()
+        try:
+            live = self._admit(request, now)
+            self._batcher.add(live.entry)
+        except (ValueError, EngineError) as error:
+            self._refuse(request, str(error))
+            return
+        self._live[request.id] = live
+
+    def _admit(self, request: GenerateRequest, now: float) -> Live:
+        """Validate. Raises ValueError or EngineError with what is wrong."""
+        vocab, sampling = self._runner.shape.vocab, request.sampling
+        if not request.tokens:
+            raise ValueError("tokens must have at least one token, got none")
+        if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
+            raise ValueError(f"tokens must be in [0, {vocab}), got {min(request.tokens)} to {max(request.tokens)}")
+        if len(request.tokens) >= self._max_context:
+            raise ValueError(
+                f"tokens must leave room in the context of {self._max_context} tokens, got a prompt of {len(request.tokens)}"
+            )
+        if not math.isfinite(request.rank):
+            raise ValueError(f"rank must be finite, got {request.rank}")
+        if any(not 0 <= token < vocab for token in sampling.allowed):
+            raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {sampling.allowed}")
+        limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
+        entry = Entry(id=request.id, tokens=list(request.tokens), limit=len(request.tokens) + limit - 1, rank=request.rank)
+        live = Live(request, entry=entry, limit=limit, stop_ids=self._stop_ids.union(sampling.stop_token_ids), now=now)
+        if any(sampling.stop):
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(Path(self.spec.model))
+            live.watch = StopStrings(self._tokenizer, sampling.stop)
+        return live
+
+    def _refuse(self, request: GenerateRequest, error: str) -> None:
+        result = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=error)
+        self._reply(Generated(result=result))
+
+    def _load(self, manifest: WeightManifest) -> None:
+        """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
+        started = time.monotonic()
+        try:
+            if manifest.base_version is not None:
+                raise WeightsError(f"an engine loads full weights, got a delta on version {manifest.base_version}")
+            tensors = read_tensors(manifest)
+            self._runner.model.check(tensors)
+        except (WeightsError, OSError, ValueError) as error:
+            self._reply(LoadFailed(version=manifest.version, error=str(error)))
+            return
+        self._runner.model.load(tensors.items())
+        self._version = manifest.version
+        recompute = self._batcher.retag(manifest.weights_id)
+        self._runner.forget(wipe=self._tainted)
+        self._tainted = False
+        now = time.monotonic()
+        self._reply(Loaded(version=manifest.version, load_s=now - started, recompute_tokens=recompute))
+
+    # Steps.
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        plan = self._batcher.plan()
+        for entry in plan.left:
+            self._runner.drop(entry)
+        for entry in plan.admitted:
+            self._live[entry.id].started_s = started
+            self._prompt_tokens += self._live[entry.id].prompt
+            self._cached_tokens += entry.cached or 0
+        entries, logits = self._runner.compute(plan)
+        for entry in plan.decode:
+            self._recomputed_tokens += self._batcher.advance(entry, 1)
+        for entry, count in plan.prefill:
+            self._recomputed_tokens += self._batcher.advance(entry, count)
+        if entries:
+            positions = [len(entry.tokens) for entry in entries]
+            tokens, logprobs = sample(logits, positions, self._params(entries))
+            self._output_tokens += len(tokens)
+            for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
+                self._accept(self._live[entry.id], token, logprob)
+        self._steps += 1
+        self._busy_s += time.monotonic() - started
+
+    def _params(self, entries: list[Entry]) -> RowParams:
+        """Sampling parameters of these rows; most steps sample the rows of the step before."""
+        if self._packed is None or self._packed[0] != entries:
+            samplings = [self._live[entry.id].request.sampling for entry in entries]
+            params = pack(samplings, vocab=self._runner.shape.vocab, device=self._runner.model.device)
+            self._packed = (list(entries), params)
+        return self._packed[1]
+
+    def _accept(self, live: Live, token: int, logprob: float) -> None:
+        """Append a sampled token, and finish where it ends the request. An exception here is this request's alone."""
+        if not math.isfinite(logprob):
+            self._tainted = True
+            self._finish(live, Finish.ERROR, f"the model's logits are not finite at token {len(live.logprobs)}")
+            return
+        if not live.spans or live.spans[-1][1] != self._version:
+            live.spans.append((len(live.logprobs), self._version))
+        live.entry.tokens.append(token)
+        live.logprobs.append(logprob)
+        if token in live.stop_ids:
+            self._finish(live, Finish.STOP)
+            return
+        if live.watch is not None:
+            try:
+                stopped = live.watch.feed(token)
+            except Exception as error:
+                self._finish(live, Finish.ERROR, f"{type(error).__name__}: {error}")
+                return
+            if stopped:
+                self._finish(live, Finish.STOP)
+                return
+        if len(live.logprobs) >= live.limit:
+            self._finish(live, Finish.LENGTH)
+
+    def _finish(self, live: Live, finish: Finish, error: str = "") -> None:
+        entry, request, now = live.entry, live.request, time.monotonic()
+        del self._live[request.id]
+        self._batcher.remove(request.id)
+        started = now if live.started_s is None else live.started_s
+        result = GenerateResult(
+            id=request.id,
+            tokens=tuple(entry.tokens[live.prompt :]),
+            logprobs=tuple(live.logprobs),
+            versions=live.versions(),
+            finish=finish,
+            cached_tokens=entry.cached or 0,
+            queue_s=started - live.added_s,
+            generate_s=now - started,
+            preemptions=entry.preemptions,
+            error=error,
+        )
+        self._reply(Generated(result=result))
+
+    def _stats(self) -> EngineStats:
+        now = time.monotonic()
+        suspended = 0.0 if self._suspended_at is None else now - self._suspended_at
+        return EngineStats(
+            version=self._version,
+            running=len(self._batcher.running),
+            waiting=len(self._batcher.waiting),
+            kv_used_tokens=self._ledger.held * self._ledger.block_tokens,
+            kv_total_tokens=self._ledger.total * self._ledger.block_tokens,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+            preemptions=self._batcher.preemptions,
+            busy_s=self._busy_s,
+            suspended_s=self._suspended_s + suspended,
+            uptime_s=now - self._started_s,
+            steps=self._steps,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of planner and ledger, and that every live request is known to both sides. For tests."""
+        self._batcher.check()
+        assert self._live.keys() == self._batcher.live.keys(), "a request is lost"

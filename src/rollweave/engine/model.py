@@ -1,0 +1,226 @@
+"""A compact decoder for Llama, Qwen2 and Qwen3 checkpoints that computes many sequences' tokens at once over the paged cache.
+
+Weights are held as the computation wants them: query, key and value in one matrix, gate and up in one, all transposed; the
+rotary halves of query and key interleaved, so that rotation is one complex product (attention does not see a permutation that
+both share). `load` takes tensors under their transformers names and shapes, whatever the layout here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import silu
+
+from rollweave.engine.attention import TILE_ROWS, Attention, AttentionPlan
+from rollweave.engine.checkpoint import ModelShape
+from rollweave.schema.errors import WeightsError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class Layer:
+    """One layer's weights, [in, out] each. Biases and norms of queries and keys are None where the architecture has none."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    norm: torch.Tensor
+    ffn_norm: torch.Tensor
+    qk_norm: torch.Tensor | None
+    qkv_bias: torch.Tensor | None
+    out_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Batch:
+    """The flat list of one step's tokens, [tokens] each; positions are below `longest`. `sampled` are indices, None is all."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    longest: int
+    sampled: torch.Tensor | None
+
+
+class Decoder:
+    """The model. Not thread-safe: its owner's loop is the only caller."""
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False) -> None:
+        self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, device=device, dtype=dtype)
+
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.embed = zeros(shape.vocab, shape.hidden)
+        self.norm = zeros(shape.hidden)
+        self.head = self.embed.t() if shape.tied else zeros(shape.vocab, shape.hidden).t()
+        self.layers = [
+            Layer(
+                qkv=zeros(shape.hidden, q + 2 * kv),
+                out=zeros(q, shape.hidden),
+                gate_up=zeros(shape.hidden, 2 * shape.ffn),
+                down=zeros(shape.ffn, shape.hidden),
+                norm=zeros(shape.hidden),
+                ffn_norm=zeros(shape.hidden),
+                qk_norm=zeros(shape.heads + shape.kv_heads, shape.head_dim) if shape.qk_norm else None,
+                qkv_bias=zeros(q + 2 * kv) if shape.qkv_bias else None,
+                out_bias=zeros(shape.hidden) if shape.out_bias else None,
+                gate_up_bias=zeros(2 * shape.ffn) if shape.mlp_bias else None,
+                down_bias=zeros(shape.hidden) if shape.mlp_bias else None,
+            )
+            for _ in range(shape.layers)
+        ]
+        self._eps = torch.tensor(shape.eps, device=device)
+        self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
+        self._rotations = torch.empty(0, 1, len(shape.inv_freq), dtype=torch.complex64, device=device)
+        self._interleave = torch.arange(shape.head_dim, device=device).view(2, -1).t().reshape(-1)
+
+    # Weights.
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise WeightsError unless `tensors` are exactly this model's parameters by name and shape, in floating point."""
+        wanted = self.shape.tensors()
+        missing = sorted(set(wanted) - set(tensors))
+        unknown = sorted(set(tensors) - set(wanted) - ({"lm_head.weight"} if self.shape.tied else set()))
+        if missing or unknown:
+            raise WeightsError(f"tensors must be the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name, shape in wanted.items():
+            tensor = tensors[name]
+            if tuple(tensor.shape) != shape:
+                raise WeightsError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+            if tensor.dtype not in FLOATS:
+                raise WeightsError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy parameters in. Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped."""
+        for name, tensor in tensors:
+            if name == "lm_head.weight":
+                if not self.shape.tied:
+                    self.head.t().copy_(tensor)
+            elif name == "model.embed_tokens.weight":
+                self.embed.copy_(tensor)
+            elif name == "model.norm.weight":
+                self.norm.copy_(tensor)
+            else:
+                self._load_layer(name, tensor.to(self.device))
+
+    def _load_layer(self, name: str, tensor: torch.Tensor) -> None:
+        _, _, index, rest = name.split(".", 3)
+        layer, shape = self.layers[int(index)], self.shape
+        q, kv, ffn = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.ffn
+        module, parameter = rest.rsplit(".", 1)
+        part = module.rsplit(".", 1)[-1]
+        columns = {
+            "q_proj": slice(0, q),
+            "k_proj": slice(q, q + kv),
+            "v_proj": slice(q + kv, q + 2 * kv),
+            "gate_proj": slice(0, ffn),
+            "up_proj": slice(ffn, 2 * ffn),
+        }
+        if part in ("q_proj", "k_proj"):
+            tensor = tensor.reshape(-1, shape.head_dim, *tensor.shape[1:])[:, self._interleave].flatten(0, 1)
+        match part, parameter:
+            case (("q_proj" | "k_proj" | "v_proj"), "weight"):
+                layer.qkv[:, columns[part]] = tensor.t()
+            case (("q_proj" | "k_proj" | "v_proj"), "bias"):
+                _present(layer.qkv_bias)[columns[part]] = tensor
+            case (("gate_proj" | "up_proj"), "weight"):
+                layer.gate_up[:, columns[part]] = tensor.t()
+            case (("gate_proj" | "up_proj"), "bias"):
+                _present(layer.gate_up_bias)[columns[part]] = tensor
+            case "o_proj", "weight":
+                layer.out.copy_(tensor.t())
+            case "o_proj", "bias":
+                _present(layer.out_bias).copy_(tensor)
+            case "down_proj", "weight":
+                layer.down.copy_(tensor.t())
+            case "down_proj", "bias":
+                _present(layer.down_bias).copy_(tensor)
+            case "q_norm", "weight":
+                _present(layer.qk_norm)[: shape.heads] = tensor[self._interleave]
+            case "k_norm", "weight":
+                _present(layer.qk_norm)[shape.heads :] = tensor[self._interleave]
+            case "input_layernorm", "weight":
+                layer.norm.copy_(tensor)
+            case "post_attention_layernorm", "weight":
+                layer.ffn_norm.copy_(tensor)
+            case _:
+                raise WeightsError(f"{name} is not a parameter of this model")
+
+    # Computation.
+
+    def forward(self, batch: Batch, attention: Attention, plan: AttentionPlan) -> torch.Tensor:
+        """Logits (fp32) of the sampled tokens of `batch`, [sampled, vocab]. Writes the KV of all its tokens."""
+        shape = self.shape
+        ids, sampled = batch.ids, batch.sampled
+        rotations = self._rotation(batch.positions, batch.longest)
+        rotated_heads = shape.heads + shape.kv_heads
+        x = self.embed.index_select(0, ids)
+        tokens = len(x)
+        for index, layer in enumerate(self.layers):
+            qkv = self._project(self._rms(x, layer.norm), layer.qkv, layer.qkv_bias)
+            qk = qkv[:, : rotated_heads * shape.head_dim].view(tokens, rotated_heads, shape.head_dim)
+            if layer.qk_norm is not None:
+                qk.mul_(self._scale(qk)).mul_(layer.qk_norm)
+            if self.dtype is torch.float32:
+                torch.view_as_complex(qk.view(tokens, rotated_heads, -1, 2)).mul_(rotations)
+            else:
+                turned = torch.view_as_complex(qk.float().view(tokens, rotated_heads, -1, 2)).mul_(rotations)
+                qk.copy_(torch.view_as_real(turned).flatten(2))
+            self._accumulate(x, attention.attend(index, qkv, plan), layer.out, layer.out_bias)
+            gate, up = self._project(self._rms(x, layer.ffn_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+            self._accumulate(x, silu(gate).mul_(up), layer.down, layer.down_bias)
+        if sampled is not None:
+            x = x.index_select(0, sampled)
+        return self._project(self._rms(x, self.norm), self.head, None).float()
+
+    def _scale(self, x: torch.Tensor) -> torch.Tensor:
+        """1 / root mean square over the last axis: [..., 1]."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_().to(x.dtype)
+
+    def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x * self._scale(x)).mul_(weight)
+
+    def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.tiles:
+            return torch.cat([self._tile(tile, weight, bias) for tile in torch.split(x, TILE_ROWS)])
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    def _accumulate(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if self.tiles:
+            x.add_(self._project(y, weight, bias))
+            return
+        x.addmm_(y, weight)
+        if bias is not None:
+            x.add_(bias)
+
+    def _tile(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = len(x)
+        if rows < TILE_ROWS:
+            x = torch.cat((x, x.new_zeros(TILE_ROWS - rows, x.shape[1])))
+        y = torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return y[:rows]
+
+    def _rotation(self, positions: torch.Tensor, needed: int) -> torch.Tensor:
+        """Unit complex numbers, [tokens, 1, head_dim / 2]. The table grows by doubling, up to where sequences really reach."""
+        if needed > len(self._rotations):
+            length = max(needed, 2 * len(self._rotations), 1024)
+            angles = torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
+            self._rotations = torch.polar(torch.ones_like(angles), angles)
+        return self._rotations.index_select(0, positions)
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shape.tensors().values())
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise WeightsError("a parameter was given that this architecture does not have")
+    return tensor

@@ -1,0 +1,118 @@
+"""Picks one token a row from logits, and says with which log-prob.
+
+Randomness is a hash of the request's seed and the position of the token in its sequence: one uniform number a token, nothing
+carried over. A request's draws depend neither on its neighbours nor on how often it was preempted or recomputed.
+Log-probs are of the whole distribution at the request's temperature, before `allowed`, top-k and top-p cut it; at temperature 0
+those at temperature 1. They can therefore be compared with a plain forward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollweave.schema.serving import Sampling
+
+_MASK = (1 << 64) - 1
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position), both uint64: two rounds of splitmix64's finaliser, 53 bits."""
+    with np.errstate(over="ignore"):
+        mixed = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03))
+    numbers: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(slots=True)
+class RowParams:
+    """Sampling parameters of a batch of rows as tensors; made once for each set of rows. None means: no row asks for it."""
+
+    temperatures: torch.Tensor | None
+    greedy: torch.Tensor | None
+    all_greedy: bool
+    seeds: np.ndarray
+    cut_rows: torch.Tensor | None
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    allowed_rows: torch.Tensor | None
+    allowed: torch.Tensor | None
+
+
+def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowParams:
+    """Collect the rows' parameters. Everything that no row uses costs nothing later."""
+    warm = [row.temperature or 1.0 for row in rows]
+    cold = [row.temperature == 0 for row in rows]
+    cut = [index for index, row in enumerate(rows) if row.temperature > 0 and (row.top_p < 1 or 0 < row.top_k < vocab)]
+    masked = [index for index, row in enumerate(rows) if row.allowed]
+    allowed = torch.ones(len(masked), vocab, dtype=torch.bool)
+    for at, index in enumerate(masked):
+        allowed[at, list(rows[index].allowed)] = False
+    return RowParams(
+        temperatures=None if all(t == 1.0 for t in warm) else torch.tensor(warm, device=device)[:, None],
+        greedy=torch.tensor(cold, device=device) if any(cold) and not all(cold) else None,
+        all_greedy=all(cold),
+        seeds=np.array([row.seed & _MASK for row in rows], dtype=np.uint64),
+        cut_rows=torch.tensor(cut, device=device) if cut else None,
+        top_k=torch.tensor([rows[index].top_k or vocab for index in cut], device=device) if cut else None,
+        top_p=torch.tensor([rows[index].top_p for index in cut], device=device) if cut else None,
+        allowed_rows=torch.tensor(masked, device=device) if masked else None,
+        allowed=allowed.to(device) if masked else None,
+    )
+
+
+def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of rows `logits` [rows, vocab] (fp32; overwritten). `positions` are those of the new tokens.
+
+    A row that is not finite gives some token and a log-prob of NaN: the caller turns it into an error.
+    """
+    if params.temperatures is not None:
+        logits.div_(params.temperatures)
+    logprobs = torch.log_softmax(logits, dim=-1)
+    choice = logprobs
+    if params.allowed_rows is not None and params.allowed is not None:
+        choice = logprobs.clone()
+        choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(params.allowed, float("-inf"))
+    best = choice.argmax(dim=-1) if params.all_greedy or params.greedy is not None else None
+    if best is not None and params.all_greedy:
+        tokens = best
+    else:
+        if params.cut_rows is not None:
+            choice = choice.clone() if choice is logprobs else choice
+            choice[params.cut_rows] = _cut(choice[params.cut_rows], params)
+        mass = choice.exp() if choice is logprobs else torch.softmax(choice, dim=-1)
+        sums = mass.cumsum(dim=-1)
+        draws = uniforms(params.seeds, np.array(positions, dtype=np.uint64))
+        # Scaled by the true sum, so that rounding can never pick a token of no mass at the end.
+        points = torch.from_numpy(draws).to(sums.device, torch.float32)[:, None] * sums[:, -1:]
+        tokens = torch.searchsorted(sums, points, right=True)[:, 0]
+        tokens = torch.minimum(tokens, _last_with_mass(mass, tokens))
+        if params.greedy is not None and best is not None:
+            tokens = torch.where(params.greedy, best, tokens)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def _last_with_mass(mass: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The highest token that may be drawn: for rows where rounding pushed the draw past the end of the sum."""
+    vocab = mass.shape[1]
+    if int(tokens.max()) < vocab:
+        return tokens
+    return (vocab - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)).clamp_(max=vocab - 1)
+
+
+def _cut(logprobs: torch.Tensor, params: RowParams) -> torch.Tensor:
+    """Top-k, then top-p of what is left, as -inf outside. The smallest set whose mass reaches p is kept, never empty."""
+    assert params.top_k is not None
+    assert params.top_p is not None
+    ordered, index = logprobs.sort(dim=-1, descending=True, stable=True)
+    drop = torch.arange(ordered.shape[1], device=ordered.device) >= params.top_k[:, None]
+    mass = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=-1)
+    drop |= mass.cumsum(dim=-1) - mass >= params.top_p[:, None]
+    return torch.full_like(logprobs, float("-inf")).scatter_(1, index, ordered.masked_fill(drop, float("-inf")))

@@ -1,0 +1,168 @@
+"""Tiny random checkpoints, an oracle (transformers' full forward), and a synchronous way to drive an engine's loop."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rollweave.engine.loop import EngineLoop
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import (
+    Add,
+    EngineCommand,
+    EngineFatal,
+    EngineReply,
+    EngineSpec,
+    EngineStats,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    Sampled,
+    Sampling,
+    Shutdown,
+    Stats,
+)
+
+VOCAB = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def build(kind: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    """A random model. Norm weights and biases are randomised too, so that a dropped one shows."""
+    torch.manual_seed(seed)
+    sizes = SIZES | changes
+    model: torch.nn.Module
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**({"head_dim": 16} | sizes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+    return model.eval()
+
+
+def save(model: torch.nn.Module, directory: Path) -> str:
+    model.save_pretrained(directory)  # type: ignore[operator]
+    return str(directory)
+
+
+def spec(model: str, **changes: Any) -> EngineSpec:
+    defaults: dict[str, Any] = {"id": EngineId("e"), "model": model, "max_slots": 8, "kv_tokens": 2048, "block_tokens": 8}
+    return EngineSpec(**(defaults | changes))
+
+
+@torch.no_grad()
+def oracle_logprobs(model: torch.nn.Module, tokens: Iterable[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """[tokens, vocab]: row i is the distribution after tokens[: i + 1]."""
+    logits = model(torch.tensor([list(tokens)])).logits[0].float()
+    return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+
+@torch.no_grad()
+def oracle_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)  # type: ignore[operator]
+    return out[0, len(prompt) :].tolist()
+
+
+def logprob_error(model: torch.nn.Module, prompt: Iterable[int], result: GenerateResult, *, temperature: float = 1.0) -> float:
+    """Largest difference between the result's log-probs and those of a full forward pass of `model`."""
+    prompt = list(prompt)
+    rows = oracle_logprobs(model, [*prompt, *result.tokens], temperature=temperature)
+    want = [rows[len(prompt) - 1 + at, token].item() for at, token in enumerate(result.tokens)]
+    return max((abs(a - b) for a, b in zip(want, result.logprobs, strict=True)), default=0.0)
+
+
+def request(id: str, prompt: Iterable[int], *, rank: float = 0.0, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(id=id, tokens=tuple(prompt), sampling=Sampling(**sampling), rank=rank)
+
+
+@dataclass
+class Outcome:
+    results: dict[str, GenerateResult] = field(default_factory=dict)
+    answers: list[GenerateResult] = field(default_factory=list)
+    replies: list[EngineReply] = field(default_factory=list)
+    stats: list[EngineStats] = field(default_factory=list)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [reply for reply in self.replies if isinstance(reply, kind)]
+
+
+def drive(
+    of: EngineSpec,
+    requests: Iterable[GenerateRequest],
+    *,
+    at: Mapping[int, Sequence[EngineCommand | Callable[[], EngineCommand]]] | None = None,
+    check: bool = True,
+) -> Outcome:
+    """Run an engine on this thread until every request is answered. `at[n]` are further commands before its n-th step.
+
+    A `Stats` command is answered between any two steps, so its answer is the clock: no sleeping, no second thread.
+    """
+    later = dict(at or {})
+    expected = len(list(requests := list(requests)))
+    expected += sum(isinstance(command, Add) for commands in later.values() for command in commands)
+    outcome = Outcome()
+    ticks = 0
+
+    def reply(message: EngineReply) -> None:
+        nonlocal ticks
+        outcome.replies.append(message)
+        match message:
+            case EngineFatal(error=error):
+                raise AssertionError(error)
+            case Generated(result=result):
+                outcome.answers.append(result)
+                outcome.results.setdefault(result.id, result)
+            case Sampled(stats=stats):
+                outcome.stats.append(stats)
+                if check and ticks:
+                    loop.check()
+                if len(outcome.answers) == expected and not later:
+                    loop.post(Shutdown())
+                    return
+                for command in later.pop(ticks, ()):
+                    loop.post(command() if callable(command) else command)
+                ticks += 1
+                assert ticks < 100_000, "the engine does not finish"
+                loop.post(Stats())
+            case _:
+                pass
+
+    loop = EngineLoop(of, reply)
+    for each in requests:
+        loop.post(Add(request=each))
+    loop.post(Stats())
+    loop.run()
+    assert len(outcome.answers) == expected
+    return outcome
