@@ -1,0 +1,164 @@
+"""The core: `handle(now, event)` changes the state of the run and says what to do next.
+
+It only routes: each kind of event goes to its sub-machine, and then every sub-machine may use what the event made possible.
+It has no clock, no randomness, no I/O: the same events at the same times give the same commands, in a live run, in its
+replay from the journal, and in simulation.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from rollweave.core import (
+    ending,
+    engines,
+    evaluation,
+    groups,
+    idle,
+    recovery,
+    training,
+    trajectories,
+    turns,
+    watchdog,
+)
+from rollweave.core.account import Account, account
+from rollweave.core.checks import check
+from rollweave.core.run import Run
+from rollweave.core.state import Phase, State
+from rollweave.schema import events as e
+from rollweave.schema.commands import Command
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import Event
+
+
+class Core:
+    """The state of one run. `restore(snapshot)` gives an equal core."""
+
+    def __init__(self, config: RunConfig, state: State | None = None) -> None:
+        self._run = Run(config, state if state is not None else State())
+
+    @classmethod
+    def restore(cls, snapshot: bytes, config: RunConfig) -> "Core":
+        return cls(config, msgspec.msgpack.decode(snapshot, type=State))
+
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(self._run.state)
+
+    @property
+    def state(self) -> State:
+        """For reading only: metrics, reports and tests."""
+        return self._run.state
+
+    @property
+    def finished(self) -> bool:
+        return self._run.state.phase is Phase.FINISHED
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """Take one event at time `now`, in seconds since the run began, and return the commands that it leads to, in order."""
+        run = self._run
+        run.now, run.out = now, []
+        idle.account(run)
+        if self.finished and not isinstance(event, e.WorldLost):
+            return []
+        _route(run, event)
+        if not self.finished:
+            _use_what_is_possible(run)
+        return run.out
+
+    def account(self) -> Account:
+        """Where every training trajectory went."""
+        return account(self._run.state)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken. For tests: it walks every table."""
+        check(self._run)
+
+
+def _use_what_is_possible(run: Run) -> None:
+    """What an event makes possible, in the order in which one thing enables the next."""
+    ending.advance(run)
+    groups.sweep_doomed(run)
+    engines.update(run)
+    training.take_batch(run)
+    groups.sweep_doomed(run)
+    evaluation.advance(run)
+    groups.launch(run)
+    trajectories.start_inits(run)
+    trajectories.start_evals(run)
+    turns.dispatch(run)
+    ending.advance(run)
+
+
+def _route(run: Run, event: Event) -> None:
+    match event:
+        case e.TurnRequested():
+            turns.on_requested(run, event)
+        case e.TurnDone():
+            turns.on_done(run, event)
+        case e.TurnFailed():
+            turns.on_failed(run, event)
+        case e.EnvReady():
+            trajectories.on_env_ready(run, event)
+        case e.TrajectoryEnded():
+            trajectories.on_ended(run, event)
+        case e.RewardReady():
+            trajectories.on_reward_ready(run, event)
+        case e.RewardFailed():
+            trajectories.on_reward_failed(run, event)
+        case e.GroupSubmitted():
+            groups.on_submitted(run, event)
+        case e.DrawFailed():
+            groups.on_draw_failed(run, event)
+        case e.TimerFired():
+            watchdog.look(run)
+        case e.StepTrained():
+            training.on_trained(run, event)
+        case e.WeightsPublished():
+            training.on_published(run, event)
+        case e.EngineSuspended():
+            engines.on_suspended(run, event)
+        case e.WeightsLoaded():
+            engines.on_loaded(run, event)
+        case _:
+            _route_rare(run, event)
+
+
+def _route_rare(
+    run: Run,
+    event: e.RunStarted
+    | e.WorldLost
+    | e.StopRequested
+    | e.EngineJoined
+    | e.EngineLost
+    | e.WeightsLoadFailed
+    | e.TrainerReady
+    | e.TrainerLost
+    | e.TrainFailed
+    | e.CheckpointSaved
+    | e.CheckpointFailed,
+) -> None:
+    match event:
+        case e.RunStarted():
+            recovery.on_started(run, event)
+        case e.WorldLost():
+            recovery.on_world_lost(run, event)
+        case e.StopRequested():
+            ending.on_stop_requested(run)
+        case e.EngineJoined():
+            engines.on_joined(run, event)
+        case e.EngineLost():
+            engines.on_lost(run, event)
+        case e.WeightsLoadFailed():
+            engines.on_load_failed(run, event)
+        case e.TrainerReady():
+            training.on_ready(run, event)
+        case e.TrainerLost():
+            training.on_lost(run, event)
+        case e.TrainFailed():
+            training.on_train_failed(run, event)
+        case e.CheckpointSaved():
+            training.on_saved(run, event)
+        case e.CheckpointFailed():
+            training.on_save_failed(run, event)
+        case _:
+            assert_never(event)

@@ -1,0 +1,107 @@
+"""How a run ends: drain, final checkpoint, final evaluation, finish. An error takes the short way and still accounts."""
+
+from rollweave.core import evaluation, groups, training, trajectories
+from rollweave.core.run import Run
+from rollweave.core.state import Phase, TrainerStatus
+from rollweave.schema.commands import Finish
+from rollweave.schema.work import StopReason
+
+
+def on_stop_requested(run: Run) -> None:
+    if run.state.phase is Phase.RUNNING:
+        run.state.skip_final_eval = True
+        _drain(run)
+    elif run.state.phase is Phase.EVALUATING:
+        run.state.skip_final_eval = True
+        evaluation.abandon(run)
+
+
+def advance(run: Run) -> None:
+    """Move to the next phase when this one is over. Several may be over at once."""
+    state = run.state
+    if state.error and state.phase is not Phase.FINISHED:
+        _finish_with_error(run)
+    if state.phase is Phase.RUNNING:
+        _end_of_training(run)
+    if state.phase is Phase.DRAINING and not _in_flight(run) and state.trainer.status is TrainerStatus.IDLE:
+        state.phase = Phase.SAVING
+        # A streamed step that was cut short is not saved: its mini-batches belong to a step that never became whole.
+        if state.trainer.parts_done == 0:
+            training.save(run, final=True)
+    if state.phase is Phase.SAVING and state.trainer.status is TrainerStatus.IDLE:
+        if state.checkpoint_failed_at == state.trainer.step:
+            state.error = f"the final checkpoint of step {state.trainer.step} failed; newest good one: {state.checkpoint}"
+            _finish_with_error(run)
+            return
+        state.phase = Phase.EVALUATING
+        if not _skips_final_eval(run) and state.best_step not in (None, state.trainer.step):
+            training.publish_best(run, state.best_step)
+    if state.phase is Phase.EVALUATING:
+        _final_evaluation(run)
+
+
+def _end_of_training(run: Run) -> None:
+    state = run.state
+    if state.trainer.step >= run.config.run.steps and state.trainer.status is not TrainerStatus.STARTING:
+        groups.drop_unfinished(run)
+        if state.evaluation is None and state.trainer.status is TrainerStatus.IDLE:
+            _drain(run)
+    elif state.target_reached:
+        _drain(run)
+
+
+def _drain(run: Run) -> None:
+    run.state.phase = Phase.DRAINING
+    groups.drop_unfinished(run)
+    evaluation.abandon(run)
+
+
+def _in_flight(run: Run) -> bool:
+    state = run.state
+    return bool(state.in_init or state.in_run or state.in_eval or state.closing)
+
+
+def _skips_final_eval(run: Run) -> bool:
+    return run.state.skip_final_eval or run.config.eval.final_episodes == 0
+
+
+def _final_evaluation(run: Run) -> None:
+    state = run.state
+    if state.trainer.status is TrainerStatus.PUBLISHING:
+        return
+    if _skips_final_eval(run) or state.final_evaluated:
+        if not _in_flight(run):
+            _finish(run)
+    elif state.evaluation is None and state.published_id >= 0:
+        evaluation.begin(run, version=state.published_version, final=True)
+
+
+def _finish(run: Run) -> None:
+    run.state.phase = Phase.FINISHED
+    run.emit(Finish(error=run.state.error))
+
+
+def _finish_with_error(run: Run) -> None:
+    """Do not wait for anyone: whatever still runs is cancelled in the books, and the world kills it."""
+    state = run.state
+    taken, state.trainer.taken = state.trainer.taken, []
+    groups.return_to_buffer(run, taken, trained=False)
+    groups.drop_unfinished(run)
+    evaluation.abandon(run)
+    state.phase = Phase.FINISHED
+    for trajectory_id in list(state.closing):
+        trajectory = state.trajectories[trajectory_id]
+        trajectories.close(run, trajectory, trajectory.closing or StopReason.CANCELLED)
+    run.emit(Finish(error=state.error))
+
+
+def take_up_again(run: Run) -> None:
+    """After a restart of the controller: a run that had ended may go on, with more steps or after an error."""
+    state = run.state
+    over = state.phase is Phase.FINISHED and not state.error and state.trainer.step >= run.config.run.steps
+    if over and (state.final_evaluated or run.config.eval.final_episodes == 0):
+        run.emit(Finish(error=""))
+        return
+    state.phase, state.error = Phase.RUNNING, ""
+    state.skip_final_eval = state.final_evaluated = state.target_reached = False
+    state.checkpoint_failed_at = -1

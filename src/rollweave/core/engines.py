@@ -1,0 +1,130 @@
+"""Engines: joining, leaving, and taking new weights without losing what is in flight.
+
+An engine that joins is stale until it has loaded weights, however it came back. An update is suspend, load, resume (RollArt
+§6.2): the turns in flight stay on the engine, and their KV is recomputed there. While an evaluation runs, engines keep the
+version that is being evaluated.
+"""
+
+from rollweave.core import evaluation, turns
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Phase
+from rollweave.policy.modes import update_now
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, SuspendEngine
+from rollweave.schema.events import EngineJoined, EngineLost, EngineSuspended, WeightsLoaded, WeightsLoadFailed
+
+LOAD_TRIES = 2
+"""Loads of the same weights that may fail on one engine before it is restarted."""
+
+
+def start(run: Run, engine_ids: tuple[EngineId, ...]) -> None:
+    """The world is starting these engines, and has no others."""
+    run.state.engines = {engine_id: Engine(id=engine_id, since=run.now) for engine_id in engine_ids}
+
+
+def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
+    engine = run.state.engines.get(engine_id)
+    return engine if engine is not None and engine.epoch == epoch else None
+
+
+def on_joined(run: Run, event: EngineJoined) -> None:
+    engine = find(run, event.engine_id, event.epoch)
+    if engine is None or engine.status is not EngineStatus.STARTING:
+        return
+    _enter(run, engine, EngineStatus.STALE)
+    engine.max_slots = event.max_slots
+
+
+def on_suspended(run: Run, event: EngineSuspended) -> None:
+    engine = find(run, event.engine_id, event.epoch)
+    if engine is not None and engine.status is EngineStatus.SUSPENDING:
+        _load(run, engine)
+
+
+def on_loaded(run: Run, event: WeightsLoaded) -> None:
+    engine = find(run, event.engine_id, event.epoch)
+    if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
+        return
+    if engine.version >= 0:
+        engine.restarts = 0  # it lived from one update to the next: earlier failures are forgiven
+    engine.version, engine.weights_id = event.version, event.weights_id
+    engine.load_failures = 0
+    _enter(run, engine, EngineStatus.SERVING)
+    run.emit(ResumeEngine(engine_id=engine.id))
+
+
+def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
+    engine = find(run, event.engine_id, event.epoch)
+    if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
+        return
+    engine.load_failures += 1
+    run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
+    if engine.load_failures >= LOAD_TRIES:
+        restart(run, engine, f"weights refused {LOAD_TRIES} times: {event.error}")
+    else:
+        _load(run, engine)
+
+
+def on_lost(run: Run, event: EngineLost) -> None:
+    engine = find(run, event.engine_id, event.epoch)
+    if engine is not None:
+        turns.fail_all(run, engine, f"engine lost: {event.error}", abort=False)
+        restart(run, engine, f"lost: {event.error}")
+
+
+def restart(run: Run, engine: Engine, reason: str) -> None:
+    """Bring the engine back where it was, or remove it after repeated failure (RollArt §8). No engine left ends the run."""
+    turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
+    if run.state.phase is Phase.FINISHED:
+        return
+    if engine.restarts >= run.config.watchdog.restarts:
+        run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
+        del run.state.engines[engine.id]
+        run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
+        if not run.state.engines:
+            run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
+        return
+    run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
+    engine.restarts += 1
+    engine.epoch += 1
+    engine.version = engine.weights_id = engine.loading_id = -1
+    engine.strikes = engine.load_failures = 0
+    _enter(run, engine, EngineStatus.STARTING)
+    run.emit(RestartEngine(engine_id=engine.id, epoch=engine.epoch, reason=reason))
+
+
+def update(run: Run) -> None:
+    """Give engines the published weights: stale ones at once, serving ones when the mode says so."""
+    state = run.state
+    if state.published_id < 0:
+        return
+    outdated = [
+        engine
+        for engine in state.engines.values()
+        if engine.status in (EngineStatus.STALE, EngineStatus.SERVING) and engine.weights_id != state.published_id
+    ]
+    if not outdated:
+        return
+    held = evaluation.holds_weights(run)
+    may_update = not held and update_now(
+        run.mode,
+        batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
+        in_flight=len(state.active_groups),
+        forced=not run.training,
+    )
+    for engine in outdated:
+        if engine.status is EngineStatus.STALE and not held:
+            _load(run, engine)
+        elif engine.status is EngineStatus.SERVING and may_update:
+            _enter(run, engine, EngineStatus.SUSPENDING)
+            run.emit(SuspendEngine(engine_id=engine.id))
+
+
+def _load(run: Run, engine: Engine) -> None:
+    _enter(run, engine, EngineStatus.LOADING)
+    engine.loading_id = run.state.published_id
+    run.emit(LoadWeights(engine_id=engine.id, version=run.state.published_version, weights_id=engine.loading_id))
+
+
+def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:
+    engine.status, engine.since = status, run.now

@@ -1,0 +1,234 @@
+"""Groups: drawn, launched, completed, buffered, dropped. A group is the unit of what is trained on together.
+
+Invariant (`account`): every training trajectory that was started is trained, dropped for a named reason, cancelled, buffered
+or in flight. Only scored members of complete groups enter the buffer; a dropped group takes all its members with it.
+"""
+
+from rollweave.core import evaluation, trajectories
+from rollweave.core.run import Run
+from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
+from rollweave.policy.mixture import next_domain
+from rollweave.policy.redundancy import Verdict, capacity, group_verdict
+from rollweave.policy.staleness import acceptable
+from rollweave.schema.base import GroupId, TrajectoryId
+from rollweave.schema.commands import DrawTask, Evict
+from rollweave.schema.events import DrawFailed, GroupSubmitted
+from rollweave.schema.work import Purpose, StopReason
+
+CANCELLING = frozenset({StopReason.SURPLUS, StopReason.CANCELLED})
+"""Reasons counted as cancelled: the trajectory was good, but not needed any more. All others count as dropped."""
+
+STOP_REASONS = frozenset(reason.value for reason in StopReason)
+
+
+# Drawing and launching.
+
+
+def launch(run: Run) -> None:
+    """Draw training groups as far as the mode's window and the spare groups allow."""
+    state, rollout = run.state, run.config.rollout
+    version = run.serving_version()
+    if not run.training or version is None:
+        return
+    room = capacity(
+        window=run.mode.window,
+        serving_version=version,
+        next_version=run.next_version(),
+        groups_per_step=rollout.groups_per_step,
+        spare_groups=rollout.spare_groups,
+        last_step=run.config.run.steps,
+    )
+    # Of a streamed step, mini-batches that are trained already need no groups any more.
+    if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
+        begun = state.trainer.parts_done
+        room -= sum(run.groups_in_part(part) for part in range(begun)) + len(state.trainer.taken)
+    for _ in range(room - len(state.active_groups) - len(state.buffer)):
+        name = next_domain(run.task_weights, state.drawn)
+        index = state.drawn.get(name, 0)
+        state.drawn[name] = index + 1
+        draw(run, name, index, Purpose.TRAIN)
+
+
+def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
+    state = run.state
+    letter = "g" if purpose is Purpose.TRAIN else "e"
+    group = Group(id=GroupId(f"{letter}{state.next_group}"), name=name, index=index, purpose=purpose)
+    state.next_group += 1
+    state.groups[group.id] = group
+    if purpose is Purpose.TRAIN:
+        state.active_groups[group.id] = None
+    run.emit(DrawTask(group_id=group.id, name=name, index=index, purpose=purpose))
+    return group
+
+
+def on_submitted(run: Run, event: GroupSubmitted) -> None:
+    group = run.state.groups.get(event.group_id)
+    if group is None or group.status is not GroupStatus.DRAWING:
+        return
+    group.status, group.task = GroupStatus.ACTIVE, event.task
+    rollout = run.config.rollout
+    size = rollout.group_size + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
+    for member in range(size):
+        trajectory = Trajectory(id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now)
+        group.members.append(trajectory.id)
+        run.state.trajectories[trajectory.id] = trajectory
+        run.state.init_queue[trajectory.id] = None
+
+
+def on_draw_failed(run: Run, event: DrawFailed) -> None:
+    """The task source is the user's code, and drawing is deterministic: trying again would fail again."""
+    if run.state.phase is not Phase.FINISHED:
+        run.state.error = run.state.error or f"drawing a task failed: {event.error}"
+
+
+# Members come to an end.
+
+
+def wants_members(run: Run, group: Group) -> bool:
+    """True while another attempt at a member could still be of use."""
+    return group.status is GroupStatus.ACTIVE and (run.training or group.purpose is Purpose.EVAL)
+
+
+def member_scored(run: Run, trajectory: Trajectory) -> None:
+    group = run.state.groups[trajectory.group_id]
+    if group.purpose is Purpose.EVAL:
+        evaluation.member_scored(run, group, trajectory)
+        forget(run, group)
+        return
+    group.chosen.append(trajectory.id)
+    settle(run, group)
+
+
+def member_ended(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """The trajectory will never be trained on."""
+    group, counters = run.state.groups[trajectory.group_id], run.state.counters
+    if group.purpose is Purpose.EVAL:
+        counters.eval_dropped += trajectory.started
+        evaluation.member_failed(run, group)
+        forget(run, group)
+        return
+    if trajectory.started:
+        trajectory.started = False  # counted here, once
+        _count_end(run, reason, 1)
+    if group.status is GroupStatus.ACTIVE:
+        settle(run, group)
+    else:
+        forget_if_over(run, group)
+
+
+def settle(run: Run, group: Group) -> None:
+    """Complete, filter or drop an active group as soon as its members allow."""
+    rollout = run.config.rollout
+    members = [run.state.trajectories[member] for member in group.members]
+    pending = sum(member.stage not in (Stage.SCORED, Stage.ENDED) for member in members)
+    rewards = [run.state.trajectories[member].reward or 0.0 for member in group.chosen]
+    verdict = group_verdict(
+        rewards,
+        pending=pending,
+        group_size=rollout.group_size,
+        min_members=rollout.min_members,
+        dynamic_sampling=rollout.dynamic_sampling,
+    )
+    if verdict is Verdict.WAIT:
+        return
+    if verdict is Verdict.COMPLETE:
+        del run.state.active_groups[group.id]
+        group.status = GroupStatus.BUFFERED
+        run.state.buffer[group.id] = None
+        for member in members:
+            if member.stage is not Stage.SCORED:
+                trajectories.cancel(run, member, StopReason.SURPLUS)
+    else:
+        drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
+
+
+# Dropping.
+
+
+def drop(run: Run, group: Group, reason: str) -> None:
+    """Give up a group that is not being trained on: scored members are evicted, the others cancelled.
+
+    `reason` names the drop in the account; a `StopReason` also tells the members why they stop.
+    """
+    state = run.state
+    state.active_groups.pop(group.id, None)
+    state.buffer.pop(group.id, None)
+    group.status = GroupStatus.DROPPED
+    stop = StopReason(reason) if reason in STOP_REASONS else StopReason.SURPLUS
+    members = [state.trajectories[member] for member in group.members]
+    scored = [member for member in members if member.stage is Stage.SCORED]
+    if scored:
+        _count_end(run, reason, len(scored))
+        run.emit(Evict(trajectory_ids=tuple(member.id for member in scored), reason=reason))
+    for member in scored:
+        member.started = False  # counted
+        trajectories.move(run, member, Stage.ENDED)
+    for member in members:
+        trajectories.cancel(run, member, stop)
+    forget_if_over(run, group)
+
+
+def sweep_doomed(run: Run) -> None:
+    """Cancel early what can no longer be trained on: no step from the next one on would accept it (RollArt §6.2)."""
+    state, version = run.state, run.next_version()
+    if state.swept_at == version:
+        return
+    state.swept_at = version
+    reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
+    for group_id in [*state.active_groups, *state.buffer]:
+        group = state.groups.get(group_id)
+        if group is not None and not _fresh(run, group, version):
+            drop(run, group, reason)
+
+
+def _fresh(run: Run, group: Group, version: int) -> bool:
+    """True if every member that is or may be chosen would be accepted at `version`."""
+    for member_id in group.chosen if group.status is GroupStatus.BUFFERED else group.members:
+        member = run.state.trajectories[member_id]
+        if member.stage in (Stage.QUEUED, Stage.CLOSING, Stage.ENDED):
+            continue  # not launched yet, or no longer of interest
+        if not acceptable(member.initiated, version, run.mode.window):
+            return False
+    return True
+
+
+def drop_unfinished(run: Run) -> None:
+    """The end of training: no further step will need what is still being rolled out."""
+    for group_id in list(run.state.active_groups):
+        drop(run, run.state.groups[group_id], StopReason.CANCELLED)
+
+
+def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> None:
+    """Groups of a step that is lost go back into the buffer; `sweep_doomed` then decides whether they are still fresh."""
+    for group_id in group_ids:
+        group = run.state.groups[group_id]
+        group.status = GroupStatus.BUFFERED
+        run.state.buffer[group_id] = None
+        if trained:
+            run.state.counters.trained -= len(group.chosen)
+    run.state.swept_at = -1
+
+
+def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:
+    counters = run.state.counters
+    if reason in CANCELLING:
+        counters.cancelled += trajectories_ended
+    else:
+        counters.dropped[reason] = counters.dropped.get(reason, 0) + trajectories_ended
+
+
+# Forgetting.
+
+
+def forget_if_over(run: Run, group: Group) -> None:
+    """Forget a group that is dropped, or trained and covered by a checkpoint, once its last member has stopped."""
+    if group.id not in run.state.groups or group.status not in (GroupStatus.DROPPED, GroupStatus.COVERED):
+        return
+    if all(run.state.trajectories[member].stage in (Stage.ENDED, Stage.SCORED) for member in group.members):
+        forget(run, group)
+
+
+def forget(run: Run, group: Group) -> None:
+    for member in group.members:
+        run.state.trajectories.pop(member, None)
+    run.state.groups.pop(group.id, None)

@@ -1,0 +1,46 @@
+"""The start of a world, fresh or after the controller was lost (DESIGN §12.3)."""
+
+from rollweave.core import ending, engines, evaluation, groups, training, trajectories, watchdog
+from rollweave.core.run import Run
+from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
+from rollweave.schema.commands import DrawTask
+from rollweave.schema.events import RunStarted, WorldLost
+from rollweave.schema.work import StopReason
+
+
+def on_started(run: Run, event: RunStarted) -> None:
+    run.state.trainer.since = run.now
+    engines.start(run, event.engines)
+    watchdog.look(run)
+
+
+def on_world_lost(run: Run, event: WorldLost) -> None:
+    """Every process of the old world is gone; what was scored and stored survives.
+
+    In-flight attempts end, blamed on the infrastructure, and start again. The trainer comes back from its last checkpoint.
+    """
+    state = run.state
+    ending.take_up_again(run)
+    if state.phase is Phase.FINISHED:
+        return
+    engines.start(run, event.engines)
+    evaluation.abandon(run)
+    for trajectory in list(state.trajectories.values()):
+        if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
+            state.turn_queue.pop(trajectory.id, None)
+            trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
+    taken, state.trainer.taken = state.trainer.taken, []
+    groups.return_to_buffer(run, taken, trained=False)
+    state.trainer.parts_done = 0
+    state.trainer.restarts = 0
+    state.published_id = -1
+    lost = {state.trajectories[member].group_id: None for member in event.missing if member in state.trajectories}
+    for group_id in lost:
+        group = state.groups[group_id]
+        if group.status in (GroupStatus.ACTIVE, GroupStatus.BUFFERED):
+            groups.drop(run, group, StopReason.WORLD_LOST)
+    for group in state.groups.values():
+        if group.status is GroupStatus.DRAWING:
+            run.emit(DrawTask(group_id=group.id, name=group.name, index=group.index, purpose=group.purpose))
+    training.start_again(run, "the controller was restarted")
+    watchdog.look(run)

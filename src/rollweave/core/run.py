@@ -1,0 +1,54 @@
+"""What the sub-machines share: the settings, the state, the moment, and the commands gathered for this event."""
+
+from rollweave.core.state import Phase, State, TrainerStatus
+from rollweave.policy.modes import Mode, preset
+from rollweave.schema.commands import Command, Warn
+from rollweave.schema.config import RunConfig, TaskConfig
+
+
+class Run:
+    """One handling of one event is a walk over `state`; what it decides is appended to `out`."""
+
+    def __init__(self, config: RunConfig, state: State) -> None:
+        self.config = config
+        self.state = state
+        self.now = 0.0
+        self.out: list[Command] = []
+        self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha)
+        self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
+        self.task_weights = [(task.name, task.weight) for task in config.tasks]
+        # A streamed step trains mini-batch by mini-batch as groups complete; any other takes its batch whole.
+        self.parts = min(config.trainer.minibatches, config.rollout.groups_per_step) if self.mode.streamed else 1
+
+    def emit(self, command: Command) -> None:
+        self.out.append(command)
+
+    def warn(self, component: str, message: str, *, count: str) -> None:
+        """Tell the user and count it under `count`."""
+        watchdog = self.state.counters.watchdog
+        watchdog[count] = watchdog.get(count, 0) + 1
+        self.emit(Warn(component=component, message=message))
+
+    def next_version(self) -> int:
+        """The version that the next mini-batch to be taken will be trained at: the step that follows a running one.
+
+        While a streamed step still lacks mini-batches, what completes now belongs to it.
+        """
+        trainer = self.state.trainer
+        step_is_full = trainer.parts_done + (trainer.status is TrainerStatus.TRAINING) >= self.parts
+        return trainer.step + step_is_full
+
+    def serving_version(self) -> int | None:
+        """The oldest version among engines that have weights; None if no engine has any."""
+        versions = [engine.version for engine in self.state.engines.values() if engine.version >= 0]
+        return min(versions) if versions else None
+
+    def groups_in_part(self, part: int) -> int:
+        """Groups in mini-batch `part`: the batch split as evenly as whole groups allow."""
+        total = self.config.rollout.groups_per_step
+        return total * (part + 1) // self.parts - total * part // self.parts
+
+    @property
+    def training(self) -> bool:
+        """True while more training steps are to come."""
+        return self.state.phase is Phase.RUNNING

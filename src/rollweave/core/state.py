@@ -1,0 +1,206 @@
+"""All that the core remembers, as plain data: it can be written to a snapshot and read back.
+
+Tables are dicts and keep insertion order, so that every walk over them is deterministic; ids come from counters.
+Indices beside the tables (`in_init`, `in_run`, …) are kept by `core/trajectories.move` alone and verified by `core/checks`.
+"""
+
+import enum
+
+import msgspec
+
+from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.work import Purpose, StopReason, Task
+
+
+class Stage(enum.StrEnum):
+    """Where a trajectory's current attempt stands."""
+
+    QUEUED = "queued"  # waits for an INIT slot
+    INIT = "init"
+    RUN = "run"
+    EVAL_QUEUED = "eval_queued"  # rolled out, environment freed, waits for an EVAL slot
+    EVAL = "eval"
+    CLOSING = "closing"  # cancelled, the world has not yet said that it stopped
+    SCORED = "scored"
+    ENDED = "ended"
+
+
+ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
+"""Stages in which the world holds something for the attempt."""
+
+
+class Turn(msgspec.Struct):
+    """A turn that the episode waits for. `engine` is None while it is queued."""
+
+    number: int
+    context_tokens: int
+    since: float
+    try_number: int = 0
+    engine: EngineId | None = None
+    avoid: list[EngineId] = []
+
+
+class Trajectory(msgspec.Struct):
+    id: TrajectoryId
+    group_id: GroupId
+    member: int
+    stage: Stage = Stage.QUEUED
+    attempt: int = 0
+    initiated: int = -1  # weight version at launch of this attempt; -1 before
+    launched_at: float = 0.0
+    since: float = 0.0  # when the stage, or the environment's part of it, began
+    turn: Turn | None = None
+    turns: int = 0
+    tokens: int = 0
+    engine: EngineId | None = None  # of the last turn
+    closing: StopReason | None = None
+    reward: float | None = None
+    success: bool | None = None
+    started: bool = False  # counted as started
+
+
+class GroupStatus(enum.StrEnum):
+    DRAWING = "drawing"
+    ACTIVE = "active"
+    BUFFERED = "buffered"
+    TAKEN = "taken"  # in the training step that runs now
+    TRAINED = "trained"  # kept until a checkpoint covers its step
+    COVERED = "covered"  # by a checkpoint; kept until its last surplus member has stopped
+    DROPPED = "dropped"  # kept until its last member has stopped
+
+
+class Group(msgspec.Struct):
+    id: GroupId
+    name: str
+    index: int
+    purpose: Purpose
+    status: GroupStatus = GroupStatus.DRAWING
+    task: Task | None = None
+    members: list[TrajectoryId] = []
+    chosen: list[TrajectoryId] = []  # scored members that go into the batch
+
+
+class EngineStatus(enum.StrEnum):
+    STARTING = "starting"
+    STALE = "stale"  # ready, no weights yet
+    SUSPENDING = "suspending"
+    LOADING = "loading"
+    SERVING = "serving"
+
+
+class Engine(msgspec.Struct):
+    id: EngineId
+    status: EngineStatus = EngineStatus.STARTING
+    epoch: int = 0
+    version: int = -1
+    weights_id: int = -1
+    loading_id: int = -1
+    max_slots: int = 0
+    since: float = 0.0
+    active: dict[TrajectoryId, int] = {}  # trajectory → turn number
+    restarts: int = 0
+    strikes: int = 0
+    load_failures: int = 0
+
+
+class TrainerStatus(enum.StrEnum):
+    STARTING = "starting"
+    IDLE = "idle"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    SAVING = "saving"
+
+
+class Trainer(msgspec.Struct):
+    status: TrainerStatus = TrainerStatus.STARTING
+    epoch: int = 0
+    step: int = 0  # steps trained; the version of the weights that the trainer holds
+    parts_done: int = 0  # mini-batches of the current step that are trained
+    taken: list[GroupId] = []
+    since: float = 0.0
+    restarts: int = 0
+
+
+class Evaluation(msgspec.Struct):
+    """An evaluation under way. It holds back weight updates until its last episode is scored."""
+
+    version: int
+    final: bool
+    to_draw: list[tuple[str, int]]  # (task domain, task index), next one last
+    pending: dict[GroupId, None] = {}
+    rewards: dict[str, list[float]] = {}
+    successes: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    begun: bool = False  # engines serve `version`
+
+
+class Phase(enum.StrEnum):
+    RUNNING = "running"
+    DRAINING = "draining"  # training is over: cancel, wait for what was started
+    SAVING = "saving"  # the final checkpoint
+    EVALUATING = "evaluating"  # the final evaluation
+    FINISHED = "finished"
+
+
+class Counters(msgspec.Struct):
+    """Training trajectories by their end. `started` = trained + dropped + cancelled + buffered + in flight, always."""
+
+    started: int = 0
+    trained: int = 0
+    cancelled: int = 0
+    dropped: dict[str, int] = {}
+    retried: dict[str, int] = {}
+    stop_reasons: dict[str, int] = {}
+    eval_started: int = 0
+    eval_scored: int = 0
+    eval_dropped: int = 0
+    staleness: dict[int, int] = {}
+    turns: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    context_tokens: int = 0
+    watchdog: dict[str, int] = {}
+
+
+class Idle(msgspec.Struct):
+    """Seconds by what engines (summed) and the trainer did or waited for, from the run's first moment on."""
+
+    engines: dict[str, float] = {}
+    trainer: dict[str, float] = {}
+    clock: float | None = None
+
+
+class State(msgspec.Struct):
+    phase: Phase = Phase.RUNNING
+    error: str = ""
+    skip_final_eval: bool = False  # the user asked to stop
+    final_evaluated: bool = False
+    groups: dict[GroupId, Group] = {}
+    trajectories: dict[TrajectoryId, Trajectory] = {}
+    engines: dict[EngineId, Engine] = {}
+    trainer: Trainer = msgspec.field(default_factory=Trainer)
+    init_queue: dict[TrajectoryId, None] = {}
+    in_init: dict[TrajectoryId, None] = {}
+    in_run: dict[TrajectoryId, None] = {}
+    turn_queue: dict[TrajectoryId, None] = {}
+    eval_queue: dict[TrajectoryId, None] = {}
+    in_eval: dict[TrajectoryId, None] = {}
+    closing: dict[TrajectoryId, None] = {}
+    active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
+    buffer: dict[GroupId, None] = {}
+    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since the last checkpoint
+    swept_at: int = 0  # the next_version for which doomed groups were last swept out
+    published_version: int = -1
+    published_id: int = -1
+    next_weights_id: int = 0
+    next_group: int = 0
+    drawn: dict[str, int] = {}
+    checkpoint: int | None = None  # newest step that a checkpoint covers
+    checkpoint_failed_at: int = -1
+    best_step: int | None = None
+    best_score: float = -1.0
+    evaluated_version: int = -1
+    evaluation: Evaluation | None = None
+    target_reached: bool = False  # eval.stop_at
+    counters: Counters = msgspec.field(default_factory=Counters)
+    idle: Idle = msgspec.field(default_factory=Idle)

@@ -1,0 +1,211 @@
+"""Training: batches taken from the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
+
+Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint stay in `lineage`, so
+that a restored trainer's lost steps give their groups back (DESIGN §12.3). A version is published once its step is whole.
+"""
+
+from rollweave.core import evaluation, groups
+from rollweave.core.run import Run
+from rollweave.core.state import GroupStatus, Phase, TrainerStatus
+from rollweave.policy.staleness import acceptable, staleness
+from rollweave.schema.commands import GroupRef, PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
+from rollweave.schema.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    StepTrained,
+    TrainerLost,
+    TrainerReady,
+    TrainFailed,
+    WeightsPublished,
+)
+
+
+def _enter(run: Run, status: TrainerStatus) -> None:
+    run.state.trainer.status, run.state.trainer.since = status, run.now
+
+
+def on_ready(run: Run, event: TrainerReady) -> None:
+    """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to the buffer if still fresh."""
+    state, trainer = run.state, run.state.trainer
+    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
+        return
+    trainer.step, trainer.parts_done = event.step, 0
+    _enter(run, TrainerStatus.IDLE)
+    for step in [step for step in state.lineage if step >= event.step]:
+        groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
+    _publish(run)
+
+
+# Steps.
+
+
+def take_batch(run: Run) -> None:
+    """① get_batch: as soon as the trainer is idle and a (mini-)batch of acceptable groups is there, train on it."""
+    state, trainer = run.state, run.state.trainer
+    if trainer.status is not TrainerStatus.IDLE or not run.training or trainer.step >= run.config.run.steps:
+        return
+    if state.published_version != trainer.step and trainer.parts_done == 0:
+        return  # the weights of the last step are still to be published
+    wanted = run.groups_in_part(trainer.parts_done)
+    groups.sweep_doomed(run)
+    if len(state.buffer) < wanted:
+        return
+    chosen = list(state.buffer)[:wanted]
+    refs = []
+    for group_id in chosen:
+        group = state.groups[group_id]
+        del state.buffer[group_id]
+        group.status = GroupStatus.TAKEN
+        trainer.taken.append(group_id)
+        refs.append(GroupRef(id=group_id, name=group.name, trajectory_ids=tuple(group.chosen)))
+    run.emit(TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=tuple(refs)))
+    _enter(run, TrainerStatus.TRAINING)
+
+
+def on_trained(run: Run, event: StepTrained) -> None:
+    state, trainer = run.state, run.state.trainer
+    expected = (trainer.epoch, trainer.step, trainer.parts_done)
+    if trainer.status is not TrainerStatus.TRAINING or (event.epoch, event.step, event.part) != expected:
+        return
+    _count_trained(run)
+    state.lineage.setdefault(trainer.step, []).extend(trainer.taken)
+    trainer.taken = []
+    trainer.parts_done += 1
+    _enter(run, TrainerStatus.IDLE)
+    if trainer.parts_done == run.parts:
+        trainer.step += 1
+        trainer.parts_done = 0
+        _publish(run)
+
+
+def _count_trained(run: Run) -> None:
+    state, trainer = run.state, run.state.trainer
+    counters = state.counters
+    for group_id in trainer.taken:
+        group = state.groups[group_id]
+        group.status = GroupStatus.TRAINED
+        counters.trained += len(group.chosen)
+        for member in group.chosen:
+            initiated = state.trajectories[member].initiated
+            assert acceptable(initiated, trainer.step, run.mode.window), "the staleness bound is strict"
+            age = staleness(initiated, trainer.step)
+            counters.staleness[age] = counters.staleness.get(age, 0) + 1
+
+
+def on_train_failed(run: Run, event: TrainFailed) -> None:
+    """A non-finite loss ends the run with the last good checkpoint; any other error restarts the trainer."""
+    state, trainer = run.state, run.state.trainer
+    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.TRAINING:
+        return
+    taken, trainer.taken = trainer.taken, []
+    groups.return_to_buffer(run, taken, trained=False)
+    _enter(run, TrainerStatus.IDLE)
+    if event.nonfinite:
+        names = ", ".join(taken)
+        state.error = state.error or (
+            f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: step {state.checkpoint}"
+        )
+    else:
+        restart(run, f"step {event.step} failed: {event.error}")
+
+
+# Publication and checkpoints.
+
+
+def _publish(run: Run, from_checkpoint: int | None = None) -> None:
+    state, trainer = run.state, run.state.trainer
+    run.emit(
+        PublishWeights(
+            version=trainer.step if from_checkpoint is None else from_checkpoint,
+            weights_id=state.next_weights_id,
+            from_checkpoint=from_checkpoint,
+        )
+    )
+    state.next_weights_id += 1
+    _enter(run, TrainerStatus.PUBLISHING)
+
+
+def publish_best(run: Run, step: int) -> None:
+    """For the final evaluation: the weights of the best checkpoint."""
+    _publish(run, from_checkpoint=step)
+
+
+def on_published(run: Run, event: WeightsPublished) -> None:
+    state, trainer = run.state, run.state.trainer
+    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.PUBLISHING:
+        return
+    state.published_version, state.published_id = event.version, event.weights_id
+    _enter(run, TrainerStatus.IDLE)
+    if not run.training:
+        return
+    evaluate = evaluation.is_due(run, trainer.step)
+    every = run.config.run.checkpoint_every
+    if state.checkpoint is None or evaluate or (every and trainer.step % every == 0):
+        save(run)
+    if evaluate:
+        evaluation.begin(run, version=trainer.step, final=False)
+
+
+def save(run: Run, *, final: bool = False) -> None:
+    state, trainer = run.state, run.state.trainer
+    if state.checkpoint == trainer.step:
+        return
+    evaluated = state.evaluation.version if state.evaluation is not None else None
+    keep = tuple(sorted({step for step in (state.best_step, state.checkpoint, evaluated) if step is not None}))
+    run.emit(SaveCheckpoint(step=trainer.step, keep=keep, export=final or evaluation.is_due(run, trainer.step)))
+    _enter(run, TrainerStatus.SAVING)
+
+
+def on_saved(run: Run, event: CheckpointSaved) -> None:
+    state, trainer = run.state, run.state.trainer
+    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
+        return
+    state.checkpoint = event.step
+    for step in [step for step in state.lineage if step < event.step]:
+        for group_id in state.lineage.pop(step):
+            group = state.groups[group_id]
+            group.status = GroupStatus.COVERED
+            groups.forget_if_over(run, group)
+    _enter(run, TrainerStatus.IDLE)
+
+
+def on_save_failed(run: Run, event: CheckpointFailed) -> None:
+    """Training goes on: the earlier checkpoint is intact, and the next one may find room again."""
+    state, trainer = run.state, run.state.trainer
+    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
+        return
+    run.warn("trainer", f"checkpoint of step {event.step} failed: {event.error}", count="checkpoint_failed")
+    state.checkpoint_failed_at = event.step
+    _enter(run, TrainerStatus.IDLE)
+
+
+# Loss of the trainer.
+
+
+def on_lost(run: Run, event: TrainerLost) -> None:
+    if event.epoch == run.state.trainer.epoch:
+        restart(run, f"lost: {event.error}")
+
+
+def restart(run: Run, reason: str) -> None:
+    """Start the trainer again from the last checkpoint. The batch in its hands goes back to the buffer."""
+    state, trainer = run.state, run.state.trainer
+    if state.phase is Phase.FINISHED:
+        return
+    taken, trainer.taken = trainer.taken, []
+    groups.return_to_buffer(run, taken, trained=False)
+    trainer.parts_done = 0
+    if trainer.restarts >= run.config.watchdog.restarts:
+        _enter(run, TrainerStatus.STARTING)
+        state.error = state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
+        return
+    run.warn("trainer", f"restarted from checkpoint {state.checkpoint}: {reason}", count="trainer_restarted")
+    trainer.restarts += 1
+    start_again(run, reason)
+
+
+def start_again(run: Run, reason: str) -> None:
+    state, trainer = run.state, run.state.trainer
+    trainer.epoch += 1
+    _enter(run, TrainerStatus.STARTING)
+    run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, reason=reason))

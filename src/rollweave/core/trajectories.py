@@ -1,0 +1,203 @@
+"""One trajectory's life: queued → INIT → RUN → EVAL → scored, through three bounded pools; or cancelled, retried, ended.
+
+Invariant: an attempt holds a pool slot from the command that starts its stage until the world has said that the stage is
+over. A cancelled attempt keeps its slot while it closes, so what the world holds is never more than the pools allow.
+"""
+
+from rollweave.core import groups
+from rollweave.core.run import Run
+from rollweave.core.state import ALIVE, Phase, Stage, Trajectory
+from rollweave.policy.retry import try_again
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, StartEval, StartInit, StartRun
+from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
+from rollweave.schema.work import TRAINABLE, Purpose, StopReason
+
+
+def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
+    """The trajectory, unless it is gone or already in another attempt: then the event is late and is ignored."""
+    trajectory = run.state.trajectories.get(trajectory_id)
+    return trajectory if trajectory is not None and trajectory.attempt == attempt else None
+
+
+def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
+    """Change stage and every index that depends on it."""
+    state = run.state
+    index_of = {
+        Stage.QUEUED: state.init_queue,
+        Stage.INIT: state.in_init,
+        Stage.RUN: state.in_run,
+        Stage.EVAL_QUEUED: state.eval_queue,
+        Stage.EVAL: state.in_eval,
+        Stage.CLOSING: state.closing,
+    }
+    before, after = index_of.get(trajectory.stage), index_of.get(stage)
+    if before is not None:
+        before.pop(trajectory.id, None)
+    if after is not None:
+        after[trajectory.id] = None
+    trajectory.stage = stage
+    trajectory.since = run.now
+
+
+# What the world reports.
+
+
+def on_env_ready(run: Run, event: EnvReady) -> None:
+    trajectory = find(run, event.trajectory_id, event.attempt)
+    if trajectory is not None and trajectory.stage is Stage.INIT:
+        move(run, trajectory, Stage.RUN)
+        run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
+
+
+def on_ended(run: Run, event: TrajectoryEnded) -> None:
+    trajectory = find(run, event.trajectory_id, event.attempt)
+    if trajectory is None or trajectory.stage not in (Stage.INIT, Stage.RUN, Stage.CLOSING):
+        return
+    release_turn(run, trajectory)
+    trajectory.turns, trajectory.tokens = event.turns, event.tokens
+    if trajectory.closing is not None:
+        close(run, trajectory, trajectory.closing)
+    elif event.stop_reason in TRAINABLE:
+        count_stop(run, event.stop_reason)
+        move(run, trajectory, Stage.EVAL_QUEUED)
+    else:
+        close(run, trajectory, event.stop_reason)
+
+
+def on_reward_ready(run: Run, event: RewardReady) -> None:
+    trajectory = find(run, event.trajectory_id, event.attempt)
+    if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
+        return
+    if trajectory.closing is not None:
+        close(run, trajectory, trajectory.closing)
+        return
+    trajectory.reward, trajectory.success = event.reward, event.success
+    move(run, trajectory, Stage.SCORED)
+    groups.member_scored(run, trajectory)
+
+
+def on_reward_failed(run: Run, event: RewardFailed) -> None:
+    trajectory = find(run, event.trajectory_id, event.attempt)
+    if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
+        close(run, trajectory, trajectory.closing or event.stop_reason)
+
+
+# What the core does to a trajectory.
+
+
+def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """Stop the current attempt wherever it is. What the world holds is closed first; the rest ends at once."""
+    if trajectory.stage in (Stage.CLOSING, Stage.ENDED):
+        # A doomed trajectory that is already closing for a retryable reason must not come back.
+        if trajectory.closing is not None:
+            trajectory.closing = reason
+        return
+    if trajectory.stage in ALIVE:
+        release_turn(run, trajectory)
+        trajectory.closing = reason
+        move(run, trajectory, Stage.CLOSING)
+        run.emit(CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason))
+    else:
+        close(run, trajectory, reason)
+
+
+def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """The attempt is over for `reason` and the world holds nothing for it: try again, or end the trajectory."""
+    trajectory.closing = None
+    trajectory.turn = None
+    if trajectory.started:
+        count_stop(run, reason)
+    group = run.state.groups[trajectory.group_id]
+    retries = run.config.rollout.retries
+    if groups.wants_members(run, group) and try_again(reason, attempt=trajectory.attempt, retries=retries):
+        retried = run.state.counters.retried
+        retried[reason] = retried.get(reason, 0) + 1
+        trajectory.attempt += 1
+        trajectory.engine = None
+        move(run, trajectory, Stage.QUEUED)
+        return
+    move(run, trajectory, Stage.ENDED)
+    groups.member_ended(run, trajectory, reason)
+
+
+def release_turn(run: Run, trajectory: Trajectory) -> None:
+    """Take the open turn, if any, from the queue or from its engine."""
+    turn, trajectory.turn = trajectory.turn, None
+    run.state.turn_queue.pop(trajectory.id, None)
+    if turn is None or turn.engine is None:
+        return
+    engine = run.state.engines.get(turn.engine)
+    if engine is not None and engine.active.pop(trajectory.id, None) is not None:
+        run.emit(
+            AbortTurn(
+                trajectory_id=trajectory.id,
+                attempt=trajectory.attempt,
+                turn=turn.number,
+                engine_id=engine.id,
+                try_number=turn.try_number,
+            )
+        )
+
+
+def count_stop(run: Run, reason: StopReason) -> None:
+    reasons = run.state.counters.stop_reasons
+    reasons[reason] = reasons.get(reason, 0) + 1
+
+
+# What is started next.
+
+
+def start_inits(run: Run) -> None:
+    """Fill the INIT pool, as far as the number of living environments allows. Evaluations go first."""
+    state, rollout = run.state, run.config.rollout
+    version = run.serving_version()
+    if version is None or state.phase is Phase.FINISHED:
+        return
+    while (
+        state.init_queue
+        and len(state.in_init) < rollout.init_slots
+        and len(state.in_init) + len(state.in_run) + len(state.closing) < rollout.max_running
+    ):
+        trajectory = state.trajectories[_first_to_start(run)]
+        group = state.groups[trajectory.group_id]
+        assert group.task is not None, "members are made when the task is known"
+        trajectory.initiated, trajectory.launched_at = version, run.now
+        if not trajectory.started:
+            trajectory.started = True
+            if group.purpose is Purpose.TRAIN:
+                state.counters.started += 1
+            else:
+                state.counters.eval_started += 1
+        move(run, trajectory, Stage.INIT)
+        run.emit(
+            StartInit(
+                trajectory_id=trajectory.id,
+                attempt=trajectory.attempt,
+                group_id=group.id,
+                member=trajectory.member,
+                task=group.task,
+                purpose=group.purpose,
+                initiated_version=version,
+            )
+        )
+
+
+def _first_to_start(run: Run) -> TrajectoryId:
+    state = run.state
+    if state.evaluation is not None and state.evaluation.begun:
+        for trajectory_id in state.init_queue:
+            if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
+                return trajectory_id
+    return next(iter(state.init_queue))
+
+
+def start_evals(run: Run) -> None:
+    """Fill the EVAL pool. The baseline `after_rollout` waits until no environment is running."""
+    state, rollout = run.state, run.config.rollout
+    if rollout.reward == "after_rollout" and (state.in_init or state.in_run or state.init_queue):
+        return
+    while state.eval_queue and len(state.in_eval) < rollout.eval_slots:
+        trajectory = state.trajectories[next(iter(state.eval_queue))]
+        move(run, trajectory, Stage.EVAL)
+        run.emit(StartEval(trajectory_id=trajectory.id, attempt=trajectory.attempt))

@@ -1,0 +1,91 @@
+"""Every wait has an owner and a limit. What waits too long is named, acted on and counted.
+
+The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
+"""
+
+from rollweave.core import engines, training, trajectories, turns
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Phase, Stage, TrainerStatus, Trajectory
+from rollweave.policy.retry import STRIKES_BEFORE_RESTART
+from rollweave.schema.commands import SetTimer
+from rollweave.schema.work import StopReason
+
+PERIOD_S = 1.0
+"""Seconds between two looks at the deadlines: fine against limits of seconds to minutes."""
+
+GRACE_S = 10.0
+"""Seconds beyond a limit that the world is to enforce itself; also the time that a cancelled attempt has to close."""
+
+
+def look(run: Run) -> None:
+    """Check every deadline, and set the timer again."""
+    state = run.state
+    if state.phase is Phase.FINISHED:
+        return
+    for engine in list(state.engines.values()):
+        _check_engine(run, engine)
+    for trajectory_id in [*state.in_init, *state.in_run, *state.in_eval, *state.closing]:
+        trajectory = state.trajectories.get(trajectory_id)
+        if trajectory is not None:
+            _check_trajectory(run, trajectory)
+    _check_trainer(run)
+    run.emit(SetTimer(at=run.now + PERIOD_S))
+
+
+def _check_engine(run: Run, engine: Engine) -> None:
+    limits = run.config.watchdog
+    waited = run.now - engine.since
+    match engine.status:
+        case EngineStatus.STARTING if waited > limits.start_s:
+            engines.restart(run, engine, f"not ready within {limits.start_s:g} s")
+        case EngineStatus.SUSPENDING | EngineStatus.LOADING if waited > limits.weights_s:
+            engines.restart(run, engine, f"stuck {engine.status} for {waited:.0f} s")
+        case EngineStatus.SERVING:
+            _check_turns(run, engine)
+        case _:
+            pass
+
+
+def _check_turns(run: Run, engine: Engine) -> None:
+    for trajectory_id in list(engine.active):
+        trajectory = run.state.trajectories[trajectory_id]
+        assert trajectory.turn is not None, "an active turn is open"
+        if run.now - max(trajectory.turn.since, engine.since) <= run.config.watchdog.turn_s:
+            continue
+        engine.strikes += 1
+        turns.time_out(run, engine, trajectory)
+        if engine.strikes >= STRIKES_BEFORE_RESTART:
+            engines.restart(run, engine, f"{engine.strikes} turns in a row without an answer")
+            return
+
+
+def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
+    task = run.state.groups[trajectory.group_id].task
+    assert task is not None, "a launched trajectory has a task"
+    waited = run.now - trajectory.since
+    limit = task.limits.step_s + GRACE_S
+    match trajectory.stage:
+        case Stage.INIT if waited > limit:
+            _give_up(run, trajectory, StopReason.ENV_HANG, f"environment not ready for {waited:.0f} s")
+        case Stage.RUN if trajectory.turn is None and waited > limit:
+            _give_up(run, trajectory, StopReason.ENV_HANG, f"environment has not answered for {waited:.0f} s")
+        case Stage.EVAL if waited > limit:
+            _give_up(run, trajectory, StopReason.REWARD_HANG, f"reward has not come for {waited:.0f} s")
+        case Stage.CLOSING if waited > GRACE_S:
+            run.warn(trajectory.id, f"did not stop within {GRACE_S:g} s; its slot is taken back", count="stuck_closing")
+            reason = trajectory.closing
+            assert reason is not None, "a closing attempt knows why"
+            trajectories.close(run, trajectory, reason)
+        case _:
+            pass
+
+
+def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str) -> None:
+    run.warn(trajectory.id, message, count=reason)
+    trajectories.cancel(run, trajectory, reason)
+
+
+def _check_trainer(run: Run) -> None:
+    trainer, limits = run.state.trainer, run.config.watchdog
+    if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
+        training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")

@@ -1,0 +1,53 @@
+"""How far rollouts may run ahead of training: the modes as presets of small policies (DESIGN §4).
+
+A mode answers three questions. How many steps may lie between the weights that started a trajectory and the weights that
+train on it (`window`)? When do engines take newly published weights (`update`)? May a step's mini-batches train as they
+complete (`streamed`)? Everything else (what is launched, what is doomed, what a batch accepts) follows from `window`.
+"""
+
+import enum
+
+from rollweave.schema.base import Noun
+from rollweave.schema.config import ModeName
+
+
+class Update(enum.Enum):
+    """When engines take published weights. The final evaluation takes them at once in every mode."""
+
+    AT_ONCE = "at_once"  # interrupting what is in flight (AReaL); also sync, where nothing is in flight
+    AT_BATCH = "at_batch"  # when the next batch is ready (RollArt §6.2 steps 1 to 4)
+    ROLLED_OUT = "rolled_out"  # when the next batch is rolled out, so that nothing is in flight (one-step)
+
+
+class Mode(Noun, frozen=True, kw_only=True):
+    window: int
+    update: Update
+    streamed: bool = False
+
+
+def preset(name: ModeName, alpha: int) -> Mode:
+    """The mode called `name`; `alpha` is the window of `partial` (η) and `bounded` (α), in steps."""
+    match name:
+        case ModeName.SYNC:
+            return Mode(window=0, update=Update.AT_ONCE)
+        case ModeName.ONE_STEP:
+            return Mode(window=1, update=Update.ROLLED_OUT)
+        case ModeName.STREAM:
+            return Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
+        case ModeName.PARTIAL:
+            return Mode(window=alpha, update=Update.AT_ONCE)
+        case ModeName.BOUNDED:
+            return Mode(window=alpha, update=Update.AT_BATCH)
+
+
+def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, forced: bool) -> bool:
+    """May engines take the newly published weights now? `in_flight` counts training trajectories that are not scored yet."""
+    if forced:
+        return True
+    match mode.update:
+        case Update.AT_ONCE:
+            return True
+        case Update.AT_BATCH:
+            return batch_ready
+        case Update.ROLLED_OUT:
+            return batch_ready or in_flight == 0

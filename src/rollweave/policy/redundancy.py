@@ -1,0 +1,47 @@
+"""How many groups to launch, and when a group is complete (RollArt §6.3; ProRL §3.4; AReaL's admission rule)."""
+
+import enum
+from collections.abc import Sequence
+
+EQUAL_REWARDS = 1e-9
+"""Rewards closer than this count as equal: a group of them has no advantage to learn from (DAPO)."""
+
+
+def capacity(
+    *, window: int, serving_version: int, next_version: int, groups_per_step: int, spare_groups: int, last_step: int
+) -> int:
+    """Groups that may be active or buffered at once.
+
+    A group launched now, under `serving_version`, must still be acceptable when its turn comes: with `k` groups ahead of it,
+    it is trained at version `next_version + k // groups_per_step`. Requiring that to be at most `serving_version + window`
+    gives AReaL's rule, floor((accepted + running − 1) / B) ≤ n + η, counted from the groups not yet trained. Spare groups
+    come on top, as redundancy against the slowest; none is launched that could only be thrown away.
+    """
+    steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
+    if steps_ahead <= 0:
+        return 0
+    return steps_ahead * groups_per_step + spare_groups
+
+
+class Verdict(enum.Enum):
+    WAIT = "wait"
+    COMPLETE = "complete"
+    FILTERED = "filtered"
+    INCOMPLETE = "incomplete"
+
+
+def group_verdict(
+    rewards: Sequence[float], *, pending: int, group_size: int, min_members: int, dynamic_sampling: bool
+) -> Verdict:
+    """What to do with a group that has `rewards` so far and `pending` members that may still score.
+
+    Complete with `group_size` rewards (surplus members are cancelled), or with at least `min_members` when no more will come.
+    With `dynamic_sampling` a complete group whose rewards are all equal is filtered out and replaced (DAPO).
+    """
+    if len(rewards) < group_size and pending > 0:
+        return Verdict.WAIT
+    if len(rewards) < min(min_members, group_size):
+        return Verdict.INCOMPLETE
+    if dynamic_sampling and max(rewards) - min(rewards) <= EQUAL_REWARDS:
+        return Verdict.FILTERED
+    return Verdict.COMPLETE

@@ -1,0 +1,322 @@
+"""The core against a random world: whatever happens, invariants hold, the run ends, and every trajectory is accounted for."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.state import Stage, TrainerStatus
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.config import RunConfig
+from tests.core.world import World
+
+MODES = ("sync", "one_step", "stream", "partial", "bounded")
+
+
+def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, object]) -> RunConfig:
+    rollout = {
+        "mode": mode,
+        "groups_per_step": 3,
+        "group_size": 2,
+        "max_running": 8,
+        "init_slots": 3,
+        "eval_slots": 2,
+        **sections.pop("rollout", {}),
+    }
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "t", "steps": steps, "checkpoint_every": 2, **sections.pop("run", {})},
+            "model": {"scratch": {}},
+            "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
+            "rollout": rollout,
+            "engines": {"count": 2, "max_slots": 3, **sections.pop("engines", {})},
+            "eval": {"episodes": 2, "final_episodes": 3, **sections.pop("eval", {})},
+            **sections,
+        }
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
+    world = World(config(mode, trainer={"minibatches": 2}), seed=1)
+    assert world.run().error == ""
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    assert books.trained == 4 * 3 * 2
+    assert sorted(world.trained) == [0, 1, 2, 3]
+    window = {"sync": 0}.get(mode, 1)
+    assert all(0 <= step - initiated <= window for step, initiated in world.trained_versions)
+    everything = [member for ids in world.trained.values() for member in ids]
+    assert len(everything) == len(set(everything))
+    assert [evaluation.final for evaluation in world.evaluations] == [True]
+    assert world.evaluations[0].episodes == {"a": 3, "b": 3}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    failure=st.sampled_from([0.0, 0.02, 0.1]),
+    hang=st.sampled_from([0.0, 0.0, 0.01]),
+    alpha=st.integers(1, 3),
+    spare_groups=st.integers(0, 2),
+    spare_members=st.integers(0, 2),
+    dynamic=st.booleans(),
+    every=st.sampled_from([0, 1, 2]),
+    parts=st.integers(1, 3),
+    batch=st.booleans(),
+)
+def test_any_world_ends_accounted_for(
+    seed: int,
+    mode: str,
+    failure: float,
+    hang: float,
+    alpha: int,
+    spare_groups: int,
+    spare_members: int,
+    dynamic: bool,
+    every: int,
+    parts: int,
+    batch: bool,
+) -> None:
+    settings_ = config(
+        mode,
+        rollout={
+            "alpha": alpha,
+            "spare_groups": spare_groups,
+            "spare_members": spare_members,
+            "dynamic_sampling": dynamic,
+            "env_stepping": "batch" if batch else "trajectory",
+            "reward": "after_rollout" if batch else "overlap",
+        },
+        eval={"every": every},
+        trainer={"minibatches": parts},
+        watchdog={"restarts": 100},
+    )
+    world = World(settings_, seed, failure=failure, hang=hang)
+    finish = world.run()
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    if finish.error:
+        assert "checkpoint" in finish.error
+        return
+    assert sorted(world.trained) == [0, 1, 2, 3]
+    window = {"sync": 0, "one_step": 1, "stream": 1}.get(mode, alpha)
+    assert all(abs(step - initiated) <= window for step, initiated in world.trained_versions)
+    everything = [member for ids in world.trained.values() for member in ids]
+    assert len(everything) == len(set(everything)), "a trajectory was trained twice in the surviving lineage"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), mode=st.sampled_from(MODES))
+def test_a_replayed_journal_gives_identical_commands(seed: int, mode: str) -> None:
+    world = World(config(mode), seed, failure=0.03)
+    world.run()
+    replayed = Core(config(mode))
+    assert [replayed.handle(now, event) for now, event in world.journal] == world.commands
+    assert replayed.snapshot() == world.core.snapshot()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), mode=st.sampled_from(MODES), kills=st.lists(st.integers(5, 300), min_size=1, max_size=3))
+def test_the_controller_may_be_lost_at_any_event(seed: int, mode: str, kills: list[int]) -> None:
+    world = World(config(mode, eval={"every": 2}), seed, failure=0.01)
+    world.start()
+    for kill in kills:
+        for _ in range(kill):
+            if world.finish is None:
+                world.step()
+        restart_controller(world)
+    while world.finish is None:
+        assert world.handled < 50_000
+        world.step()
+    assert world.finish.error == "" or "checkpoint" in world.finish.error
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    assert books.trained == sum(len(ids) for ids in world.trained.values())
+    everything = [member for ids in world.trained.values() for member in ids]
+    assert len(everything) == len(set(everything))
+
+
+def restart_controller(world: World) -> None:
+    """Everything in flight is gone; the core comes back from its snapshot."""
+    world.heap.clear()
+    world.timer = None
+    world.finish = None
+    world.core = Core.restore(world.core.snapshot(), world.config)
+    world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
+    world.engine_version.clear()
+    world.feed(e.WorldLost(engines=tuple(EngineId(name) for name in world.engine_epoch)))
+    if world.finish is None:
+        for name in world.engine_epoch:
+            world.join(name)
+
+
+def test_a_snapshot_restores_an_equal_core() -> None:
+    world = World(config(), seed=3)
+    world.start()
+    for _ in range(120):
+        world.step()
+    snapshot = world.core.snapshot()
+    assert Core.restore(snapshot, world.config).snapshot() == snapshot
+
+
+def until(world: World, kind: type[c.Command]) -> c.Command:
+    """Run until a command of this kind has been given, and return it."""
+    seen = len(world.commands)
+    while True:
+        world.step()
+        for commands in world.commands[seen:]:
+            for command in commands:
+                if isinstance(command, kind):
+                    return command
+        seen = len(world.commands)
+
+
+def test_a_nonfinite_loss_ends_the_run_and_names_the_batch() -> None:
+    world = World(config(), seed=5)
+    world.start()
+    step = until(world, c.TrainStep)
+    assert isinstance(step, c.TrainStep)
+    world.heap = [item for item in world.heap if not isinstance(item[2], e.StepTrained)]
+    world.feed(e.TrainFailed(epoch=0, step=step.step, error="loss is nan", nonfinite=True))
+    assert world.finish is not None
+    assert all(group.id in world.finish.error for group in step.groups)
+    assert "last good checkpoint" in world.finish.error
+    assert world.core.account().in_flight == 0
+
+
+def test_the_last_engine_lost_for_good_ends_the_run() -> None:
+    world = World(config(engines={"count": 1}, watchdog={"restarts": 1}), seed=5)
+    world.start()
+    until(world, c.StartTurn)
+    world.feed(e.EngineLost(engine_id=EngineId("e0"), epoch=0, error="killed"))
+    assert world.finish is None
+    world.feed(e.EngineLost(engine_id=EngineId("e0"), epoch=1, error="killed again"))
+    assert world.finish is not None
+    assert "no engine is left" in world.finish.error
+
+
+def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
+    world = World(config(), seed=7)
+    world.start()
+    turn = until(world, c.StartTurn)
+    assert isinstance(turn, c.StartTurn)
+    while world.core.state.engines[turn.engine_id].active == {}:
+        world.step()
+    lost = dict(world.core.state.engines[turn.engine_id].active)
+    world.feed(e.EngineLost(engine_id=turn.engine_id, epoch=0, error="killed"))
+    again = [command for command in world.commands[-1] if isinstance(command, c.StartTurn)]
+    queued = set(world.core.state.turn_queue)
+    assert {command.trajectory_id for command in again} | queued >= set(lost)
+    assert all(command.engine_id != turn.engine_id and command.try_number == 1 for command in again if command.trajectory_id in lost)
+
+
+def test_a_silent_engine_is_restarted_and_counted() -> None:
+    world = World(config(engines={"count": 1}), seed=11)
+    world.start()
+    until(world, c.StartTurn)
+    world.heap = [item for item in world.heap if not isinstance(item[2], e.TurnDone)]
+    restart = until(world, c.RestartEngine)
+    assert isinstance(restart, c.RestartEngine)
+    assert "turns in a row" in restart.reason
+    assert world.core.state.counters.watchdog["engine_restarted"] == 1
+
+
+def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
+    world = World(config(), seed=13)
+    world.start()
+    until(world, c.TrainStep)
+    world.heap = [item for item in world.heap if not isinstance(item[2], e.StepTrained)]
+    restart = until(world, c.RestartTrainer)
+    assert isinstance(restart, c.RestartTrainer)
+    assert restart.step == 0
+    assert world.core.state.trainer.status is TrainerStatus.STARTING
+
+
+def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
+    world = World(config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
+    world.run()
+    dropped = world.core.account().dropped
+    assert dropped.get("stale", 0) > 0
+    cancels = [command for commands in world.commands for command in commands if isinstance(command, c.CancelTrajectory)]
+    assert any(command.reason == "stale" for command in cancels)
+
+
+def test_a_user_may_stop_a_run_and_take_it_up_again() -> None:
+    world = World(config(steps=6), seed=19)
+    world.start()
+    until(world, c.TrainStep)
+    world.feed(e.StopRequested())
+    while world.finish is None:
+        world.step()
+    assert world.core.account().in_flight == 0
+    assert not world.evaluations
+    restart_controller(world)
+    while world.finish is None:
+        world.step()
+    assert world.core.state.trainer.step == 6
+    assert world.evaluations[-1].final
+
+
+def test_the_target_ends_training_early() -> None:
+    world = World(config(steps=50, eval={"every": 1, "stop_at": 0.0}), seed=23)
+    world.run()
+    assert world.core.state.trainer.step < 5
+    assert world.evaluations[-1].final
+
+
+def test_batch_level_stepping_waits_for_the_slowest() -> None:
+    world = World(config(rollout={"env_stepping": "batch"}), seed=29)
+    world.start()
+    while world.finish is None:
+        world.step()
+        if any(isinstance(command, c.StartTurn) for command in world.commands[-1]):
+            members = [world.core.state.trajectories[member] for member in world.core.state.in_run]
+            assert all(member.turn is not None for member in members)
+
+
+def test_members_that_fail_are_retried_then_the_group_goes_on_without_them() -> None:
+    world = World(config(rollout={"group_size": 4, "retries": 1}), seed=31, failure=0.15)
+    world.run(max_events=200_000)
+    assert world.core.state.counters.retried
+    sizes = {len(ids) for ids in world.trained.values()}
+    assert min(sizes) >= 3 * 2
+
+
+def test_events_of_an_earlier_life_are_ignored() -> None:
+    world = World(config(), seed=37)
+    world.start()
+    until(world, c.StartTurn)
+    before = msgspec.msgpack.decode(world.core.snapshot())
+    late = [
+        e.EngineLost(engine_id=EngineId("e0"), epoch=9, error="x"),
+        e.TrainerLost(epoch=9, error="x"),
+        e.WeightsPublished(epoch=9, version=4, weights_id=4),
+        e.TurnDone(trajectory_id="g0.0", attempt=7, turn=0, try_number=0, output_tokens=1, cached_tokens=0, version=0),
+        e.TrajectoryEnded(trajectory_id="nobody", attempt=0, stop_reason="finished"),
+    ]
+    for event in late:
+        world.feed(event)
+    after = msgspec.msgpack.decode(world.core.snapshot())
+    for state in (before, after):
+        state.pop("idle")
+    assert before == after
+
+
+def test_pools_are_bounded_and_used() -> None:
+    world = World(config(steps=3), seed=41)
+    world.start()
+    most = 0
+    while world.finish is None:
+        world.step()
+        state = world.core.state
+        most = max(most, len(state.in_init) + len(state.in_run))
+    assert most == 8
+    assert not [t for t in world.core.state.trajectories.values() if t.stage in (Stage.INIT, Stage.RUN)]

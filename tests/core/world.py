@@ -1,0 +1,219 @@
+"""A world made of a heap of future events: it answers every command after a random delay, and fails in every way at given rates.
+
+It checks what a real world would suffer from: commands about things that do not exist, slots used twice, late answers.
+"""
+
+import heapq
+import random
+from typing import assert_never
+
+from rollweave.core.core import Core
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, TaskId
+from rollweave.schema.config import RunConfig
+from rollweave.schema.work import Limits, StopReason, Task
+
+
+class World:
+    def __init__(self, config: RunConfig, seed: int, *, failure: float = 0.0, spread: float = 1.0, hang: float = 0.0) -> None:
+        self.config = config
+        self.core = Core(config)
+        self.random = random.Random(seed)
+        self.failure, self.spread, self.hang = failure, spread, hang
+        self.now = 0.0
+        self.heap: list[tuple[float, int, e.Event]] = []
+        self.count = 0
+        self.timer: float | None = None
+        self.finish: c.Finish | None = None
+        self.journal: list[tuple[float, e.Event]] = []
+        self.commands: list[list[c.Command]] = []
+        self.trained: dict[int, list[str]] = {}
+        self.trained_versions: list[tuple[int, int]] = []
+        self.initiated: dict[str, int] = {}
+        self.engine_epoch: dict[str, int] = {f"e{i}": 0 for i in range(config.engines.count)}
+        self.engine_version: dict[str, int] = {}
+        self.trainer_epoch = 0
+        self.trainer_step = 0
+        self.checkpoints: set[int] = set()
+        self.evaluations: list[c.RecordEvaluation] = []
+        self.warnings: list[c.Warn] = []
+        self.turns_of: dict[tuple[str, int], int] = {}
+        self.handled = 0
+
+    # Driving.
+
+    def start(self) -> None:
+        self.feed(e.RunStarted(engines=tuple(EngineId(name) for name in self.engine_epoch)))
+        for name in self.engine_epoch:
+            self.join(name)
+        self.later(e.TrainerReady(epoch=0, step=0))
+
+    def join(self, name: str) -> None:
+        self.engine_version.pop(name, None)
+        self.later(
+            e.EngineJoined(
+                engine_id=EngineId(name), epoch=self.engine_epoch[name], max_slots=self.config.engines.max_slots, kv_total_tokens=9
+            )
+        )
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        if self.random.random() < self.hang:
+            return
+        wait = self.random.expovariate(1 / self.spread) if delay is None else delay
+        self.count += 1
+        heapq.heappush(self.heap, (self.now + wait, self.count, event))
+
+    def feed(self, event: e.Event) -> None:
+        self.handled += 1
+        out = self.core.handle(self.now, event)
+        self.core.check()
+        self.journal.append((self.now, event))
+        self.commands.append(out)
+        for command in out:
+            assert self.finish is None, f"{command} after Finish"
+            self.execute(command)
+
+    def step(self) -> None:
+        if self.timer is not None and (not self.heap or self.timer <= self.heap[0][0]):
+            self.now, self.timer = max(self.now, self.timer), None
+            self.feed(e.TimerFired())
+            return
+        assert self.heap, "nothing will ever happen again: the core waits for ever"
+        self.now, _, event = heapq.heappop(self.heap)
+        self.feed(event)
+
+    def run(self, max_events: int = 100_000) -> c.Finish:
+        self.start()
+        while self.finish is None:
+            assert self.handled < max_events, f"no end: {self.core.state.phase}, step {self.core.state.trainer.step}"
+            self.step()
+        return self.finish
+
+    def fails(self) -> bool:
+        return self.random.random() < self.failure
+
+    # Executing.
+
+    def execute(self, command: c.Command) -> None:
+        match command:
+            case c.DrawTask():
+                task = Task(id=TaskId(f"{command.name}-{command.index}"), env=command.name, seed=command.index, limits=Limits(step_s=5.0))
+                self.later(e.GroupSubmitted(group_id=command.group_id, task=task), 0.0)
+            case c.StartInit():
+                self.initiated[command.trajectory_id] = command.initiated_version
+                key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+                if self.fails():
+                    self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.ENV_ERROR, error="boom"))
+                else:
+                    self.later(e.EnvReady(**key))
+            case c.StartRun():
+                self.turns_of[command.trajectory_id, command.attempt] = 0
+                self.next_turn(command.trajectory_id, command.attempt)
+            case c.StartTurn():
+                assert command.engine_id in self.engine_version, "a turn on an engine without weights"
+                key = {
+                    "trajectory_id": command.trajectory_id,
+                    "attempt": command.attempt,
+                    "turn": command.turn,
+                    "try_number": command.try_number,
+                }
+                if self.fails():
+                    self.later(e.TurnFailed(**key, error="broken"))
+                else:
+                    version = self.engine_version[command.engine_id]
+                    self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))
+                    self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
+                    self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
+            case c.AbortTurn() | c.Evict() | c.ResumeEngine() | c.MarkBest():
+                pass
+            case c.StartEval():
+                key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+                if self.fails():
+                    self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"))
+                else:
+                    self.later(e.RewardReady(**key, reward=self.random.choice([0.0, 1.0]), success=None))
+            case c.CancelTrajectory():
+                key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+                self.later(e.TrajectoryEnded(**key, stop_reason=command.reason))
+            case c.SetTimer():
+                self.timer = command.at
+            case c.Warn():
+                self.warnings.append(command)
+            case c.RecordEvaluation():
+                self.evaluations.append(command)
+            case c.Finish():
+                self.finish = command
+            case _:
+                self.execute_plant(command)
+
+    def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
+        """The episode asks for a turn, or ends. Late or doubled requests are what a real world may produce too."""
+        turn = self.turns_of[trajectory_id, attempt]
+        key = {"trajectory_id": trajectory_id, "attempt": attempt}
+        if self.fails():
+            self.later(e.TrajectoryEnded(**key, stop_reason=self.random.choice([StopReason.ENV_ERROR, StopReason.ENV_HANG])), after)
+        elif turn >= self.random.randint(1, 3):
+            self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.FINISHED, turns=turn, tokens=turn * 3), after)
+        else:
+            self.later(e.TurnRequested(**key, turn=turn, context_tokens=10), after)
+
+    def execute_plant(self, command: c.Command) -> None:
+        match command:
+            case c.SuspendEngine():
+                self.later(e.EngineSuspended(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]))
+            case c.LoadWeights():
+                key = {
+                    "engine_id": command.engine_id,
+                    "epoch": self.engine_epoch[command.engine_id],
+                    "weights_id": command.weights_id,
+                }
+                if self.fails():
+                    self.later(e.WeightsLoadFailed(**key, error="torn"))
+                else:
+                    self.engine_version[command.engine_id] = command.version
+                    self.later(e.WeightsLoaded(**key, version=command.version))
+                if self.fails():
+                    self.later(e.EngineLost(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id], error="killed"))
+            case c.RestartEngine():
+                self.engine_epoch[command.engine_id] = command.epoch
+                self.join(command.engine_id)
+            case c.RemoveEngine():
+                self.engine_version.pop(command.engine_id, None)
+            case c.TrainStep():
+                assert command.step == self.trainer_step
+                if self.fails():
+                    self.later(e.TrainerLost(epoch=self.trainer_epoch, error="killed"))
+                    return
+                self.trained.setdefault(command.step, [])
+                for group in command.groups:
+                    self.trained[command.step] += group.trajectory_ids
+                    for member in group.trajectory_ids:
+                        self.trained_versions.append((command.step, self.initiated[member]))
+                if command.part == command.parts - 1:
+                    self.trainer_step += 1
+                self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
+            case c.PublishWeights():
+                self.later(
+                    e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id)
+                )
+            case c.SaveCheckpoint():
+                if self.fails():
+                    self.later(e.CheckpointFailed(epoch=self.trainer_epoch, step=command.step, error="disk full"))
+                else:
+                    self.checkpoints.add(command.step)
+                    self.checkpoints &= {command.step, *command.keep}
+                    self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
+            case c.RestartTrainer():
+                assert command.step is None or command.step in self.checkpoints, "a checkpoint that was pruned"
+                self.trainer_epoch = command.epoch
+                self.trainer_step = command.step or 0
+                self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}
+                self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
+            case (
+                c.DrawTask() | c.StartInit() | c.StartRun() | c.StartTurn() | c.AbortTurn() | c.Evict() | c.ResumeEngine()
+                | c.MarkBest() | c.StartEval() | c.CancelTrajectory() | c.SetTimer() | c.Warn() | c.RecordEvaluation() | c.Finish()
+            ):  # fmt: skip
+                raise AssertionError("executed elsewhere")
+            case _:
+                assert_never(command)
