@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -148,7 +149,7 @@ class Attention:
             scatter=self._tensor(gather[real]),
         )
 
-    def _tensor(self, values: list[int] | np.ndarray) -> torch.Tensor:
+    def _tensor(self, values: list[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def attend(self, layer: int, qkv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

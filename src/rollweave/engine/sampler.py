@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollweave.schema.serving import Sampling
@@ -17,15 +18,14 @@ from rollweave.schema.serving import Sampling
 _MASK = (1 << 64) - 1
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position), both uint64: two rounds of splitmix64's finaliser, 53 bits."""
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03))
-    numbers: np.ndarray = (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return numbers
+    return np.asarray(mixed >> np.uint64(11), dtype=np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -38,7 +38,7 @@ class RowParams:
     temperatures: torch.Tensor | None
     greedy: torch.Tensor | None
     all_greedy: bool
-    seeds: np.ndarray
+    seeds: npt.NDArray[np.uint64]
     cut_rows: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None

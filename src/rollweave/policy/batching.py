@@ -158,7 +158,8 @@ class Batcher:
         size = self.ledger.block_tokens
         full = entry.computed // size
         if self.ledger.caching and full > before // size:
-            entry.keys = self.ledger.keys(entry.tokens[: full * size], known=entry.keys[:full])
+            if len(entry.keys) < full:
+                entry.keys = self.ledger.keys(entry.tokens[: full * size], known=entry.keys)
             for index in range(before // size, full):
                 key = entry.keys[index]
                 self.ledger.commit(entry.blocks[index], key)
@@ -241,7 +242,7 @@ class Batcher:
         return (entry for queue in (self.waiting, self.running) for entry in queue if entry.blocks)
 
     def _make_room(self, need: int, candidates: Iterable[Entry]) -> bool:
-        """Evict the last of `candidates` until `need` blocks are free. False, and nothing has changed, if they do not suffice."""
+        """Evict the last of `candidates` until `need` blocks are free. False, with nothing changed, if they do not suffice."""
         free = self.ledger.free
         if free >= need:
             return True
