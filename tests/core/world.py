@@ -1,11 +1,10 @@
-"""A world made of a heap of future events: it answers every command after a random delay, and fails in every way at given rates.
+"""A world made of a heap of future events: it answers every command after a random delay, and fails in every way.
 
 It checks what a real world would suffer from: commands about things that do not exist, slots used twice, late answers.
 """
 
 import heapq
 import random
-from typing import assert_never
 
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
@@ -40,6 +39,8 @@ class World:
         self.warnings: list[c.Warn] = []
         self.turns_of: dict[tuple[str, int], int] = {}
         self.handled = 0
+        self.mute: set[str] = set()  # engines that take turns and never answer
+        self.stuck_trainer = False
 
     # Driving.
 
@@ -53,7 +54,10 @@ class World:
         self.engine_version.pop(name, None)
         self.later(
             e.EngineJoined(
-                engine_id=EngineId(name), epoch=self.engine_epoch[name], max_slots=self.config.engines.max_slots, kv_total_tokens=9
+                engine_id=EngineId(name),
+                epoch=self.engine_epoch[name],
+                max_slots=self.config.engines.max_slots,
+                kv_total_tokens=9,
             )
         )
 
@@ -98,7 +102,12 @@ class World:
     def execute(self, command: c.Command) -> None:
         match command:
             case c.DrawTask():
-                task = Task(id=TaskId(f"{command.name}-{command.index}"), env=command.name, seed=command.index, limits=Limits(step_s=5.0))
+                task = Task(
+                    id=TaskId(f"{command.name}-{command.index}"),
+                    env=command.name,
+                    seed=command.index,
+                    limits=Limits(step_s=5.0),
+                )
                 self.later(e.GroupSubmitted(group_id=command.group_id, task=task), 0.0)
             case c.StartInit():
                 self.initiated[command.trajectory_id] = command.initiated_version
@@ -118,7 +127,9 @@ class World:
                     "turn": command.turn,
                     "try_number": command.try_number,
                 }
-                if self.fails():
+                if command.engine_id in self.mute:
+                    pass
+                elif self.fails():
                     self.later(e.TurnFailed(**key, error="broken"))
                 else:
                     version = self.engine_version[command.engine_id]
@@ -152,7 +163,9 @@ class World:
         turn = self.turns_of[trajectory_id, attempt]
         key = {"trajectory_id": trajectory_id, "attempt": attempt}
         if self.fails():
-            self.later(e.TrajectoryEnded(**key, stop_reason=self.random.choice([StopReason.ENV_ERROR, StopReason.ENV_HANG])), after)
+            self.later(
+                e.TrajectoryEnded(**key, stop_reason=self.random.choice([StopReason.ENV_ERROR, StopReason.ENV_HANG])), after
+            )
         elif turn >= self.random.randint(1, 3):
             self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.FINISHED, turns=turn, tokens=turn * 3), after)
         else:
@@ -174,7 +187,9 @@ class World:
                     self.engine_version[command.engine_id] = command.version
                     self.later(e.WeightsLoaded(**key, version=command.version))
                 if self.fails():
-                    self.later(e.EngineLost(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id], error="killed"))
+                    self.later(
+                        e.EngineLost(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id], error="killed")
+                    )
             case c.RestartEngine():
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
@@ -182,6 +197,8 @@ class World:
                 self.engine_version.pop(command.engine_id, None)
             case c.TrainStep():
                 assert command.step == self.trainer_step
+                if self.stuck_trainer:
+                    return
                 if self.fails():
                     self.later(e.TrainerLost(epoch=self.trainer_epoch, error="killed"))
                     return
@@ -194,9 +211,7 @@ class World:
                     self.trainer_step += 1
                 self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
             case c.PublishWeights():
-                self.later(
-                    e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id)
-                )
+                self.later(e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id))
             case c.SaveCheckpoint():
                 if self.fails():
                     self.later(e.CheckpointFailed(epoch=self.trainer_epoch, step=command.step, error="disk full"))
@@ -210,10 +225,5 @@ class World:
                 self.trainer_step = command.step or 0
                 self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
-            case (
-                c.DrawTask() | c.StartInit() | c.StartRun() | c.StartTurn() | c.AbortTurn() | c.Evict() | c.ResumeEngine()
-                | c.MarkBest() | c.StartEval() | c.CancelTrajectory() | c.SetTimer() | c.Warn() | c.RecordEvaluation() | c.Finish()
-            ):  # fmt: skip
-                raise AssertionError("executed elsewhere")
             case _:
-                assert_never(command)
+                raise AssertionError(f"nobody executes {command}")

@@ -110,7 +110,7 @@ def update(run: Run) -> None:
         run.mode,
         batch_ready=len(state.buffer) >= run.config.rollout.groups_per_step,
         in_flight=len(state.active_groups),
-        forced=not run.training,
+        too_old=not run.admits_training(),
     )
     for engine in outdated:
         if engine.status is EngineStatus.STALE and not held:

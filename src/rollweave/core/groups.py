@@ -28,7 +28,7 @@ def launch(run: Run) -> None:
     """Draw training groups as far as the mode's window and the spare groups allow."""
     state, rollout = run.state, run.config.rollout
     version = run.serving_version()
-    if not run.training or version is None:
+    if version is None or not run.admits_training():
         return
     room = capacity(
         window=run.mode.window,
@@ -52,7 +52,7 @@ def launch(run: Run) -> None:
 def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
     state = run.state
     letter = "g" if purpose is Purpose.TRAIN else "e"
-    group = Group(id=GroupId(f"{letter}{state.next_group}"), name=name, index=index, purpose=purpose)
+    group = Group(id=GroupId(f"{letter}{state.next_group}"), name=name, index=index, purpose=purpose, since=run.now)
     state.next_group += 1
     state.groups[group.id] = group
     if purpose is Purpose.TRAIN:
@@ -79,6 +79,15 @@ def on_draw_failed(run: Run, event: DrawFailed) -> None:
     """The task source is the user's code, and drawing is deterministic: trying again would fail again."""
     if run.state.phase is not Phase.FINISHED:
         run.state.error = run.state.error or f"drawing a task failed: {event.error}"
+
+
+def give_up_drawing(run: Run, group: Group) -> None:
+    """The task has not come: do without the group. Another is drawn in its place."""
+    if group.purpose is Purpose.EVAL:
+        evaluation.member_failed(run, group)
+        forget(run, group)
+    else:
+        drop(run, group, "draw_hang")
 
 
 # Members come to an end.

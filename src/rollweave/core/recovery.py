@@ -41,6 +41,7 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
             groups.drop(run, group, StopReason.WORLD_LOST)
     for group in state.groups.values():
         if group.status is GroupStatus.DRAWING:
+            group.since = run.now
             run.emit(DrawTask(group_id=group.id, name=group.name, index=group.index, purpose=group.purpose))
     training.start_again(run, "the controller was restarted")
     watchdog.look(run)

@@ -2,6 +2,7 @@
 
 from rollweave.core.state import Phase, State, TrainerStatus
 from rollweave.policy.modes import Mode, preset
+from rollweave.policy.staleness import acceptable
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config import RunConfig, TaskConfig
 
@@ -42,6 +43,16 @@ class Run:
         """The oldest version among engines that have weights; None if no engine has any."""
         versions = [engine.version for engine in self.state.engines.values() if engine.version >= 0]
         return min(versions) if versions else None
+
+    def admits_training(self) -> bool:
+        """True if a trajectory that is launched now, under the engines' version, could be trained on by a step to come."""
+        version, next_version = self.serving_version(), self.next_version()
+        return (
+            self.training
+            and version is not None
+            and next_version < self.config.run.steps
+            and acceptable(version, next_version, self.mode.window)
+        )
 
     def groups_in_part(self, part: int) -> int:
         """Groups in mini-batch `part`: the batch split as evenly as whole groups allow."""

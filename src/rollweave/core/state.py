@@ -74,6 +74,7 @@ class Group(msgspec.Struct):
     name: str
     index: int
     purpose: Purpose
+    since: float  # when its task was asked for
     status: GroupStatus = GroupStatus.DRAWING
     task: Task | None = None
     members: list[TrajectoryId] = []

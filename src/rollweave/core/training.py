@@ -46,6 +46,8 @@ def take_batch(run: Run) -> None:
         return
     if state.published_version != trainer.step and trainer.parts_done == 0:
         return  # the weights of the last step are still to be published
+    if state.evaluation is not None and not state.evaluation.begun:
+        return  # engines must meet the version to be evaluated before there is a newer one
     wanted = run.groups_in_part(trainer.parts_done)
     groups.sweep_doomed(run)
     if len(state.buffer) < wanted:

@@ -6,7 +6,7 @@ over. A cancelled attempt keeps its slot while it closes, so what the world hold
 
 from rollweave.core import groups
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, Phase, Stage, Trajectory
+from rollweave.core.state import ALIVE, Stage, Trajectory
 from rollweave.policy.retry import try_again
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import AbortTurn, CancelTrajectory, StartEval, StartInit, StartRun
@@ -152,14 +152,17 @@ def start_inits(run: Run) -> None:
     """Fill the INIT pool, as far as the number of living environments allows. Evaluations go first."""
     state, rollout = run.state, run.config.rollout
     version = run.serving_version()
-    if version is None or state.phase is Phase.FINISHED:
+    if version is None:
         return
     while (
         state.init_queue
         and len(state.in_init) < rollout.init_slots
         and len(state.in_init) + len(state.in_run) + len(state.closing) < rollout.max_running
     ):
-        trajectory = state.trajectories[_first_to_start(run)]
+        first = _first_to_start(run)
+        if first is None:
+            return
+        trajectory = state.trajectories[first]
         group = state.groups[trajectory.group_id]
         assert group.task is not None, "members are made when the task is known"
         trajectory.initiated, trajectory.launched_at = version, run.now
@@ -183,13 +186,14 @@ def start_inits(run: Run) -> None:
         )
 
 
-def _first_to_start(run: Run) -> TrajectoryId:
+def _first_to_start(run: Run) -> TrajectoryId | None:
+    """The next one in the queue: an evaluation's, or, if what is launched now could still be trained on, any."""
     state = run.state
-    if state.evaluation is not None and state.evaluation.begun:
-        for trajectory_id in state.init_queue:
-            if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
-                return trajectory_id
-    return next(iter(state.init_queue))
+    evaluating = state.evaluation is not None and state.evaluation.begun
+    for trajectory_id in state.init_queue if evaluating else ():
+        if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
+            return trajectory_id
+    return next(iter(state.init_queue)) if run.admits_training() else None
 
 
 def start_evals(run: Run) -> None:

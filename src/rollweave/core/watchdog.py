@@ -3,9 +3,9 @@
 The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, training, trajectories, turns
+from rollweave.core import engines, groups, training, trajectories, turns
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Phase, Stage, TrainerStatus, Trajectory
+from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
 from rollweave.policy.retry import STRIKES_BEFORE_RESTART
 from rollweave.schema.commands import SetTimer
 from rollweave.schema.work import StopReason
@@ -15,6 +15,9 @@ PERIOD_S = 1.0
 
 GRACE_S = 10.0
 """Seconds beyond a limit that the world is to enforce itself; also the time that a cancelled attempt has to close."""
+
+DRAW_S = 30.0
+"""Seconds that a task source may take for one task."""
 
 
 def look(run: Run) -> None:
@@ -28,6 +31,10 @@ def look(run: Run) -> None:
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:
             _check_trajectory(run, trajectory)
+    for group in [group for group in state.groups.values() if group.status is GroupStatus.DRAWING]:
+        if run.now - group.since > DRAW_S:
+            run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
+            groups.give_up_drawing(run, group)
     _check_trainer(run)
     run.emit(SetTimer(at=run.now + PERIOD_S))
 

@@ -40,9 +40,13 @@ def preset(name: ModeName, alpha: int) -> Mode:
             return Mode(window=alpha, update=Update.AT_BATCH)
 
 
-def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, forced: bool) -> bool:
-    """May engines take the newly published weights now? `in_flight` counts training trajectories that are not scored yet."""
-    if forced:
+def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
+    """May engines take the newly published weights now?
+
+    `in_flight` counts training groups that are not complete yet. `too_old`: nothing launched under the engines' version could
+    be trained on any more, so waiting would wait for ever.
+    """
+    if too_old:
         return True
     match mode.update:
         case Update.AT_ONCE:

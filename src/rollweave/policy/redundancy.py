@@ -3,6 +3,8 @@
 import enum
 from collections.abc import Sequence
 
+from rollweave.policy.staleness import acceptable
+
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this count as equal: a group of them has no advantage to learn from (DAPO)."""
 
@@ -18,7 +20,7 @@ def capacity(
     come on top, as redundancy against the slowest; none is launched that could only be thrown away.
     """
     steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
-    if steps_ahead <= 0:
+    if steps_ahead <= 0 or not acceptable(serving_version, next_version, window):
         return 0
     return steps_ahead * groups_per_step + spare_groups
 
