@@ -1,18 +1,56 @@
 """The engine against transformers' forward pass: tokens, log-probs, and that nothing that happens to a batch changes them."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from queue import Queue
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from .models import LINEAR_ROPE, LLAMA3_ROPE, build, drive, logprob_error, oracle_greedy, request, save, spec
+from rollweave.engine.loop import EngineLoop
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineFatal,
+    EngineReply,
+    Finish,
+    Generated,
+    GenerateResult,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+    Rerank,
+    Resume,
+    Shutdown,
+    Suspend,
+    Suspended,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.store import Publisher
+
+from .models import (
+    LINEAR_ROPE,
+    LLAMA3_ROPE,
+    VOCAB,
+    build,
+    drive,
+    logprob_error,
+    oracle_greedy,
+    oracle_logprobs,
+    request,
+    save,
+    spec,
+)
 
 torch.set_num_threads(1)
 
 PROMPTS = [[5, 9, 2, 77], list(range(1, 40)), [3], [(7 * i) % 90 for i in range(23)], list(range(50, 66))]
 TOLERANCE = 1e-4
-
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama_biased_llama3_rope": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "llama_linear_rope_tied": ("llama", {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True}),
@@ -22,14 +60,411 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def other() -> torch.nn.Module:
+    return build("qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    with_memory = Publisher(tmp_path, keep=8)
+    yield with_memory
+    with_memory.close()
+
+
+def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> WeightManifest:
+    return publisher.publish(model.state_dict(), version=version, weights_id=version)
+
+
+def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
+    """Every prompt alone, in an engine of its own."""
+    return {
+        i: drive(spec(path), [request("x", p, max_tokens=count, **({"seed": i} | sampling))]).results["x"]
+        for i, p in enumerate(PROMPTS)
+    }
+
+
+def check_versions(
+    prompt: list[int], result: GenerateResult, models: dict[int, torch.nn.Module], *, temperature: float = 1.0
+) -> None:
+    """Each token's log-prob is that of the version which its span names, given all tokens before it."""
+    rows = {v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature) for v, m in models.items()}
+    assert [span.start for span in result.versions] == [0, *(span.end for span in result.versions[:-1])]
+    assert result.versions[-1].end == len(result.tokens)
+    for span in result.versions:
+        for at in range(span.start, span.end):
+            want = rows[span.version][len(prompt) - 1 + at, result.tokens[at]].item()
+            assert abs(want - result.logprobs[at]) <= TOLERANCE
+
+
+# Against transformers.
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_tokens_and_logprobs_are_transformers(name: str, tmp_path: Path) -> None:
     kind, changes = KINDS[name]
     model = build(kind, **changes)
     path = save(model, tmp_path)
     requests = [request(str(i), p, temperature=0.0, max_tokens=20) for i, p in enumerate(PROMPTS)]
-    outcome = drive(spec(path), requests)
+    outcome = drive(spec(path, prefill_chunk_tokens=32), requests)
     for i, prompt in enumerate(PROMPTS):
         result = outcome.results[str(i)]
         assert list(result.tokens) == oracle_greedy(model, prompt, 20)
         assert logprob_error(model, prompt, result) <= TOLERANCE
+        assert result.finish is Finish.LENGTH
+
+
+def test_a_sharded_checkpoint_is_the_same_model(model: torch.nn.Module, path: str, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    one = drive(spec(path), [request("x", PROMPTS[1], seed=4, max_tokens=8)]).results["x"]
+    two = drive(spec(str(tmp_path)), [request("x", PROMPTS[1], seed=4, max_tokens=8)]).results["x"]
+    assert (one.tokens, one.logprobs) == (two.tokens, two.logprobs)
+
+
+def test_bfloat16_stays_near_the_fp32_oracle(model: torch.nn.Module, path: str) -> None:
+    result = drive(spec(path, dtype="bfloat16"), [request("x", PROMPTS[1], seed=4, max_tokens=16)]).results["x"]
+    assert 0 < logprob_error(model, PROMPTS[1], result) <= 0.15
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
+def test_logprobs_are_those_at_the_sampling_temperature(model: torch.nn.Module, path: str, temperature: float) -> None:
+    requests = [
+        request(str(i), p, temperature=temperature, top_k=7, top_p=0.8, seed=i, max_tokens=12) for i, p in enumerate(PROMPTS)
+    ]
+    outcome = drive(spec(path), requests)
+    for i, prompt in enumerate(PROMPTS):
+        assert logprob_error(model, prompt, outcome.results[str(i)], temperature=temperature) <= TOLERANCE
+
+
+# Whatever happens to a batch, a request's tokens and log-probs stay what they are.
+
+
+def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(model: torch.nn.Module, path: str) -> None:
+    alone = baseline(path, count=24)
+    for changes in ({}, {"prefill_chunk_tokens": 5}, {"max_slots": 2}, {"kv_tokens": 96}, {"prefix_cache": False}):
+        requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
+        outcome = drive(spec(path, **changes), requests)
+        for i, prompt in enumerate(PROMPTS):
+            result = outcome.results[str(i)]
+            assert result.tokens == alone[i].tokens, changes
+            assert logprob_error(model, prompt, result) <= TOLERANCE
+
+
+def test_the_same_stream_gives_the_same_tokens_and_another_seed_others(path: str) -> None:
+    def run(offset: int) -> list[tuple[int, ...]]:
+        requests = [request(str(i), PROMPTS[i % 5], seed=i + offset, max_tokens=12) for i in range(20)]
+        results = drive(spec(path), requests).results
+        return [results[str(i)].tokens for i in range(20)]
+
+    assert run(0) == run(0) != run(100)
+
+
+def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, path: str) -> None:
+    alone = baseline(path, count=24)
+    low = [request(str(i), PROMPTS[i], seed=i, max_tokens=24) for i in (0, 1)]
+    high = [Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)]
+    outcome = drive(spec(path, max_slots=2), low, at={6: high, 12: [Rerank(id="1", rank=2.0)]})
+    assert outcome.stats[-1].preemptions == 3
+    assert outcome.stats[-1].recomputed_tokens == 0
+    assert sum(result.preemptions for result in outcome.results.values()) == 3
+    for i in (0, 1, 3, 4):
+        result = outcome.results[str(i)]
+        assert result.tokens == alone[i].tokens
+        assert logprob_error(model, PROMPTS[i], result) <= TOLERANCE
+    assert [result.id for result in outcome.answers][-1] == "0"
+
+
+def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(model: torch.nn.Module, path: str) -> None:
+    alone = baseline(path, count=24)
+    requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
+    aborts = {4: [Abort(id="1")], 9: [Abort(id="3"), Abort(id="nobody")]}
+    outcome = drive(spec(path), requests, at=aborts)
+    for i, prompt in enumerate(PROMPTS):
+        result = outcome.results[str(i)]
+        assert result.finish is (Finish.ABORTED if i in (1, 3) else Finish.LENGTH)
+        assert result.tokens == alone[i].tokens[: len(result.tokens)]
+        assert logprob_error(model, prompt, result) <= TOLERANCE
+    assert 0 < len(outcome.results["1"].tokens) < len(outcome.results["3"].tokens) < 24
+
+
+def test_an_abort_before_the_first_step_gives_an_empty_result(path: str) -> None:
+    requests = [request(str(i), PROMPTS[0], max_tokens=4) for i in range(3)]
+    result = drive(spec(path, max_slots=1), requests, at={0: [Abort(id="2")]}).results["2"]
+    assert (result.finish, result.tokens, result.versions) == (Finish.ABORTED, (), ())
+
+
+def test_suspension_stops_the_steps_and_changes_nothing(path: str) -> None:
+    alone = baseline(path, count=16)
+    requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS[:4])]
+    late = Add(request=request("4", PROMPTS[4], seed=4, max_tokens=16))
+    outcome = drive(spec(path), requests, at={5: [Suspend()], 7: [late], 9: [Resume()]})
+    assert [message.in_flight for message in outcome.of(Suspended)] == [4]
+    steps = [stats.steps for stats in outcome.stats]
+    assert steps == sorted(steps)
+    assert steps[5] < steps[6] == steps[10] < steps[11]
+    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {i: alone[i].tokens for i in range(5)}
+    assert outcome.stats[-1].suspended_s > 0
+    assert outcome.stats[-1].busy_s + outcome.stats[-1].suspended_s <= outcome.stats[-1].uptime_s
+
+
+def test_starved_kv_still_finishes_everything(model: torch.nn.Module, path: str) -> None:
+    prompts = [[(i * 5 + j) % VOCAB for j in range(3 + i % 9)] for i in range(24)]
+    requests = [request(str(i), p, seed=i, max_tokens=30, rank=float(i % 3)) for i, p in enumerate(prompts)]
+    outcome = drive(spec(path, kv_tokens=128, max_slots=8), requests)
+    assert outcome.stats[-1].preemptions > 0
+    for i, prompt in enumerate(prompts):
+        result = outcome.results[str(i)]
+        assert len(result.tokens) == 30
+        assert logprob_error(model, prompt, result) <= TOLERANCE
+    assert outcome.stats[-1].kv_used_tokens == 0
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_an_update_in_flight_is_piecewise_the_two_models(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher, suspended: bool
+) -> None:
+    load = [Load(manifest=publish(publisher, other, version=3))]
+    at = {6: [Suspend()], 8: [*load, Resume()]} if suspended else {6: load}
+    requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
+    outcome = drive(spec(path, prefill_chunk_tokens=32), requests, at=at)
+    loaded = outcome.of(Loaded)
+    assert [message.version for message in loaded] == [3]
+    assert loaded[0].recompute_tokens == outcome.stats[-1].recomputed_tokens > 0
+    for i, prompt in enumerate(PROMPTS):
+        result = outcome.results[str(i)]
+        assert [span.version for span in result.versions] == [-1, 3]
+        check_versions(prompt, result, {-1: model, 3: other})
+    assert outcome.stats[-1].version == 3
+
+
+def test_updates_come_one_after_another(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
+) -> None:
+    loads = {4: [Load(manifest=publish(publisher, other, version=1))], 5: [Load(manifest=publish(publisher, model, version=2))]}
+    requests = [request(str(i), p, seed=i, max_tokens=16, temperature=0.7) for i, p in enumerate(PROMPTS)]
+    outcome = drive(spec(path), requests, at=loads)
+    for i, prompt in enumerate(PROMPTS):
+        check_versions(prompt, outcome.results[str(i)], {-1: model, 1: other, 2: model}, temperature=0.7)
+
+
+def test_a_load_that_does_not_match_leaves_everything_as_it_was(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
+) -> None:
+    good = publish(publisher, other, version=1)
+    state = dict(other.state_dict())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    broken = {
+        "digest": msgspec.structs.replace(good, digest="0" * 32),
+        "missing": publisher.publish({k: v for k, v in state.items() if k != name}, version=2, weights_id=2),
+        "unknown": publisher.publish(state | {"model.extra": state[name]}, version=3, weights_id=3),
+        "shape": publisher.publish(state | {name: state[name][:4].contiguous()}, version=4, weights_id=4),
+        "dtype": publisher.publish(state | {name: state[name].to(torch.int32)}, version=5, weights_id=5),
+        "delta": msgspec.structs.replace(good, base_version=0),
+    }
+    at: dict[int, Any] = {3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())}
+    alone = baseline(path, count=16)
+    requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
+    outcome = drive(spec(path), requests, at=at)
+    failed = outcome.of(LoadFailed)
+    assert [message.version for message in failed] == [manifest.version for manifest in broken.values()]
+    assert "missing" in failed[1].error
+    assert "unknown" in failed[2].error
+    assert "shape" in failed[3].error
+    assert outcome.of(Loaded) == []
+    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {i: alone[i].tokens for i in range(5)}
+    assert outcome.stats[-1].recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["llama_biased_llama3_rope", "llama_linear_rope_tied", "qwen2"])
+def test_state_dicts_of_every_architecture_load(kind: str, tmp_path: Path, publisher: Publisher) -> None:
+    name, changes = KINDS[kind]
+    old, new = build(name, **changes), build(name, seed=1, **changes)
+    half = {key: value.to(torch.bfloat16) for key, value in new.state_dict().items()}
+    new.load_state_dict(half)
+    manifest = publisher.publish(half, version=1, weights_id=1)
+    requests = [request("x", PROMPTS[1], max_tokens=12)]
+    outcome = drive(spec(save(old, tmp_path / "m")), requests, at={5: [Load(manifest=manifest)]})
+    check_versions(PROMPTS[1], outcome.results["x"], {-1: old, 1: new})
+
+
+def test_weights_that_are_not_finite_are_errors_and_leave_no_trace(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
+) -> None:
+    poison = {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()}
+    bad = publisher.publish(poison, version=1, weights_id=1)
+    good = publish(publisher, other, version=2)
+    requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
+    later = [Load(manifest=good)] + [Add(request=request(f"b{i}", p, seed=i, max_tokens=20)) for i, p in enumerate(PROMPTS)]
+    outcome = drive(spec(path), requests, at={5: [Load(manifest=bad)], 12: later})
+    for i, prompt in enumerate(PROMPTS):
+        before, after = outcome.results[str(i)], outcome.results[f"b{i}"]
+        assert before.finish is Finish.ERROR
+        assert "not finite" in before.error
+        assert after.finish is Finish.LENGTH
+        check_versions(prompt, after, {2: other})
+
+
+# The prefix cache.
+
+
+def test_turns_hit_the_blocks_of_the_turns_before(model: torch.nn.Module, path: str) -> None:
+    context = PROMPTS[3]
+    engine = spec(path)
+    reached = 0
+    adds: dict[int, Any] = {}
+    results: list[GenerateResult] = []
+    for turn in range(4):
+        done = drive(engine, [request("t", context, seed=turn, max_tokens=9)]).results["t"]
+        adds[turn * 40] = [Add(request=request(str(turn), context, seed=turn, max_tokens=9))]
+        results.append(done)
+        context = [*context, *done.tokens, 7, 8]
+    outcome = drive(engine, [], at=adds)
+    for turn in range(4):
+        result = outcome.results[str(turn)]
+        assert result.tokens == results[turn].tokens
+        prompt = len(adds[turn * 40][0].request.tokens)
+        assert result.cached_tokens == reached // 8 * 8
+        reached = prompt + 8
+        assert logprob_error(model, adds[turn * 40][0].request.tokens, result) <= TOLERANCE
+    stats = outcome.stats[-1]
+    assert stats.cached_tokens == sum(result.cached_tokens for result in outcome.results.values()) > 0
+
+
+def test_after_an_update_the_prefix_is_computed_anew(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
+) -> None:
+    def add(name: str) -> Add:
+        return Add(request=request(name, PROMPTS[1], seed=1, max_tokens=4))
+
+    load = Load(manifest=publish(publisher, other, version=1))
+    outcome = drive(spec(path), [], at={0: [add("cold")], 10: [add("warm")], 20: [load, add("new")], 30: [add("again")]})
+    cached = {name: result.cached_tokens for name, result in outcome.results.items()}
+    assert cached == {"cold": 0, "warm": 32, "new": 0, "again": 32}
+    for name in ("new", "again"):
+        check_versions(PROMPTS[1], outcome.results[name], {1: other})
+
+
+def test_a_group_computes_its_prompt_once(path: str) -> None:
+    requests = [request(str(i), PROMPTS[1], seed=i, max_tokens=8) for i in range(8)]
+    outcome = drive(spec(path), requests)
+    assert sorted(result.cached_tokens for result in outcome.results.values()) == [0] + [32] * 7
+    assert len({result.tokens for result in outcome.results.values()}) > 1
+
+
+# Ends and refusals.
+
+
+def test_stop_tokens_end_a_request_and_are_part_of_it(path: str) -> None:
+    free = drive(spec(path), [request("x", PROMPTS[0], seed=5, max_tokens=12)]).results["x"]
+    stop = free.tokens[6]
+    first = free.tokens.index(stop) + 1
+    for engine, sampling in ((spec(path), {"stop_token_ids": (stop,)}), (spec(path, eos_token_ids=(stop,)), {})):
+        result = drive(engine, [request("x", PROMPTS[0], seed=5, max_tokens=12, **sampling)]).results["x"]
+        assert (result.tokens, result.finish) == (free.tokens[:first], Finish.STOP)
+
+
+def test_allowed_tokens_only_and_their_plain_logprobs(model: torch.nn.Module, path: str) -> None:
+    allowed = (4, 11, 60)
+    requests = [
+        request("mask", PROMPTS[0], seed=2, max_tokens=20, allowed=allowed),
+        request("greedy", PROMPTS[0], temperature=0.0, max_tokens=20, allowed=allowed),
+        request("free", PROMPTS[1], seed=2, max_tokens=20),
+    ]
+    results = drive(spec(path), requests).results
+    assert set(results["mask"].tokens) <= set(allowed)
+    assert set(results["greedy"].tokens) <= set(allowed)
+    assert not set(results["free"].tokens) <= set(allowed)
+    for name in ("mask", "greedy", "free"):
+        assert logprob_error(model, PROMPTS[1 if name == "free" else 0], results[name]) <= TOLERANCE
+
+
+def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
+    long = [1] * 511
+    requests = [
+        request("twice", PROMPTS[0], max_tokens=30),
+        request("twice", PROMPTS[0]),
+        request("empty", []),
+        request("foreign", [1, VOCAB]),
+        request("negative", [-1]),
+        request("long", [1] * 512),
+        request("rank", [1], rank=float("nan")),
+        request("allowed", [1], allowed=(VOCAB,)),
+        request("text", [1], stop=("end",)),
+        request("edge", long, max_tokens=50),
+    ]
+    outcome = drive(spec(path), requests)
+    errors = {result.id: result.error for result in outcome.answers if result.finish is Finish.ERROR}
+    assert "unique" in errors["twice"]
+    assert "at least one token" in errors["empty"]
+    assert "[0, 97)" in errors["foreign"]
+    assert "[0, 97)" in errors["negative"]
+    assert "context of 512 tokens, got a prompt of 512" in errors["long"]
+    assert "rank" in errors["rank"]
+    assert "allowed" in errors["allowed"]
+    assert "tokenizer" in errors["text"]
+    assert sum(result.id == "twice" and result.finish is Finish.LENGTH for result in outcome.answers) == 1
+    edge = outcome.results["edge"]  # the context ends before max_tokens does
+    assert (edge.finish, len(edge.tokens)) == (Finish.LENGTH, 1)
+
+
+def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
+    outcome = drive(spec(path, kv_tokens=64), [request("x", [1] * 64), request("y", [1] * 60, max_tokens=50)])
+    assert outcome.of(Ready)[0] == Ready(version=-1, kv_total_tokens=64, max_slots=8, max_context=64)
+    assert "context of 64 tokens" in outcome.results["x"].error
+    assert len(outcome.results["y"].tokens) == 4
+
+
+def test_what_breaks_the_loop_is_said(tmp_path: Path) -> None:
+    replies: list[EngineReply] = []
+    EngineLoop(spec(str(tmp_path / "nothing")), replies.append).run()
+    assert len(replies) == 1
+    assert isinstance(replies[0], EngineFatal)
+    assert "config.json" in replies[0].error
+
+
+def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
+    replies: Queue[EngineReply] = Queue()
+    loop = EngineLoop(spec(path), replies.put)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    assert isinstance(replies.get(timeout=60), Ready)
+    for name in ("a", "b"):
+        loop.post(Add(request=request(name, PROMPTS[0], max_tokens=3)))
+        answer = replies.get(timeout=60)
+        assert isinstance(answer, Generated)
+        assert answer.result.id == name
+    loop.post(Shutdown())
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+# Deterministic mode.
+
+
+def test_deterministic_results_are_bit_equal_whatever_the_batch(model: torch.nn.Module, path: str) -> None:
+    engine = {"deterministic": True}
+    alone = {
+        i: drive(spec(path, **engine), [request("x", p, seed=i, max_tokens=24)]).results["x"] for i, p in enumerate(PROMPTS)
+    }
+    for changes in ({}, {"prefill_chunk_tokens": 7}, {"kv_tokens": 96}, {"max_slots": 3, "prefix_cache": False}):
+        requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
+        requests += [request(f"n{i}", [i + 3] * (i + 1), seed=i, max_tokens=9) for i in range(9)]
+        outcome = drive(spec(path, **(engine | changes)), requests, at={9: [Abort(id="n3")]})
+        for i, prompt in enumerate(PROMPTS):
+            result = outcome.results[str(i)]
+            assert (result.tokens, result.logprobs) == (alone[i].tokens, alone[i].logprobs)
+            assert logprob_error(model, prompt, result) <= TOLERANCE

@@ -51,10 +51,18 @@ class DenseMirror:
         mask = torch.full((rows, capacity), float("-inf"), device=device, dtype=dtype)
         return torch.zeros(size, device=device, dtype=dtype), mask
 
-    def _allocate(self, *, rows: int, capacity: int) -> None:
-        old, kept, length = self.data, len(self.rows), self.capacity
+    def _size(self, count: int, longest: int) -> tuple[int, int] | None:
+        """Rows and capacity for `count` sequences: with room to grow where the budget has it. None where they do not fit."""
+        for rows in (1 << (count - 1).bit_length(), count):
+            if rows * longest <= self.budget:
+                roomy = max(longest * 3 // 2, longest + GROWTH_TOKENS, self.capacity)
+                return rows, min(roomy, self.budget // rows)
+        return None
+
+    def _allocate(self, rows: int, capacity: int) -> None:
+        old, kept, length = self.data, len(self.rows), min(self.capacity, capacity)
         self.data, self.mask = self._empty(rows=rows, capacity=capacity)
-        self.data[:, :kept, :, :length] = old[:, :kept]
+        self.data[:, :kept, :, :length] = old[:, :kept, :, :length]
         self.capacity = capacity
         for row, entry in enumerate(self.rows):
             self.mask[row, : entry.computed] = 0.0
@@ -67,15 +75,11 @@ class DenseMirror:
                 self.drop(entry)
         longest = max((len(entry.tokens) for entry in entries), default=0)
         if longest > self.capacity or len(entries) > self.data.shape[1]:
-            rows = max(self.data.shape[1], 1 << max(len(entries) - 1, 0).bit_length())
-            capacity = -(-longest // GROWTH_TOKENS) * GROWTH_TOKENS
-            capacity = max(self.capacity, min(max(capacity, self.capacity * 3 // 2), self.budget // rows))
-            if capacity < longest or rows * capacity > self.budget:
-                rows, capacity = len(entries), longest
-                if rows * capacity > self.budget:
-                    self.forget()
-                    return False
-            self._allocate(rows=rows, capacity=capacity)
+            size = self._size(len(entries), longest)
+            if size is None:
+                self.forget()
+                return False
+            self._allocate(*size)
         if len(self.rows) < len(entries):
             for entry in entries:
                 if entry not in self._row_of:
@@ -89,7 +93,7 @@ class DenseMirror:
             return
         last = self.rows.pop()
         if last is not entry:
-            length = len(last.tokens)
+            length = last.computed
             self.data[:, row, :, :length] = self.data[:, len(self.rows), :, :length]
             self.mask[row] = self.mask[len(self.rows)]
             self.rows[row] = last
@@ -100,7 +104,7 @@ class DenseMirror:
         self.rows.clear()
         self._row_of.clear()
         self.capacity = 0
-        self._allocate(rows=0, capacity=0)
+        self._allocate(0, 0)
 
     def _load(self, entry: Entry) -> None:
         row, length, size = len(self.rows), entry.computed, self.pool.block_tokens

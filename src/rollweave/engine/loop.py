@@ -71,9 +71,11 @@ class Live:
         self.started_s: float | None = None
 
     def versions(self) -> tuple[VersionSpan, ...]:
-        ends = [start for start, _ in self.spans[1:]] + [len(self.logprobs)]
+        starts = [start for start, _ in self.spans]
+        ends = [*starts[1:], len(self.logprobs)]
         return tuple(
-            VersionSpan(start=start, end=end, version=version) for (start, version), end in zip(self.spans, ends, strict=True)
+            VersionSpan(start=start, end=end, version=version)
+            for (start, version), end in zip(self.spans, ends[: len(starts)], strict=True)
         )
 
 
