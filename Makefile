@@ -1,0 +1,41 @@
+# Two commands: `make demo` trains an agent, `make test` checks everything. Both set up .venv by themselves.
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH_THREADS := OMP_NUM_THREADS=1
+
+.PHONY: demo test test-slow lint format clean
+
+demo: .venv/ready
+	$(BIN)/rollweave doctor
+	$(BIN)/rollweave train examples/frozenlake.toml --fresh
+	$(BIN)/rollweave report runs/frozenlake
+
+test: .venv/ready-test lint
+	$(TORCH_THREADS) $(BIN)/pytest -m "not slow"
+
+test-slow: .venv/ready-test
+	$(TORCH_THREADS) $(BIN)/pytest -m slow --timeout 1200
+
+lint: .venv/ready-test
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/ready-test
+	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples
+
+# The CPU build of torch where the index offers it (pinned in constraints.txt); the CUDA build elsewhere.
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/ready-test: .venv/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
