@@ -16,7 +16,7 @@ PERIOD_S = 1.0
 GRACE_S = 10.0
 """Seconds beyond a limit that the world is to enforce itself; also the time that a cancelled attempt has to close."""
 
-DRAW_S = 30.0
+DRAW_S = 120.0
 """Seconds that a task source may take for one task."""
 
 
