@@ -52,15 +52,24 @@ class Group:
 
 
 @dataclass(slots=True)
+class Dense:
+    """Decoding through the mirror: where the new tokens go, and what is attended, rows and heads merged, for each layer."""
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    mask: torch.Tensor
+
+
+@dataclass(slots=True)
 class AttentionPlan:
-    """`slots[i]` is where token i's KV goes in the pool. `mirrored` tokens decode through the mirror, at `positions`."""
+    """`slots[i]` is where token i's KV goes in the pool. The first `mirrored` tokens decode through the mirror."""
 
     slots: torch.Tensor
     mirrored: int
-    longest: int
-    rows: torch.Tensor | None
-    positions: torch.Tensor | None
     groups: list[Group]
+    dense: Dense | None
 
 
 class Attention:
@@ -73,21 +82,16 @@ class Attention:
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.shared = shape.heads // shape.kv_heads
         self.query_width = shape.heads * shape.head_dim
+        self.scale = shape.head_dim**-0.5
         self.device, self.dtype = pool.data.device, pool.data.dtype
         self._rows = torch.arange(0, device=self.device)
 
     def plan(self, chunks: Sequence[Chunk], *, mirrored: int) -> AttentionPlan:
         """Lay out one step. The first `mirrored` chunks are the mirror's rows, in order, one token each."""
         slots = self._slots(chunks)
-        plan = AttentionPlan(slots=slots, mirrored=mirrored, longest=0, rows=None, positions=None, groups=[])
+        plan = AttentionPlan(slots=slots, mirrored=mirrored, groups=[], dense=None)
         if mirrored:
-            assert self.mirror is not None
-            if len(self._rows) < mirrored:
-                self._rows = torch.arange(2 * mirrored, device=self.device)
-            starts = [chunk.start for chunk in chunks[:mirrored]]
-            plan.longest = max(starts) + 1
-            plan.rows, plan.positions = self._rows[:mirrored], self._tensor(starts)
-            self.mirror.mask[plan.rows, plan.positions] = 0.0
+            plan.dense = self._plan_dense([chunk.start for chunk in chunks[:mirrored]])
         rest = chunks[mirrored:]
         if rest:
             pieces = [tile for chunk in rest for tile in _tiles(chunk)] if self.tiles else rest
@@ -96,6 +100,15 @@ class Attention:
                 by_size.setdefault(self._bucket(piece), []).append(piece)
             plan.groups = [self._group(members) for _, members in sorted(by_size.items())]
         return plan
+
+    def _plan_dense(self, starts: list[int]) -> Dense:
+        assert self.mirror is not None
+        if len(self._rows) < len(starts):
+            self._rows = torch.arange(2 * len(starts), device=self.device)
+        rows, positions = self._rows[: len(starts)], self._tensor(starts)
+        self.mirror.mask[rows, ..., positions] = 0.0
+        keys, values, mask = self.mirror.window(max(starts) + 1)
+        return Dense(rows=rows, positions=positions, keys=keys, values=values, mask=mask)
 
     def _bucket(self, piece: Chunk) -> tuple[int, int]:
         """Pieces of one bucket are padded to a common size: within a factor of two each way, exact for tiles."""
@@ -159,7 +172,7 @@ class Attention:
         """
         q, kv = qkv[:, : self.query_width], qkv[:, self.query_width :]
         self.pool.data[layer].index_copy_(0, plan.slots, kv)
-        decoded = self._decode(layer, q, kv, plan) if plan.mirrored else None
+        decoded = self._decode(layer, q, kv, plan.dense) if plan.dense is not None else None
         if decoded is not None and not plan.groups:
             return decoded
         out = torch.empty(len(qkv), self.query_width, device=self.device, dtype=self.dtype)
@@ -169,15 +182,15 @@ class Attention:
             out.index_copy_(0, group.scatter, self._attend_group(layer, q, group))
         return out
 
-    def _decode(self, layer: int, q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def _decode(self, layer: int, q: torch.Tensor, kv: torch.Tensor, dense: Dense) -> torch.Tensor:
         assert self.mirror is not None
-        count, data = plan.mirrored, self.mirror.data[layer]
-        data[plan.rows, :, plan.positions] = kv[:count].view(count, 2 * self.kv_heads, self.head_dim)
-        window = data[:count, :, : plan.longest]
-        mask = self.mirror.mask[:count, None, None, : plan.longest].expand(-1, -1, self.shared, -1)
-        folded = q[:count].view(count, self.kv_heads, self.shared, self.head_dim)
-        out = scaled_dot_product_attention(folded, window[:, : self.kv_heads], window[:, self.kv_heads :], attn_mask=mask)
-        return out.reshape(count, self.query_width)
+        count, merged = len(dense.rows), len(dense.rows) * self.kv_heads
+        new = kv[:count].view(count, 2, self.kv_heads, self.head_dim)
+        self.mirror.keys[layer][dense.rows, :, :, dense.positions] = new[:, 0]
+        self.mirror.values[layer][dense.rows, :, dense.positions] = new[:, 1]
+        folded = q[:count].reshape(merged, self.shared, self.head_dim)
+        scores = torch.baddbmm(dense.mask, folded, dense.keys[layer], alpha=self.scale)
+        return torch.bmm(torch.softmax(scores, dim=-1), dense.values[layer]).view(count, self.query_width)
 
     def _attend_group(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         count, queries = group.sequences, group.queries

@@ -9,6 +9,8 @@ order, and hold what the pool holds for their sequence's computed tokens. All un
 masking multiplies by zero).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from rollweave.engine.checkpoint import ModelShape
@@ -16,6 +18,8 @@ from rollweave.policy.batching import Entry
 
 GROWTH_TOKENS = 128
 """The mirror's rows grow in steps of this many tokens at least: growing copies all of it."""
+FEWEST_ROWS = 16
+"""The mirror starts with this many rows, for the same reason."""
 
 
 class PagedPool:
@@ -33,39 +37,56 @@ class PagedPool:
 
 
 class DenseMirror:
-    """`data[layer, row, head, position]`: key heads, then value heads. At most `budget` tokens over all rows and padding."""
+    """Rows of decoding sequences, per layer: `keys` [row, head, dim, position], `values` [row, head, position, dim].
+
+    Keys are transposed because products with so few queries are fastest so. `mask` [row, head, 1, position] is 0 where a token
+    is and -inf elsewhere. Rows times positions stay within `budget` tokens, padding included.
+    """
 
     def __init__(self, shape: ModelShape, pool: PagedPool, *, budget: int) -> None:
         self.pool = pool
-        self.heads = 2 * shape.kv_heads
+        self.heads = shape.kv_heads
         self.head_dim = shape.head_dim
         self.budget = budget
         self.rows: list[Entry] = []
         self._row_of: dict[Entry, int] = {}
-        self.capacity = 0
-        self.data, self.mask = self._empty(rows=0, capacity=0)
+        self._size = (0, 0)
+        self._keys, self._values, self.mask = self._empty(0, 0)
+        self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
 
-    def _empty(self, *, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = (self.pool.data.shape[0], rows, self.heads, capacity, self.head_dim)
-        device, dtype = self.pool.data.device, self.pool.data.dtype
-        mask = torch.full((rows, capacity), float("-inf"), device=device, dtype=dtype)
-        return torch.zeros(size, device=device, dtype=dtype), mask
+    def _empty(self, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        layers, like = self.pool.data.shape[0], self.pool.data
+        return (
+            like.new_zeros(layers, rows, self.heads, self.head_dim, capacity),
+            like.new_zeros(layers, rows, self.heads, capacity, self.head_dim),
+            like.new_full((rows, self.heads, 1, capacity), float("-inf")),
+        )
 
-    def _size(self, count: int, longest: int) -> tuple[int, int] | None:
+    def window(self, longest: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]:
+        """Keys and values of each layer, and the mask, over all rows' first `longest` positions, rows and heads merged."""
+        count = len(self.rows)
+        keys = self._keys[:, :count, :, :, :longest].flatten(1, 2).unbind(0)
+        values = self._values[:, :count, :, :longest].flatten(1, 2).unbind(0)
+        return keys, values, self.mask[:count, :, :, :longest].flatten(0, 1)
+
+    def _fitting(self, count: int, longest: int) -> tuple[int, int] | None:
         """Rows and capacity for `count` sequences: with room to grow where the budget has it. None where they do not fit."""
-        for rows in (1 << (count - 1).bit_length(), count):
+        for rows in (max(FEWEST_ROWS, 1 << (count - 1).bit_length()), count):
             if rows * longest <= self.budget:
-                roomy = max(longest * 3 // 2, longest + GROWTH_TOKENS, self.capacity)
+                roomy = max(longest * 3 // 2, longest + GROWTH_TOKENS, self._size[1])
                 return rows, min(roomy, self.budget // rows)
         return None
 
     def _allocate(self, rows: int, capacity: int) -> None:
-        old, kept, length = self.data, len(self.rows), min(self.capacity, capacity)
-        self.data, self.mask = self._empty(rows=rows, capacity=capacity)
-        self.data[:, :kept, :, :length] = old[:, :kept, :, :length]
-        self.capacity = capacity
+        old_keys, old_values, kept = self._keys, self._values, len(self.rows)
+        length = min(self._size[1], capacity)
+        self._size = (rows, capacity)
+        self._keys, self._values, self.mask = self._empty(rows, capacity)
+        self._keys[:, :kept, :, :, :length] = old_keys[:, :kept, :, :, :length]
+        self._values[:, :kept, :, :length] = old_values[:, :kept, :, :length]
+        self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
         for row, entry in enumerate(self.rows):
-            self.mask[row, : entry.computed] = 0.0
+            self.mask[row, ..., : entry.computed] = 0.0
 
     def place(self, entries: list[Entry]) -> bool:
         """Give every one of `entries`, which decode now, its row, and take the others' away. False where they do not fit."""
@@ -74,8 +95,8 @@ class DenseMirror:
             for entry in [entry for entry in self.rows if entry not in wanted]:
                 self.drop(entry)
         longest = max((len(entry.tokens) for entry in entries), default=0)
-        if longest > self.capacity or len(entries) > self.data.shape[1]:
-            size = self._size(len(entries), longest)
+        if longest > self._size[1] or len(entries) > self._size[0]:
+            size = self._fitting(len(entries), longest)
             if size is None:
                 self.forget()
                 return False
@@ -94,7 +115,8 @@ class DenseMirror:
         last = self.rows.pop()
         if last is not entry:
             length = last.computed
-            self.data[:, row, :, :length] = self.data[:, len(self.rows), :, :length]
+            self._keys[:, row, :, :, :length] = self._keys[:, len(self.rows), :, :, :length]
+            self._values[:, row, :, :length] = self._values[:, len(self.rows), :, :length]
             self.mask[row] = self.mask[len(self.rows)]
             self.rows[row] = last
             self._row_of[last] = row
@@ -103,17 +125,17 @@ class DenseMirror:
         """Take all rows away, and the memory with them."""
         self.rows.clear()
         self._row_of.clear()
-        self.capacity = 0
         self._allocate(0, 0)
 
     def _load(self, entry: Entry) -> None:
         row, length, size = len(self.rows), entry.computed, self.pool.block_tokens
         self.rows.append(entry)
         self._row_of[entry] = row
-        self.mask[row, :length] = 0.0
-        self.mask[row, length:] = float("-inf")
+        self.mask[row, ..., :length] = 0.0
+        self.mask[row, ..., length:] = float("-inf")
         if length:
             blocks = torch.tensor(entry.blocks[: -(-length // size)], device=self.pool.data.device)
             gathered = self.pool.by_block.index_select(1, blocks)
-            tokens = gathered.view(gathered.shape[0], -1, self.heads, self.head_dim)[:, :length]
-            self.data[:, row, :, :length] = tokens.transpose(1, 2)
+            tokens = gathered.view(gathered.shape[0], -1, 2, self.heads, self.head_dim)[:, :length]
+            self._keys[:, row, :, :, :length] = tokens[:, :, 0].permute(0, 2, 3, 1)
+            self._values[:, row, :, :length] = tokens[:, :, 1].transpose(1, 2)

@@ -181,8 +181,11 @@ class Decoder:
 
     def _scale(self, x: torch.Tensor) -> torch.Tensor:
         """1 / root mean square over the last axis: [..., 1]."""
+        if self.dtype is torch.float32:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_().to(x.dtype)
+        return torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_().to(self.dtype)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x * self._scale(x)).mul_(weight)

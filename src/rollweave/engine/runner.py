@@ -35,7 +35,8 @@ class Runner:
         self.pool = PagedPool(
             self.shape, blocks=spec.kv_tokens // spec.block_tokens, block_tokens=spec.block_tokens, device=device, dtype=dtype
         )
-        dense = device.type == "cpu" and not spec.deterministic
+        # The mirror's products keep their scores in the model's format: too coarse for anything below fp32.
+        dense = device.type == "cpu" and dtype is torch.float32 and not spec.deterministic
         self.mirror = DenseMirror(self.shape, self.pool, budget=spec.kv_tokens) if dense else None
         self.attention = Attention(self.shape, self.pool, self.mirror, tiles=spec.deterministic)
 

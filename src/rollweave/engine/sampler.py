@@ -19,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), both uint64: two rounds of splitmix64's finaliser, 53 bits."""
+    """One number in [0, 1) for each (seed, position), broadcast: two rounds of splitmix64's finaliser, 53 bits."""
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03))
     return np.asarray(mixed >> np.uint64(11), dtype=np.float64) * 2.0**-53
@@ -31,6 +31,28 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+class Draws:
+    """The rows' uniform numbers, [rows, 1] at a time. Computed for `AHEAD` positions at once: rows mostly advance together."""
+
+    AHEAD = 32
+
+    def __init__(self, seeds: npt.NDArray[np.uint64], *, device: torch.device) -> None:
+        self._seeds = seeds[:, None]
+        self._device = device
+        self._first: list[int] = []
+        self._columns: tuple[torch.Tensor, ...] = ()
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        """One number for each row, at its position; fp32, [rows, 1]."""
+        ahead = positions[0] - self._first[0] if self._first else -1
+        if not 0 <= ahead < self.AHEAD or any(p - f != ahead for p, f in zip(positions, self._first, strict=True)):
+            self._first, ahead = list(positions), 0
+            block = np.add.outer(np.array(positions, dtype=np.uint64), np.arange(self.AHEAD, dtype=np.uint64))
+            table = torch.from_numpy(uniforms(self._seeds, block)).to(self._device, torch.float32)
+            self._columns = torch.split(table, 1, dim=1)
+        return self._columns[ahead]
+
+
 @dataclass(slots=True)
 class RowParams:
     """Sampling parameters of a batch of rows as tensors; made once for each set of rows. None means: no row asks for it."""
@@ -38,7 +60,7 @@ class RowParams:
     temperatures: torch.Tensor | None
     greedy: torch.Tensor | None
     all_greedy: bool
-    seeds: npt.NDArray[np.uint64]
+    draws: Draws
     cut_rows: torch.Tensor | None
     top_k: torch.Tensor | None
     top_p: torch.Tensor | None
@@ -59,7 +81,7 @@ def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowPa
         temperatures=None if all(t == 1.0 for t in warm) else torch.tensor(warm, device=device)[:, None],
         greedy=torch.tensor(cold, device=device) if any(cold) and not all(cold) else None,
         all_greedy=all(cold),
-        seeds=np.array([row.seed & _MASK for row in rows], dtype=np.uint64),
+        draws=Draws(np.array([row.seed & _MASK for row in rows], dtype=np.uint64), device=device),
         cut_rows=torch.tensor(cut, device=device) if cut else None,
         top_k=torch.tensor([rows[index].top_k or vocab for index in cut], device=device) if cut else None,
         top_p=torch.tensor([rows[index].top_p for index in cut], device=device) if cut else None,
@@ -89,9 +111,8 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
             choice[params.cut_rows] = _cut(choice[params.cut_rows], params)
         mass = choice.exp() if choice is logprobs else torch.softmax(choice, dim=-1)
         sums = mass.cumsum(dim=-1)
-        draws = uniforms(params.seeds, np.array(positions, dtype=np.uint64))
         # Scaled by the true sum, so that rounding can never pick a token of no mass at the end.
-        points = torch.from_numpy(draws).to(sums.device, torch.float32)[:, None] * sums[:, -1:]
+        points = params.draws.at(positions) * sums[:, -1:]
         tokens = torch.searchsorted(sums, points, right=True)[:, 0]
         tokens = torch.minimum(tokens, _last_with_mass(mass, tokens))
         if params.greedy is not None and best is not None:

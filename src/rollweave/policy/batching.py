@@ -131,8 +131,9 @@ class Batcher:
 
     def plan(self) -> StepPlan:
         """Settle slots and blocks, and say what to compute: never nothing while a request is live."""
-        for entry in self.running[:]:
-            if entry.running and len(entry.tokens) > len(entry.blocks) * self.ledger.block_tokens:
+        size = self.ledger.block_tokens
+        for entry in [entry for entry in self.running if len(entry.tokens) > len(entry.blocks) * size]:
+            if entry.running:  # an earlier one may just have claimed its blocks
                 self._grow(entry)
         admitted = self._admit() if self.waiting else []
         decode: list[Entry] = []
@@ -152,25 +153,32 @@ class Batcher:
     def advance(self, entry: Entry, count: int) -> int:
         """`count` more tokens of `entry` were computed: index the blocks that became full. Returns how many were recomputed."""
         before = entry.computed
-        entry.computed = before + count
-        again = max(0, min(entry.reached, entry.computed) - before)
-        entry.reached = max(entry.reached, entry.computed)
+        after = entry.computed = before + count
+        again = 0
+        if before < entry.reached:
+            again = min(entry.reached, after) - before
+        if after > entry.reached:
+            entry.reached = after
+        if after % self.ledger.block_tokens < count and self.ledger.caching:
+            self._commit(entry, before)
+        return again
+
+    def _commit(self, entry: Entry, before: int) -> None:
         size = self.ledger.block_tokens
         full = entry.computed // size
-        if self.ledger.caching and full > before // size:
-            if len(entry.keys) < full:
-                entry.keys = self.ledger.keys(entry.tokens[: full * size], known=entry.keys)
-            for index in range(before // size, full):
-                key = entry.keys[index]
-                self.ledger.commit(entry.blocks[index], key)
-                if self._promised.get(key) is entry:
-                    del self._promised[key]
-        return again
+        if len(entry.keys) < full:
+            entry.keys = self.ledger.keys(entry.tokens[: full * size], known=entry.keys)
+        for index in range(before // size, full):
+            key = entry.keys[index]
+            self.ledger.commit(entry.blocks[index], key)
+            if self._promised.get(key) is entry:
+                del self._promised[key]
 
     def _grow(self, entry: Entry) -> None:
         need = self.ledger.blocks_for(len(entry.tokens)) - len(entry.blocks)
-        after = [other for other in self._holders() if _order(other) > _order(entry)]
-        if self._make_room(need, after):
+        if self.ledger.free >= need or self._make_room(
+            need, [other for other in self._holders() if _order(other) > _order(entry)]
+        ):
             entry.blocks.extend(self.ledger.allocate(need))
         else:
             self._preempt(entry)
