@@ -61,7 +61,9 @@ class Core:
         if self.finished and not isinstance(event, e.WorldLost):
             return []
         _route(run, event)
-        if not self.finished:
+        if isinstance(event, e.TurnRequested | e.TurnDone):
+            turns.dispatch(run)  # the most frequent events by far, and all that they make possible
+        elif not self.finished:
             _use_what_is_possible(run)
         return run.out
 
