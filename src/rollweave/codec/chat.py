@@ -1,0 +1,183 @@
+"""Token-exact multi-turn chat: messages become tokens once, and what the engine sampled is never tokenized again.
+
+A conversation grows by appending only. After the agent's turn comes what the chat template puts behind an assistant message:
+the rest of the end of turn, the new messages, and the opening of the next turn. That text is taken from a rendering in which
+the agent's words are a mark, so neither their tokenization nor what the template does to earlier turns (drop the thinking,
+trim) can change a token that was already there.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+from tokenizers import Tokenizer
+
+from rollweave.codec.template import ChatError, ChatTemplate, read_json, read_template, special_tokens
+from rollweave.schema.chat import Message
+from rollweave.schema.errors import ConfigError
+
+__all__ = ["ChatCodec", "ChatError"]
+
+MARK: Final = "\u2042mark\u2042"
+"""Stands for the agent's words in a rendering. No template has it, and it has no white space that one could trim."""
+
+CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", content=MARK))
+"""The shortest conversation that every template accepts before a new message."""
+
+QUESTION: Final = Message(role="user", content="\u2042new\u2042")
+"""A message to look for in a rendering."""
+
+CACHED = 8192
+"""Renderings kept: the messages of small environments repeat."""
+
+
+class Encoding(Protocol):
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class TokenizerLike(Protocol):
+    """What we need of `tokenizers.Tokenizer`."""
+
+    def encode(self, sequence: str, /, *, add_special_tokens: bool) -> Encoding: ...
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
+    def id_to_token(self, id: int, /) -> str | None: ...
+    def get_vocab_size(self, with_added_tokens: bool = True) -> int: ...
+
+
+class ChatCodec:
+    """A tokenizer and a chat template. Raises ConfigError for a template whose conversations cannot grow by appending."""
+
+    def __init__(
+        self, tokenizer: TokenizerLike, template: ChatTemplate, *, name: str = "chat template", eos: Iterable[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._name = name
+        self._check_extendable()
+        closing = self._after_mark(CONTEXT, prompt=False)
+        following = self._encode(self._after_mark((*CONTEXT, QUESTION), prompt=True))
+        self._end = _common_prefix(self._encode(closing), following)
+        marked = bool(self._end) and self._is_special(self._end[0])
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*(self._end[:1] if marked else ()), *eos]))
+        """Tokens that end the agent's turn: the template's and the checkpoint's."""
+        self.stop: tuple[str, ...] = () if marked or not closing else (closing,)
+        """Text that ends the agent's turn, where the template closes it with ordinary text."""
+        self._extend = lru_cache(CACHED)(self._render_extension)
+        self._start = lru_cache(CACHED)(self._render_start)
+
+    @classmethod
+    def from_directory(cls, model_dir: str | Path) -> Self:
+        """From tokenizer.json and the chat template of a checkpoint directory. Raises ConfigError for what is missing."""
+        directory = Path(model_dir)
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise ConfigError(f"{directory} must have a tokenizer.json, got none")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{path} must be a tokenizer: {error}") from error
+        return cls(tokenizer, read_template(directory), name=str(directory), eos=_eos(directory, tokenizer))
+
+    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a conversation's first messages and of the opening of the agent's turn. Raises ChatError."""
+        return self._start(tuple(messages))
+
+    def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens to append after a turn whose last tokens are `sampled` (the whole turn, or its end).
+
+        What is left of the end of turn, `messages`, and the opening of the next turn. Raises ChatError.
+        """
+        if not messages:
+            raise ChatError(f"{self._name}: a turn must be followed by at least one message, got none")
+        return self._extend(tuple(messages))[self.ended_by(sampled) :]
+
+    def ended_by(self, sampled: Sequence[int]) -> int:
+        """How many of the last sampled tokens are the template's end of turn already."""
+        for count in range(min(len(self._end), len(sampled)), 0, -1):
+            if tuple(sampled[len(sampled) - count :]) == self._end[:count]:
+                return count
+        return 0
+
+    def text(self, sampled: Sequence[int]) -> str:
+        """The agent's words: the turn's tokens without its end."""
+        end = len(sampled) - self.ended_by(sampled)
+        if end == len(sampled) and sampled and sampled[-1] in self.stop_token_ids:
+            end -= 1
+        return self.decode(sampled[:end])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of any tokens, special ones included."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a finished conversation, tokenized as a whole: for supervised transcripts and as an oracle."""
+        return self._encode(self._template.render(messages, prompt=False))
+
+    def words(self, words: Sequence[str]) -> tuple[int, ...]:
+        """Token ids of an action grammar's words. Raises ConfigError for a word that is not one token."""
+        found = [self._encode(word) for word in words]
+        for word, ids in zip(words, found, strict=True):
+            if len(ids) != 1:
+                raise ConfigError(f"{self._name}: an allowed word must be one token, got {word!r} of {len(ids)} tokens")
+        return tuple(ids[0] for ids in found)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _is_special(self, token: int) -> bool:
+        return self._tokenizer.decode([token], skip_special_tokens=True) == ""
+
+    def _render_start(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        return self._encode(self._template.render(messages, prompt=True))
+
+    def _render_extension(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
+        return self._encode(self._after_mark((*CONTEXT, *messages), prompt=True))
+
+    def _after_mark(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        pieces = self._template.render(messages, prompt=prompt).split(MARK)
+        if len(pieces) != 2:
+            raise ChatError(f"{self._name}: chat template must show an assistant message once, got {len(pieces) - 1} times")
+        return pieces[1]
+
+    def _check_extendable(self) -> None:
+        """Refuse a template where what follows the agent's turn is not simply appended, or depends on earlier turns."""
+        earlier = (Message(role="user", content="c"), Message(role="assistant", content="d"))
+        problem = ""
+        try:
+            after = self._after_mark((*CONTEXT, QUESTION), prompt=True)
+            later = self._after_mark((*earlier, *CONTEXT, QUESTION), prompt=True)
+            closed = self._after_mark(CONTEXT, prompt=False)
+        except ChatError as error:
+            problem = str(error)
+        else:
+            if after.count(QUESTION.content) != 1:
+                problem = "a new message must appear once, after the turn before it"
+            elif after != later:
+                problem = "what follows a turn must not depend on earlier turns"
+            elif not after.startswith(closed):
+                problem = f"a turn must end with {closed!r} also where another follows, got {after!r}"
+        if problem:
+            raise ConfigError(f"{self._name}: chat template cannot be extended turn by turn: {problem}")
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def _eos(directory: Path, tokenizer: Tokenizer) -> list[int]:
+    """End-of-sequence ids that the checkpoint names: generation_config.json, config.json and the tokenizer's eos_token."""
+    found: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        value = read_json(directory / file).get("eos_token_id")
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    text = special_tokens(directory).get("eos_token")
+    token = None if text is None else tokenizer.token_to_id(text)
+    return [*found, *([] if token is None else [token])]

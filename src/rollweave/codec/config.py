@@ -1,0 +1,150 @@
+"""The user's TOML file and `--set` overrides into a `RunConfig`, and back.
+
+Invariants: every problem of a file is reported at once, one line each, naming field, rule, value and file; a config that was
+dumped loads as itself.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+OVERRIDES = "--set"
+SHOWN = 60
+"""Characters of a wrong value that an error line quotes."""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`, `tasks.0.max_turns=8`). Raises ConfigError."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
+    return loads(text, overrides, name=str(file))
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
+    """As `load`, from text; `name` stands for the file in errors."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
+    touched = [_override(data, override) for override in overrides]
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [_line(detail, name, touched) for detail in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def dumps(config: RunConfig) -> str:
+    """The config as TOML, defaults included, what is not set left out."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
+    """Set one `key=value` in `data`; returns the key's path."""
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or "" in parts:
+        raise ConfigError(f"{OVERRIDES}: must be key=value, got {override!r}")
+    at: Any = data
+    path: list[str | int] = []
+    for place, part in enumerate(parts):
+        shown = ".".join(parts[: place + 1])
+        where: Any = part
+        if isinstance(at, list):
+            if not part.isdecimal() or int(part) >= len(at):
+                raise ConfigError(f"{OVERRIDES}: {shown} must be a number below {len(at)}, got {part}")
+            where = int(part)
+        elif not isinstance(at, dict):
+            raise ConfigError(f"{OVERRIDES}: {shown} must be in a section, got one of {type(at).__name__}")
+        path.append(where)
+        if place == len(parts) - 1:
+            at[where] = _value(value.strip())
+        else:
+            at = at[where] if isinstance(at, list) else at.setdefault(where, {})
+    return tuple(path)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a bare word is a string, so that a shell user need not quote twice."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ...]]) -> str:
+    where = tuple(part for part in detail["loc"])
+    source = f"{OVERRIDES} (and {name})" if where in touched else name
+    field = ".".join(map(str, where))
+    if detail["type"] == "extra_forbidden":
+        return f"{source}: unknown key {field}{_suggestion(where)}"
+    if detail["type"] == "missing":
+        return f"{source}: {field} must be set, got nothing"
+    message = detail["msg"]
+    if detail["type"] == "value_error":  # a rule of our own: it names field and value itself
+        return f"{source}: {message.removeprefix('Value error, ')}"
+    rule = message.removeprefix("Input should ").removeprefix("Value should ")
+    rule = rule if rule != message else f"satisfy: {message}"
+    return f"{source}: {field} must {rule}, got {_short(detail['input'])}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _suggestion(where: tuple[str | int, ...]) -> str:
+    """The nearest key of the same section, else one of that name anywhere."""
+    section, last = _section(where[:-1]), str(where[-1])
+    if section is not None:
+        near = difflib.get_close_matches(last, list(section.model_fields), n=1)
+        if near:
+            return f" (did you mean {near[0]}?)"
+    elsewhere = [key for key in _keys(RunConfig, "") if key.rpartition(".")[2] == last]
+    return f" (did you mean {elsewhere[0]}?)" if elsewhere else ""
+
+
+def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = RunConfig
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if model else None
+        model = _model_in(field.annotation) if field else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation holds, in a tuple or an optional too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    found: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        found += _keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is None is left out."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(inner) for inner in value]
+    return value

@@ -1,0 +1,111 @@
+"""One conversation as the agent lives it: the tokens of its context, and what training must know about them.
+
+Invariants: `tokens` only ever grows at its end; sampled ids stand in it as the engine gave them, with their log-probs and
+weight versions; turns and observations alternate. What has been said is never rewritten.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollweave.codec.chat import ChatCodec
+from rollweave.schema.chat import Message
+from rollweave.schema.serving import VersionSpan
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
+
+
+@dataclass(slots=True)
+class _Turn:
+    start: int
+    end: int
+    state_key: str
+    reward: float = 0.0
+
+
+class Conversation:
+    """Begin with the environment's first messages; then `sampled` and `observe` alternate."""
+
+    def __init__(self, codec: ChatCodec, messages: Sequence[Message], *, state_key: str = "") -> None:
+        """Raises ChatError where the chat template refuses the messages."""
+        self._codec = codec
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._segments: list[Segment] = []
+        self._turns: list[_Turn] = []
+        self._state_key = state_key
+        self._messages = list(messages)
+        self._append(codec.start(messages), SegmentKind.PROMPT)
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The context for the next turn, or everything so far after the last one."""
+        return tuple(self._tokens)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said, as text. The agent's words are decoded from its tokens."""
+        return tuple(self._messages)
+
+    @property
+    def turns(self) -> int:
+        """Turns that the agent has taken."""
+        return len(self._turns)
+
+    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> str:
+        """Take the agent's turn as the engine sampled it, and return its words.
+
+        `versions` must cover the tokens without gaps. Raises ValueError where the result is not consistent in itself.
+        """
+        if self._acted():
+            raise ValueError("sampled must be followed by observe, got sampled twice")
+        if not tokens or len(tokens) != len(logprobs):
+            raise ValueError(f"sampled must have one logprob a token and at least one, got {len(logprobs)} for {len(tokens)}")
+        ends = [0, *(span.end for span in versions)]
+        if [span.start for span in versions] != ends[:-1] or ends[-1] != len(tokens) or ends != sorted(set(ends)):
+            raise ValueError(f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}")
+        start = len(self._tokens)
+        for span in versions:
+            self._append(tokens[span.start : span.end], SegmentKind.OUTPUT, span.version, logprobs[span.start : span.end])
+        self._turns.append(_Turn(start, len(self._tokens), self._state_key))
+        text = self._codec.text(tokens)
+        self._messages.append(Message(role="assistant", content=text))
+        return text
+
+    def reward(self, value: float) -> None:
+        """Set the reward of the turn just taken."""
+        self._turns[-1].reward = value
+
+    def observe(self, messages: Sequence[Message], *, state_key: str = "") -> None:
+        """Append what the environment answered, and the opening of the next turn. Raises ChatError."""
+        if not self._acted():
+            raise ValueError("observe must follow sampled")
+        turn = self._turns[-1]
+        self._append(self._codec.extend(self._tokens[turn.start : turn.end], messages), SegmentKind.OBSERVATION)
+        self._messages += messages
+        self._state_key = state_key
+
+    def sequence(self) -> TokenSequence:
+        """The training sequence so far."""
+        return TokenSequence(
+            tokens=tuple(self._tokens),
+            segments=tuple(self._segments),
+            logprobs=tuple(self._logprobs),
+            turns=tuple(
+                TurnSpan(start=turn.start, end=turn.end, reward=turn.reward, state_key=turn.state_key) for turn in self._turns
+            ),
+        )
+
+    def _acted(self) -> bool:
+        return bool(self._turns) and self._turns[-1].end == len(self._tokens)
+
+    def _append(
+        self, tokens: Sequence[int], kind: SegmentKind, version: int = -1, logprobs: Sequence[float] | None = None
+    ) -> None:
+        start = len(self._tokens)
+        if tokens:
+            self._segments.append(Segment(start=start, end=start + len(tokens), kind=kind, version=version))
+        self._tokens += tokens
+        self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)

@@ -1,0 +1,139 @@
+"""What an environment is: the words it exchanges with an agent, and the hooks that it may have.
+
+An `Env` is single use: made from the options of its `[[tasks]]` entry, `reset` once with a task, then `step` until done. Its
+methods may be `async`. A method that is not must be fast: it runs on the event loop that all trajectories share (put
+slow ones into `isolation = "process"`).
+
+Beyond `reset` and `step` everything is optional. Class methods, each of which gets the options of the `[[tasks]]` entry:
+
+- `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for equal arguments. Without it every
+  task is its own random seed.
+- `words(options) -> Sequence[str]`: what a word-level tokenizer must hold, so that observations and actions are whole words.
+- `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the supervised warm-up. Its docstring says
+  what it contains, and whether that gives answers away.
+- `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the agent may sample (empty: all).
+- `score(episode, options) -> float | Score` (may be async): the reward of a whole episode, computed in the EVAL stage, after
+  the environment is closed. Without it the reward is the sum of the steps' rewards.
+
+And `close()`, which frees what `reset` took.
+"""
+
+import enum
+import json
+from collections.abc import Awaitable, Mapping
+from typing import Any, Protocol, Self
+
+import xxhash
+
+from rollweave.schema.base import Noun, TaskId
+from rollweave.schema.chat import Message, Role
+from rollweave.schema.work import StopReason, Task
+
+Options = Mapping[str, Any]
+
+
+class Split(enum.StrEnum):
+    """What a task is for. Tasks of different splits differ, wherever an environment has enough of them."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"  # held out: chooses the best checkpoint
+    TEST = "test"  # held out: the final result
+
+
+HELD_OUT = 1 / 8
+"""Share of all possible tasks in each of the two held-out splits."""
+
+
+class Observation(Noun, frozen=True, kw_only=True):
+    """The first messages. `state_key` is equal for equal situations within one task ("" means none): see `TurnSpan`."""
+
+    messages: tuple[Message, ...]
+    state_key: str = ""
+
+    @classmethod
+    def of(cls, content: str, *, role: Role = "user", state_key: str = "") -> Self:
+        """One message."""
+        return cls(messages=(Message(role=role, content=content),), state_key=state_key)
+
+
+class Step(Noun, frozen=True, kw_only=True):
+    """What came of one action: the answer, its reward, and whether the episode is over (then `messages` may be empty)."""
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    done: bool = False
+    success: bool | None = None
+    state_key: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        content: str,
+        *,
+        reward: float = 0.0,
+        done: bool = False,
+        success: bool | None = None,
+        role: Role = "user",
+        state_key: str = "",
+    ) -> Self:
+        """An answer of one message."""
+        message = Message(role=role, content=content)
+        return cls(messages=(message,), reward=reward, done=done, success=success, state_key=state_key)
+
+
+class Episode(Noun, frozen=True, kw_only=True):
+    """An ended trajectory as the environment saw it. `rewards` has one entry for each step taken."""
+
+    task: Task
+    messages: tuple[Message, ...]
+    rewards: tuple[float, ...] = ()
+    success: bool | None = None
+    stop_reason: StopReason = StopReason.FINISHED
+
+    def actions(self) -> tuple[str, ...]:
+        """What the agent said, turn by turn."""
+        return tuple(message.content for message in self.messages if message.role == "assistant")
+
+
+class Score(Noun, frozen=True, kw_only=True):
+    """The reward of a trajectory. `success` None: not known."""
+
+    reward: float
+    success: bool | None = None
+
+
+class Env(Protocol):
+    """A single-use environment."""
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begin `task`."""
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Take the agent's words. Must not raise for words that make no sense: say so in the answer."""
+
+
+def new_task(*, seed: int = 0, **payload: Any) -> Task:
+    """A task for `make_task` to return. The task source fills in id, domain and limits."""
+    return Task(id=TaskId(""), env="", seed=seed, payload=json.dumps(payload, sort_keys=True))
+
+
+def payload_of(task: Task) -> dict[str, Any]:
+    """What `new_task` was given."""
+    payload = json.loads(task.payload)
+    if not isinstance(payload, dict):
+        raise ValueError(f"task.payload must be a JSON object, got {task.payload[:80]}")
+    return payload
+
+
+def mix(*parts: object) -> int:
+    """A seed of 63 bits that depends on every part."""
+    text = "\x1f".join(map(str, parts))
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+def split_of(thing: str) -> Split:
+    """The split that a task belongs to by its own content. So no training task is ever in a held-out set, whatever is drawn."""
+    place = mix("split", thing) / 2**63
+    if place < HELD_OUT:
+        return Split.VALIDATION
+    return Split.TEST if place < 2 * HELD_OUT else Split.TRAIN

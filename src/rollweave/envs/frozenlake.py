@@ -1,0 +1,180 @@
+"""Gymnasium's FrozenLake (4×4, not slippery) in words: find the goal, avoid the holes.
+
+Invariants: with `maps = "random"` a map belongs to exactly one split by its own hash, so no training map is ever held out;
+the tasks of a held-out split are distinct maps until all (more than 400) have come; equal arguments give equal tasks.
+"""
+
+import functools
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import gymnasium
+
+from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of, split_of
+from rollweave.schema.chat import Message
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Task
+
+SIZE = 4
+FROZEN = 0.8
+"""Share of frozen cells of a random map: gymnasium's own."""
+
+FIXED = ("SFFF", "FHFH", "FFFH", "HFFG")
+"""Gymnasium's default map."""
+
+DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's action numbers
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
+INVALID_REWARD = -0.1
+TRANSCRIPT_TURNS = 12
+
+_ACTION = re.compile(r"\s*<(left|down|right|up)>\s*")
+
+Map = tuple[str, ...]
+
+
+class FrozenLake:
+    """` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the agent answers `<down>`. Reward 1 at the goal.
+
+    Words that are no move cost 0.1 and a turn. Holes are named in the first message only; columns are letters, rows numbers.
+    """
+
+    def __init__(self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False) -> None:
+        if maps not in ("random", "fixed"):
+            raise ConfigError(f"options.maps must be random or fixed, got {maps!r}")
+        self._lake: Any = None
+        self._map: Map = ()
+
+    def reset(self, task: Task) -> Observation:
+        self._map = tuple(payload_of(task)["map"])
+        made = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False, disable_env_checker=True)
+        self._lake = made.unwrapped
+        self._lake.reset(seed=task.seed % 2**31)
+        holes = "".join(f" hole={_name(row, column)}" for row, column in _cells(self._map, "H"))
+        return Observation.of(holes + self._look(), state_key=self._key())
+
+    def step(self, action: str) -> Step:
+        found = _ACTION.fullmatch(action)
+        if found is None:
+            return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._key())
+        _, reward, done, _, _ = self._lake.step(DIRECTIONS.index(found[1]))
+        if not done:
+            return Step.of(self._look(), state_key=self._key())
+        return Step.of(" goal" if reward > 0 else " fell", reward=float(reward), done=True, success=reward > 0)
+
+    def _place(self) -> tuple[int, int]:
+        return divmod(int(self._lake.s), SIZE)
+
+    def _key(self) -> str:
+        return _name(*self._place())
+
+    def _look(self) -> str:
+        row, column = self._place()
+        around = "".join(
+            f" {direction}={_seen(self._map, row + down, column + right)}"
+            for direction, (down, right) in zip(DIRECTIONS, MOVES, strict=True)
+        )
+        return f" at={_name(row, column)}{around}"
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """A solvable map. Held-out maps are distinct; training maps come as often as they are likely."""
+        if options.get("maps", "random") == "fixed":
+            return new_task(seed=mix(seed, index), map=FIXED)
+        if split is Split.TRAIN:
+            return new_task(map=_training_map(random.Random(mix(seed, split, index))))
+        held_out = _held_out_maps(seed, split)
+        return new_task(map=held_out[index % len(held_out)])
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        cells = [_name(row, column) for row in range(SIZE) for column in range(SIZE)]
+        return [
+            *(f" {what}={cell}" for what in ("at", "hole") for cell in cells),
+            *(f" {direction}={what}" for direction in DIRECTIONS for what in ("wall", "ice", "hole", "goal")),
+            *(f"<{direction}>" for direction in DIRECTIONS),
+            *(" invalid", " goal", " fell"),
+        ]
+
+    @classmethod
+    def allowed_words(cls, options: Options) -> Sequence[str]:
+        """With option `grammar = true`: one of the four moves."""
+        return [f"<{direction}>" for direction in DIRECTIONS] if options.get("grammar", False) else []
+
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        """Uniformly random moves on a training map: the format of a turn and what moves do, not which move is good."""
+        task = cls.make_task(index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options)
+        env = cls(**options)
+        said = list(env.reset(task).messages)
+        for _ in range(TRANSCRIPT_TURNS):
+            action = f"<{rng.choice(DIRECTIONS)}>"
+            step = env.step(action)
+            said += [Message(role="assistant", content=action), *step.messages]
+            if step.done:
+                break
+        return said
+
+
+def _name(row: int, column: int) -> str:
+    return "abcd"[column] + str(row + 1)
+
+
+def _cells(lake: Map, kind: str) -> list[tuple[int, int]]:
+    return [(row, column) for row in range(SIZE) for column in range(SIZE) if lake[row][column] == kind]
+
+
+def _seen(lake: Map, row: int, column: int) -> str:
+    return SEEN_AS[lake[row][column]] if 0 <= row < SIZE and 0 <= column < SIZE else "wall"
+
+
+def solvable(lake: Map) -> bool:
+    """True if a path of ice leads from the start to the goal."""
+    frontier, reached = [(0, 0)], {(0, 0)}
+    while frontier:
+        row, column = frontier.pop()
+        for down, right in MOVES:
+            place = (row + down, column + right)
+            if place not in reached and _seen(lake, *place) in ("ice", "goal"):
+                reached.add(place)
+                frontier.append(place)
+    return (SIZE - 1, SIZE - 1) in reached
+
+
+def _random_map(rng: random.Random) -> Map:
+    """A solvable map, drawn as gymnasium's `generate_random_map` draws: every cell by itself, again until solvable."""
+    while True:
+        cells = ["F" if rng.random() < FROZEN else "H" for _ in range(SIZE * SIZE)]
+        cells[0], cells[-1] = "S", "G"
+        lake = _rows(cells)
+        if solvable(lake):
+            return lake
+
+
+def _rows(cells: Sequence[str]) -> Map:
+    return tuple("".join(cells[row * SIZE : (row + 1) * SIZE]) for row in range(SIZE))
+
+
+def _training_map(rng: random.Random) -> Map:
+    while split_of("/".join(lake := _random_map(rng))) is not Split.TRAIN:
+        pass
+    return lake
+
+
+@functools.lru_cache(8)
+def _held_out_maps(seed: int, split: Split) -> list[Map]:
+    """Every solvable map of a held-out split, in the order of drawing without replacement.
+
+    Each key is exponential with the map's probability as rate: sorting by it is drawing in proportion to probability.
+    """
+    rng = random.Random(mix(seed, split))
+    drawn: list[tuple[float, Map]] = []
+    for cells in itertools.product("FH", repeat=SIZE * SIZE - 2):
+        lake = _rows(["S", *cells, "G"])
+        if split_of("/".join(lake)) is split and solvable(lake):
+            holes = cells.count("H")
+            drawn.append((rng.expovariate(FROZEN ** (len(cells) - holes) * (1 - FROZEN) ** holes), lake))
+    return [lake for _, lake in sorted(drawn)]

@@ -1,0 +1,150 @@
+"""A config file: read, overridden, dumped; and every problem named with field, rule, value and file."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.codec.config import dumps, load, loads
+from rollweave.schema.config import ModeName, RunConfig
+from rollweave.schema.errors import ConfigError
+
+GOOD = """
+[run]
+name = "lake"
+[model.scratch]
+hidden = 32
+[[tasks]]
+env = "frozenlake"
+options = { maps = "fixed", deep = { nothing = [1, 2] } }
+[[tasks]]
+env = "nim"
+weight = 2.5
+[rollout]
+mode = "partial"
+"""
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, overrides, name="my.toml")
+    return str(caught.value).splitlines()
+
+
+def test_reads_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(GOOD)
+    config = load(tmp_path / "a.toml")
+    assert config.rollout.mode is ModeName.PARTIAL
+    assert config.tasks[1].weight == 2.5
+    assert config.tasks[0].options == {"maps": "fixed", "deep": {"nothing": [1, 2]}}
+
+
+def test_overrides() -> None:
+    config = loads(
+        GOOD,
+        [
+            "rollout.alpha=3",
+            "tasks.1.max_turns = 7",
+            "run.name=other",
+            'run.dir="quo ted"',
+            "eval.stop_at=0.5",
+            "model.scratch.hidden=48",
+            "tasks.0.options.maps=random",
+            'run.sinks=["wandb"]',
+        ],
+    )
+    assert (config.rollout.alpha, config.tasks[1].max_turns, config.eval.stop_at) == (3, 7, 0.5)
+    assert (config.run.name, config.run.dir, config.run.sinks) == ("other", "quo ted", ("wandb",))
+    assert config.model.scratch is not None
+    assert config.model.scratch.hidden == 48
+    assert config.tasks[0].options["maps"] == "random"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.text("abc._-", min_size=1, max_size=5),
+    seed=st.integers(0, 2**40),
+    lr=st.floats(1e-9, 1),
+    stop=st.none() | st.floats(0, 1),
+    options=st.dictionaries(st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=5), max_size=3),
+)
+def test_what_was_dumped_loads_as_itself(
+    name: str, seed: int, lr: float, stop: float | None, options: dict[str, object]
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": name, "seed": seed, "sinks": ["tensorboard"]},
+            "model": {"path": "some/where"},
+            "tasks": [{"env": "x", "options": options}],
+            "trainer": {"lr": lr},
+            "eval": {"stop_at": stop},
+        }
+    )
+    assert loads(dumps(config)) == config
+
+
+def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
+    text = GOOD.replace('mode = "partial"', 'mode = "fast"\ngroup_size = 0\nbeta = 3') + '[engines]\ncount = "many"\n'
+    found = problems(text)
+    assert found[0].startswith("my.toml: rollout.mode must be 'sync', 'one_step'")
+    assert found[0].endswith("got 'fast'")
+    assert found[1:] == [
+        "my.toml: rollout.group_size must be greater than or equal to 1, got 0",
+        "my.toml: unknown key rollout.beta",
+        "my.toml: engines.count must be a valid integer, unable to parse string as an integer, got 'many'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("rollout.grup_size", " (did you mean group_size?)"),
+        ("tasks.0.max_turn", " (did you mean max_turns?)"),
+        ("model.scratch.hiden", " (did you mean hidden?)"),
+        ("runn", " (did you mean run?)"),
+        ("trainer.alpha", " (did you mean rollout.alpha?)"),
+        ("run.zzzzz", ""),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
+    assert problems(GOOD, f"{key}=1") == [f"--set (and my.toml): unknown key {key}{suggestion}"]
+
+
+def test_rules_between_fields_say_which() -> None:
+    assert problems(GOOD, "rollout.mode=bounded", "rollout.alpha=0") == [
+        "my.toml: rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got 0"
+    ]
+    assert problems(GOOD, "model.path=here") == ["my.toml: model must have exactly one of path and [model.scratch]"]
+
+
+def test_what_must_be_set() -> None:
+    assert problems(GOOD.replace('name = "lake"', "")) == ["my.toml: run.name must be set, got nothing"]
+    assert "my.toml: run must be set, got nothing" in problems("")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.alpha", "--set: must be key=value, got 'rollout.alpha'"),
+        ("rollout..alpha=1", "--set: must be key=value, got 'rollout..alpha=1'"),
+        ("tasks.7.weight=1", "--set: tasks.7 must be a number below 2, got 7"),
+        ("tasks.nim.weight=1", "--set: tasks.nim must be a number below 2, got nim"),
+        ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
+        ("rollout.3=1", "--set (and my.toml): unknown key rollout.3"),
+    ],
+)
+def test_a_wrong_override(override: str, problem: str) -> None:
+    assert problems(GOOD, override) == [problem]
+
+
+def test_a_wrong_value_is_quoted_in_short() -> None:
+    (line,) = problems(GOOD, f"rollout.alpha={'x' * 500}")
+    assert len(line) < 200
+    assert line.endswith("…")
+
+
+def test_files_that_are_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: config must be a readable text file"):
+        load(tmp_path / "nowhere.toml")
+    assert problems("= 3")[0].startswith("my.toml: config must be valid TOML")
