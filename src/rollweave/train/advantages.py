@@ -1,0 +1,120 @@
+"""Advantages: how much better each output token's choice was than what the group makes one expect.
+
+Invariants: every output token of a trajectory gets a finite number and every other token 0; a group whose values are all
+equal gives zeros, never NaN; a trajectory's `reward` is its total, the sum of its turns' rewards plus what an evaluation
+at the end added, and that addition counts as reward of the last turn.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.work import ScoredGroup, Trajectory, TurnSpan
+
+FLAT = 1e-6
+"""A standard deviation below this (rewards are of order one) is rounding: the values count as equal."""
+
+
+def token_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[list[torch.Tensor]]:
+    """Per trajectory (in the order of `groups`) and sequence, advantages [T] in float32, 0 outside output tokens.
+
+    - `grpo` (DeepSeekMath §4.1): (reward - group mean) / group standard deviation (of the population, as printed).
+    - `grpo_no_std` (Dr. GRPO): reward - group mean.
+    - `rloo`: reward - mean of the group's other members.
+    - `reinforce_pp`: (reward - batch mean) / batch standard deviation, no group baseline.
+    - `gigpo` (GiGPO §4, its step level alone): per turn. G_t = r_t + γ G_{t+1}; the advantage of all tokens of turn t is
+      (G_t - mean of G over the group's turns with the same `state_key`) / standard deviation of G over all turns of the
+      group. A turn whose key no other turn shares gets 0; turns without a key share one baseline. A sequence without
+      turns is one turn.
+
+    Raises `ValueError` for a trajectory without a reward.
+    """
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.reward is None:
+                raise ValueError(f"trajectory {trajectory.id} of group {group.id} has no reward to train on")
+    if algorithm.advantage == "gigpo":
+        return [found for group in groups for found in _gigpo(group, algorithm.gamma)]
+    rewards = [[_reward(trajectory) for trajectory in group.trajectories] for group in groups]
+    if algorithm.advantage == "reinforce_pp":
+        values = _standardized([reward for row in rewards for reward in row])
+    else:
+        values = [value for row in rewards for value in _relative(row, algorithm.advantage)]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return [_constant(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)]
+
+
+def _relative(rewards: Sequence[float], estimator: str) -> list[float]:
+    if estimator == "grpo":
+        return _standardized(rewards)
+    mean = _mean(rewards)
+    size = len(rewards)
+    # reward - mean of the others = (reward - mean of all) * n / (n - 1)
+    factor = size / (size - 1) if estimator == "rloo" and size > 1 else 1.0
+    return [(reward - mean) * factor for reward in rewards]
+
+
+def _standardized(values: Sequence[float]) -> list[float]:
+    mean, deviation = _mean(values), _deviation(values)
+    return [(value - mean) / deviation if deviation > FLAT else 0.0 for value in values]
+
+
+def _gigpo(group: ScoredGroup, gamma: float) -> list[list[torch.Tensor]]:
+    turns = [_turns(trajectory) for trajectory in group.trajectories]
+    returns = [_returns(trajectory, spans, gamma) for trajectory, spans in zip(group.trajectories, turns, strict=True)]
+    by_key: dict[str, list[float]] = {}
+    for spans, values in zip(turns, returns, strict=True):
+        for (_, span), value in zip(spans, values, strict=True):
+            by_key.setdefault(span.state_key, []).append(value)
+    baseline = {key: _mean(values) for key, values in by_key.items()}
+    deviation = _deviation([value for values in returns for value in values])
+    found = []
+    for trajectory, spans, values in zip(group.trajectories, turns, returns, strict=True):
+        advantages = [torch.zeros(len(sequence.tokens)) for sequence in trajectory.sequences]
+        if deviation > FLAT:
+            for (index, span), value in zip(spans, values, strict=True):
+                advantages[index][span.start : span.end] = (value - baseline[span.state_key]) / deviation
+        masks = [torch.tensor(sequence.output_mask(), dtype=torch.bool) for sequence in trajectory.sequences]
+        found.append([values * mask for values, mask in zip(advantages, masks, strict=True)])
+    return found
+
+
+def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
+    """The trajectory's turns in order, each with the index of its sequence."""
+    found: list[tuple[int, TurnSpan]] = []
+    for index, sequence in enumerate(trajectory.sequences):
+        spans = sequence.turns or (TurnSpan(start=0, end=len(sequence.tokens)),)
+        found.extend((index, span) for span in spans)
+    return found
+
+
+def _returns(trajectory: Trajectory, spans: Sequence[tuple[int, TurnSpan]], gamma: float) -> list[float]:
+    rewards = [span.reward for _, span in spans]
+    if rewards:
+        rewards[-1] += _reward(trajectory) - math.fsum(rewards)
+    found: list[float] = []
+    value = 0.0
+    for reward in reversed(rewards):
+        value = reward + gamma * value
+        found.append(value)
+    return found[::-1]
+
+
+def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
+    return [torch.tensor(sequence.output_mask(), dtype=torch.float32) * value for sequence in trajectory.sequences]
+
+
+def _reward(trajectory: Trajectory) -> float:
+    assert trajectory.reward is not None
+    return trajectory.reward
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))

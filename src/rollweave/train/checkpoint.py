@@ -1,0 +1,148 @@
+"""Checkpoints of the trainer: complete, or recognisably not one.
+
+A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`, `rng.safetensors`, `state.json`, where there
+is a reference `reference.safetensors`, and `digests.json`, written last, with size and xxh3-128 of each. Invariants: it
+gets its name only when all of it is on disk; what does not match its digests is refused; files of others beside these are
+left alone.
+"""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from rollweave.schema.errors import TrainerError
+from rollweave.train.files import PARTIAL, new_directory
+
+FORMAT = 1
+DIGESTS = "digests.json"
+STATE = "state.json"
+EXPORT = "hf"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+READ_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """All that a trainer needs to go on after `step` completed steps. Tensors are whole, on the CPU."""
+
+    step: int
+    model: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    rng: Mapping[str, torch.Tensor]
+    reference: Mapping[str, torch.Tensor] | None = None
+
+
+def save(path: Path, checkpoint: Checkpoint, *, export_from: Path | None = None, export_dtype: torch.dtype) -> None:
+    """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a Hugging Face checkpoint in `path/hf`.
+
+    Raises OSError (no space left, for one) and leaves whatever `path` was before.
+    """
+    with new_directory(path) as directory:
+        parts = {"model": checkpoint.model, "optimizer": checkpoint.optimizer, "rng": checkpoint.rng}
+        if checkpoint.reference is not None:
+            parts["reference"] = checkpoint.reference
+        for name, tensors in parts.items():
+            _save_tensors(tensors, directory / f"{name}.safetensors")
+        (directory / STATE).write_text(json.dumps({"format": FORMAT, "step": checkpoint.step}))
+        if export_from is not None:
+            export(directory / EXPORT, checkpoint.model, source=export_from, dtype=export_dtype)
+        files = sorted(file for file in directory.rglob("*") if file.is_file())
+        digests = {str(file.relative_to(directory)): [file.stat().st_size, _digest(file)] for file in files}
+        (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
+
+
+def load(path: Path) -> Checkpoint:
+    """Read the checkpoint at `path`, or the newest complete one in `path` where that holds checkpoints itself.
+
+    Raises `TrainerError` that names what is torn, missing or unknown.
+    """
+    if not (path / DIGESTS).exists() and not (path / STATE).exists():
+        newest = latest(path)
+        if newest is None:
+            raise TrainerError(f"no complete checkpoint at {path}")
+        path = newest
+    step = verify(path)
+    reference = path / "reference.safetensors"
+    try:
+        return Checkpoint(
+            step=step,
+            model=load_file(path / "model.safetensors"),
+            optimizer=load_file(path / "optimizer.safetensors"),
+            rng=load_file(path / "rng.safetensors"),
+            reference=load_file(reference) if reference.exists() else None,
+        )
+    except (OSError, SafetensorError) as error:
+        raise TrainerError(f"checkpoint {path} cannot be read: {error}") from error
+
+
+def latest(directory: Path) -> Path | None:
+    """The complete checkpoint in `directory` with the most steps; torn ones are passed over."""
+    found: list[tuple[int, Path]] = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        try:
+            if PARTIAL not in path.name:
+                found.append((verify(path), path))
+        except TrainerError:
+            continue
+    return max(found)[1] if found else None
+
+
+def verify(path: Path) -> int:
+    """The step of the checkpoint at `path`, after comparing every file with its digest. Raises `TrainerError`."""
+    try:
+        digests = json.loads((path / DIGESTS).read_text())
+        for name, (size, digest) in digests.items():
+            file = path / name
+            if file.stat().st_size != size or _digest(file) != digest:
+                raise TrainerError(f"checkpoint {path} is torn: {name} does not match its digest")
+        state = json.loads((path / STATE).read_text())
+        if state["format"] != FORMAT:
+            raise TrainerError(f"checkpoint {path} has format {state['format']}, this version reads {FORMAT}")
+        return int(state["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrainerError(f"checkpoint {path} is torn or none: {error}") from error
+
+
+def export(path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face checkpoint of `model`: config and tokenizer from `source`, weights in `dtype`."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, path / name)
+    _save_tensors({name: tensor.to(dtype) for name, tensor in model.items()}, path / "model.safetensors")
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library words a failed write
+        raise OSError(f"cannot write {path.name}: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

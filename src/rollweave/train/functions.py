@@ -1,0 +1,136 @@
+"""Differentiable functions with fewer passes over memory than their composition from torch's operators.
+
+On a CPU a small model is bound by memory and by operator count, not by arithmetic. Each function is checked against its
+plain definition, gradients included.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.autograd.function import once_differentiable
+
+LOWEST_LOGIT = -60.0
+"""Below the greatest logit, in nats. Exponentials below -87 are denormal: 20 to 150 times slower, and so is what uses them."""
+
+LOWEST_SCORE = -40.0
+"""The same for attention, nearer because many sum up: exp(-40) vanishes in the rounding of a sum that holds a 1."""
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+        scale: torch.Tensor = torch.linalg.vecdot(x, x, dim=-1).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        y, scale = ctx.saved_tensors
+        along = torch.linalg.vecdot(grad, y, dim=-1).div_(-y.shape[-1]).unsqueeze(-1)
+        return torch.addcmul(grad, y, along).mul_(scale), None
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, -1)
+        ctx.save_for_backward(both)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (both,) = ctx.saved_tensors
+        gate, up = both.chunk(2, -1)
+        out = torch.empty_like(both)
+        d_gate, d_up = out.chunk(2, -1)
+        sigmoid = torch.sigmoid(gate)
+        swish = gate * sigmoid
+        torch.mul(grad, swish, out=d_up)
+        # silu'(x) = s + x·s·(1 - s) = swish + s·(1 - swish)
+        slope = torch.addcmul(swish, sigmoid, 1 - swish)
+        torch.mul(slope.mul_(up), grad, out=d_gate)
+        return out
+
+
+class _Attend(torch.autograd.Function):
+    """See `attend`. Keeps unnormalised weights and divides the small output instead."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
+        scores = torch.baddbmm(bias, q, k.mT, alpha=scale)
+        scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=LOWEST_SCORE).exp_()
+        total = scores.sum(-1, keepdim=True)
+        out = torch.bmm(scores, v).div_(total)
+        ctx.save_for_backward(q, k, v, scores, total, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, k, v, scores, total, out = ctx.saved_tensors
+        grad = grad / total
+        d_v = torch.bmm(scores.mT, grad)
+        along = torch.linalg.vecdot(grad, out, dim=-1).neg_().unsqueeze(-1)
+        d_scores = torch.baddbmm(along, grad, v.mT).mul_(scores)
+        d_q = torch.bmm(d_scores, k).mul_(ctx.scale)
+        d_k = torch.bmm(d_scores.mT, q).mul_(ctx.scale)
+        return d_q, d_k, d_v, None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = logits.gather(1, labels[:, None]).squeeze(1)
+        top = logits.amax(-1, keepdim=True)
+        shifted = (logits - top).clamp_(min=LOWEST_LOGIT)
+        probabilities = shifted.exp()
+        total = probabilities.sum(-1, keepdim=True)
+        probabilities.div_(total)
+        log_total = total.log_()
+        shifted.sub_(log_total)  # log-probs of all tokens
+        entropy = torch.linalg.vecdot(probabilities, shifted).neg_()
+        ctx.save_for_backward(probabilities, shifted, entropy, labels)
+        return chosen - top.squeeze(1) - log_total.squeeze(1), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_chosen: torch.Tensor, d_entropy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probabilities, logprobs, entropy, labels = ctx.saved_tensors
+        # d entropy / d logit_i = -p_i (log p_i + H);  d chosen / d logit_i = [i = label] - p_i
+        slope = (d_entropy * entropy + d_chosen).unsqueeze(1)
+        d_logits = torch.addcmul(slope, logprobs, d_entropy.unsqueeze(1)).mul_(probabilities).neg_()
+        return d_logits.scatter_add_(1, labels[:, None], d_chosen.unsqueeze(1)), None
+
+
+_apply_tokenlogprobs = cast(Callable[..., tuple[torch.Tensor, torch.Tensor]], _TokenLogprobs.apply)
+_apply_normalize = cast(Callable[..., torch.Tensor], _Normalize.apply)
+_apply_swiglu = cast(Callable[..., torch.Tensor], _SwiGlu.apply)
+_apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
+
+
+def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of `labels` [M] under `logits` [M, V] (float32), and the entropy, both [M].
+
+    Tokens less probable than exp(-60) of the likeliest count as that in the entropy, which no float32 sum can tell.
+    """
+    return _apply_tokenlogprobs(logits, labels)
+
+
+def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x divided by its root mean square over the last axis: RMSNorm without its weight."""
+    return _apply_normalize(x, eps)
+
+
+def swiglu(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up, where `both` [..., 2F] is gate and up side by side; returns [..., F]."""
+    return _apply_swiglu(both)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
+    """softmax(scale · q kᵀ + bias) v with q [G, Q, D], k and v [G, T, D], bias broadcastable to [G, Q, T] and constant."""
+    return _apply_attend(q, k, v, bias, scale)

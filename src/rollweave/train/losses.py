@@ -1,0 +1,102 @@
+"""The policy loss, token by token, as a sum whose weights make it the wanted mean.
+
+Invariants: the loss of a minibatch is the sum over its micro-batches and ranks, because every token's weight already
+knows the whole minibatch; only output tokens come here; log-probs are at the sampling temperature on all sides.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rollweave.schema.config import AlgorithmConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios beyond ±20 are cut: the exponential would overflow or drown the batch, and the sign alone matters there."""
+
+
+def token_weights(lengths: Sequence[int], aggregate: str) -> list[float]:
+    """The weight of each token of sequences with these numbers of output tokens; over all tokens they sum to 1.
+
+    `token_mean`: every token of the minibatch counts the same. `sequence_mean`: every sequence does.
+    """
+    if aggregate == "token_mean":
+        total = sum(lengths)
+        return [1 / total] * len(lengths)
+    return [1 / (len(lengths) * length) for length in lengths]
+
+
+def policy_loss(
+    *,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    behaviour: torch.Tensor,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    proximal: torch.Tensor | None,
+    reference: torch.Tensor | None,
+    algorithm: AlgorithmConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all inputs are [M], M output tokens.
+
+    With ratio ρ = exp(logprobs - old), PPO-clip is -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A), where
+
+    - `bypass`: old = behaviour, the log-probs of the engine (the clip bounds the whole way from the rollout);
+    - `decoupled` (AReaL §5.2): old = proximal, recomputed when the step began; the loss is weighted by
+      exp(proximal - behaviour), and tokens whose weight exceeds `is_cap` are dropped;
+    - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is dropped.
+
+    To this come `kl` times the k3 estimate of the KL to the reference, and minus `entropy` times the entropy.
+    """
+    with torch.no_grad():
+        to_behaviour = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        behaviour_ratio = to_behaviour.exp()
+    importance, masked = _importance(proximal, behaviour, algorithm)
+    old = behaviour if proximal is None else proximal
+    ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
+    token_loss = -torch.minimum(plain, bounded)
+    if importance is not None:
+        token_loss = token_loss * importance
+    kl = torch.zeros_like(logprobs)
+    if reference is not None:
+        kl = _k3(reference - logprobs)
+        token_loss = token_loss + algorithm.kl * kl
+    if algorithm.entropy:
+        token_loss = token_loss - algorithm.entropy * entropy
+    with torch.no_grad():
+        sums = torch.stack(
+            [
+                torch.ones_like(logprobs),
+                advantages.abs(),
+                behaviour_ratio - 1 - to_behaviour,
+                behaviour_ratio,
+                behaviour_ratio.square(),
+                (behaviour_ratio - 1).square(),
+                kl,
+                entropy,
+                (bounded < plain).float(),
+                masked,
+            ]
+        ).sum(1, dtype=torch.float64)
+    return (token_loss * weights).sum(), sums
+
+
+def _importance(
+    proximal: torch.Tensor | None, behaviour: torch.Tensor, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The constant weight of each token, and 1.0 where the cap acted on it."""
+    if algorithm.correction == "bypass":
+        return None, torch.zeros_like(behaviour)
+    assert proximal is not None, "decoupled and tis need recomputed log-probs"
+    weight = (proximal - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    beyond = weight > algorithm.is_cap
+    if algorithm.correction == "decoupled":
+        return weight.masked_fill(beyond, 0.0), beyond.float()
+    return weight.clamp(max=algorithm.is_cap), beyond.float()
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Schulman's low-variance, never negative estimate: exp(d) - d - 1."""
+    bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return bounded.exp() - bounded - 1

@@ -1,0 +1,98 @@
+"""The names of what a training step reports, and how per-token sums become figures.
+
+Names are stable: dashboards and tests read them. Token figures are means over the output tokens that went through the
+model, over all passes of the batch; figures that do not apply to a step are absent.
+
+| name | meaning |
+|---|---|
+| `loss` | mean loss of the optimizer steps |
+| `reward_mean`, `reward_std` | total reward of the batch's trajectories |
+| `advantage_abs` | mean absolute advantage per token |
+| `kl_behaviour` | k3 estimate of KL(rollout policy, trained policy), which staleness and updates move apart |
+| `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
+| `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
+| `kl_reference` | k3 estimate of KL(trained policy, starting weights), where `algorithm.kl` is set |
+| `entropy` | mean entropy of the policy at the sampling temperature, in nats |
+| `clip_fraction` | share of tokens whose gradient the PPO clip cut off |
+| `mask_fraction` | share of tokens that a correction dropped (`decoupled`) or whose weight it truncated (`tis`) |
+| `logprob_gap_mean`, `logprob_gap_max` | absolute difference of the trainer's and the engine's log-prob of the same weights |
+| `logprob_gap/<engine>` | its mean on one engine |
+| `grad_norm` | mean gradient norm before clipping |
+| `lr` | learning rate of the step |
+| `updates` | optimizer steps taken |
+| `tokens` | output tokens of the batch |
+| `input_tokens` | all tokens of the batch |
+| `skipped_fraction` | share of output tokens without any advantage, which were not computed |
+| `tokens_per_s` | input tokens times passes per second of training |
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rollweave.train.ranks import Ranks
+
+TOKEN_SUMS = (
+    "count",
+    "advantage_abs",
+    "kl_behaviour",
+    "ratio",
+    "ratio_squared",
+    "chi2",
+    "kl_reference",
+    "entropy",
+    "clipped",
+    "masked",
+)
+"""What `losses.policy_loss` sums over tokens, in the order of its tensor."""
+
+
+def from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
+    """Figures from summed `TOKEN_SUMS` [10]. Empty where no token was computed."""
+    total = dict(zip(TOKEN_SUMS, sums.tolist(), strict=True))
+    count = total["count"]
+    if not count:
+        return {}
+    figures = {
+        "advantage_abs": total["advantage_abs"] / count,
+        "kl_behaviour": total["kl_behaviour"] / count,
+        "chi2": total["chi2"] / count,
+        "ess": total["ratio"] ** 2 / (count * total["ratio_squared"]),
+        "entropy": total["entropy"] / count,
+        "clip_fraction": total["clipped"] / count,
+        "mask_fraction": total["masked"] / count,
+    }
+    if with_reference:
+        figures["kl_reference"] = total["kl_reference"] / count
+    return figures
+
+
+class GapMeter:
+    """Train-inference gap: |trainer's - engine's log-prob| of tokens that the very same weights sampled, by engine."""
+
+    def __init__(self, engines: Sequence[str]) -> None:
+        self._engines = list(engines)
+        self._sums = torch.zeros(len(self._engines), 2, dtype=torch.float64)  # gaps, tokens
+        self._max = torch.zeros(1, dtype=torch.float64)
+
+    def add(self, engine: str, gaps: torch.Tensor) -> None:
+        """gaps [K] of tokens sampled on `engine`."""
+        if len(gaps):
+            place = self._engines.index(engine)
+            self._sums[place, 0] += gaps.sum(dtype=torch.float64)
+            self._sums[place, 1] += len(gaps)
+            self._max = torch.maximum(self._max, gaps.max().double())
+
+    def figures(self, ranks: Ranks) -> dict[str, float]:
+        """Empty where no such token was seen (all of them are stale, for one)."""
+        sums = ranks.total(self._sums)
+        gap, count = sums.sum(0).tolist()
+        greatest = ranks.greatest(self._max)
+        if not count:
+            return {}
+        by_engine = {
+            f"logprob_gap/{engine}": float(total) / float(tokens)
+            for engine, (total, tokens) in zip(self._engines, sums.tolist(), strict=True)
+            if engine and tokens
+        }
+        return by_engine | {"logprob_gap_mean": gap / count, "logprob_gap_max": float(greatest)}

@@ -1,0 +1,268 @@
+"""A decoder-only transformer (Llama, Qwen2, Qwen3) for training: packed inputs in, hidden states of the predicting rows out.
+
+Parameters carry transformers' names, so weights travel between checkpoints, engines and this model unchanged;
+transformers' own forward is the oracle of the tests. Two things make it quicker: rows are packed without padding, and
+the last layer computes keys and values for all rows but everything else only for the rows that predict something.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from rollweave.schema.errors import TrainerError
+from rollweave.train.functions import attend, normalize, swiglu, token_logprobs
+from rollweave.train.packing import Grid, Packed
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+MAX_SCORES = 1 << 26
+"""Attention scores held at once (elements, 256 MB in fp32); larger attention goes through torch's flash kernel."""
+
+
+MAX_LOGITS = 1 << 26
+"""Logits held at once (elements, 256 MB in fp32)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """What all layers of one forward pass share: rotary tables and additive masks by grid."""
+
+    cos: torch.Tensor  # [B, T, 1, D]
+    sin: torch.Tensor
+    query_cos: torch.Tensor  # [B, Q, 1, D]
+    query_sin: torch.Tensor
+    bias: torch.Tensor  # [1 or B, T, T], 0 where visible and -inf elsewhere
+    query_bias: torch.Tensor  # [B, Q, T]
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square normalisation in float32, with a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normalize(x.float(), self.eps).to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over packed rows."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.kv_heads = config.num_key_value_heads
+        self.heads = config.num_attention_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+        out_bias = config.model_type != "qwen2" and bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=out_bias)
+        if config.model_type == "qwen3":
+            self.q_norm: RmsNorm | None = RmsNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm: RmsNorm | None = RmsNorm(self.head_dim, config.rms_norm_eps)
+        else:
+            self.q_norm = self.k_norm = None
+
+    def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
+        """x [N, H] to the attention's output: [N, H], or [M, H] for the predicting rows in the `last` layer."""
+        keys, queries = packed.keys, packed.queries if last else packed.keys
+        batch, length = keys.positions.shape
+        if last:
+            q = _to_grid(_joined(x.index_select(0, packed.predicting), self.q_proj), queries, packed.predicting)
+            k, v = torch.split(_to_grid(_joined(x, self.k_proj, self.v_proj), keys, None), self.k_proj.out_features, -1)
+        else:
+            sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
+            q, k, v = torch.split(_to_grid(_joined(x, self.q_proj, self.k_proj, self.v_proj), keys, None), sizes, -1)
+        width = q.shape[1]
+        q = q.view(batch, width, self.heads, self.head_dim)
+        k = k.reshape(batch, length, self.kv_heads, self.head_dim)
+        v = v.reshape(batch, length, self.kv_heads, self.head_dim)
+        cos, sin = (shared.query_cos, shared.query_sin) if last else (shared.cos, shared.sin)
+        q = _rotate(q, self.q_norm, cos, sin)
+        k = _rotate(k, self.k_norm, shared.cos, shared.sin)
+        out = self._attend(q, k, v, shared.query_bias if last else shared.bias)
+        out = out.reshape(batch * width, -1)
+        if not queries.dense:
+            out = out.index_select(0, queries.flat)
+        return _joined(out, self.o_proj)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """q [B, Q, heads, D], k and v [B, T, kv_heads, D], bias [1 or B, Q, T] to [B, Q, heads, D]."""
+        batch, width, heads, dim = q.shape
+        length, groups = k.shape[1], self.kv_heads
+        repeat = heads // groups
+        scale = dim**-0.5
+        if q.device.type != "cpu" or q.dtype != torch.float32 or batch * heads * width * length > MAX_SCORES:
+            out = functional.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=bias[:, None].to(q.dtype),
+                scale=scale,
+                enable_gqa=True,
+            )
+            return out.transpose(1, 2)
+        # The heads that share keys become further queries of one matrix product.
+        q = q.view(batch, width, groups, repeat, dim).permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * width, dim)
+        k = k.transpose(1, 2).reshape(batch * groups, length, dim)
+        v = v.transpose(1, 2).reshape(batch * groups, length, dim)
+        bias = bias[:, None, None].expand(-1, groups, repeat, -1, -1) if bias.shape[0] == batch else bias.repeat(1, repeat, 1)
+        if bias.dim() == 5:
+            bias = bias.reshape(batch * groups, repeat * width, length)
+        out = attend(q, k, v, bias, scale)
+        return out.view(batch, groups, repeat, width, dim).permute(0, 3, 1, 2, 4)
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        bias = bool(getattr(config, "mlp_bias", False))
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _joined(swiglu(_joined(x, self.gate_proj, self.up_proj)), self.down_proj)
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm, each added to the stream."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = Mlp(config)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(x), packed, shared, last)
+        x = (x.index_select(0, packed.predicting) if last else x) + attended
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """The stack below the head. `forward` returns hidden states of the predicting rows, [M, H]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """A causal language model whose forward gives log-probs of the labels, so that no more logits exist than needed."""
+
+    def __init__(self, config: Any, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of `packed.labels` at `temperature` and the policy's entropy there, both [M] in float32."""
+        x = functional.embedding(packed.tokens, self.model.embed_tokens.weight).to(self.compute_dtype)
+        shared = self._shared(packed, x)
+        final = len(self.model.layers) - 1
+        for index, layer in enumerate(self.model.layers):
+            x = layer(x, packed, shared, index == final)
+        x = self.model.norm(x)
+        rows = max(1, MAX_LOGITS // self.lm_head.out_features)
+        if len(x) <= rows:
+            return self._head(x, packed.labels, temperature)
+        # More logits than that are made, and made again for the gradient, a part at a time.
+        parts = [
+            checkpoint(self._head, hidden, labels, temperature, use_reentrant=False)
+            for hidden, labels in zip(torch.split(x, rows), torch.split(packed.labels, rows), strict=True)
+        ]
+        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+    def _head(self, x: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = _joined(x, self.lm_head).float()
+        return token_logprobs(logits if temperature == 1.0 else logits / temperature, labels)
+
+    def _shared(self, packed: Packed, x: torch.Tensor) -> Shared:
+        length = packed.keys.positions.shape[1]
+        places = torch.arange(length, device=x.device)
+        cos, sin = self.rotary(x, places[None])  # [1, T, D]
+        at = packed.queries.positions
+        hidden = torch.full((length, length), float("-inf"), device=x.device).triu(1)
+        return Shared(
+            cos=cos[:, :, None],
+            sin=sin[:, :, None],
+            query_cos=cos[0][at][:, :, None],
+            query_sin=sin[0][at][:, :, None],
+            bias=hidden[None],
+            query_bias=hidden[at],
+        )
+
+
+def load_model(path: Path, *, dtype: str, device: str) -> Model:
+    """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is that of the computation.
+
+    Raises `TrainerError` for an architecture that this model does not cover.
+    """
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type not in ARCHITECTURES:
+        raise TrainerError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {config.model_type!r} in {path}")
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        raise TrainerError(f"sliding-window attention is not supported, but {path} asks for it")
+    source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.device("meta"):
+        model = Model(config, getattr(torch, dtype))
+    model.load_state_dict(source.state_dict(), assign=True)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.rotary = LlamaRotaryEmbedding(config)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    return model.to(device)
+
+
+def _joined(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
+    """Several linear layers of the same input as one matrix product: [N, in] to [N, sum of outs]."""
+    if len(layers) == 1:
+        weight: torch.Tensor = layers[0].weight
+        bias: torch.Tensor | None = layers[0].bias
+    else:
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
+    return functional.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+
+
+def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
+    """Arrange rows of x by sequence: [B, W, C]. `packed_rows` says that x holds only those packed rows, in grid order."""
+    batch, width = grid.positions.shape
+    if grid.dense:
+        return x.view(batch, width, -1)
+    if packed_rows is None:
+        return x.index_select(0, grid.rows).view(batch, width, -1)
+    out = x.new_zeros(batch * width, x.shape[-1])
+    return out.index_copy(0, grid.flat, x).view(batch, width, -1)
+
+
+def _rotate(x: torch.Tensor, norm: RmsNorm | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Normalise where the architecture does, then rotate by position. x [B, W, heads, D], tables [1 or B, W, 1, D]."""
+    if norm is not None:
+        x = norm(x)
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

@@ -1,0 +1,97 @@
+"""AdamW with warm-up and linear decay, gradient clipping, and a state that can be named, saved and put back.
+
+Invariants: the learning rate is a function of the step alone; `Snapshot` restores weights and optimizer to the bit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rollweave.schema.config import TrainerConfig
+from rollweave.train.ranks import full, like, local
+
+BETA1 = 0.9
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def new_optimizer(model: nn.Module, *, lr: float, beta2: float, weight_decay: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(BETA1, beta2), weight_decay=weight_decay, fused=True)
+
+
+def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
+    """At training step `step` of `steps`, from 0: up linearly over `warmup_steps`, then linearly to `final_lr` at the last."""
+    if step < trainer.warmup_steps:
+        return trainer.lr * (step + 1) / trainer.warmup_steps
+    span = steps - 1 - trainer.warmup_steps
+    progress = min(1.0, (step - trainer.warmup_steps) / span) if span > 0 else 1.0
+    return trainer.lr * (1 - (1 - trainer.final_lr) * progress)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients down to `max_norm` (over all ranks); return the norm before. Gradients that are not finite stay."""
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    value = float(norm)
+    if math.isfinite(value) and value > max_norm:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Weights and optimizer state of one moment, on the CPU; shards stay shards."""
+
+    weights: list[torch.Tensor]
+    moments: list[dict[str, torch.Tensor]]
+
+    @classmethod
+    def take(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> "Snapshot":
+        parameters = list(model.parameters())
+        return cls(
+            weights=[_copy(parameter) for parameter in parameters],
+            moments=[{key: _copy(value) for key, value in optimizer.state.get(p, {}).items()} for p in parameters],
+        )
+
+    @torch.no_grad()
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, weight, moments in zip(model.parameters(), self.weights, self.moments, strict=True):
+            local(parameter).copy_(weight)
+            if not moments:
+                optimizer.state.pop(parameter, None)
+            for key, value in moments.items():
+                local(optimizer.state[parameter][key]).copy_(value)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's state by `<moment>.<parameter>` and `step.<parameter>`, gathered from all ranks."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            found[f"{key}.{name}"] = full(value).cpu()
+    return found
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave. A parameter without state loses the state that it has."""
+    for name, parameter in model.named_parameters():
+        optimizer.state.pop(parameter, None)
+        if f"step.{name}" in tensors:
+            state = {key: like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
+            state["step"] = tensors[f"step.{name}"].to(parameter.device)
+            optimizer.state[parameter] = state
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).to("cpu", copy=True)

@@ -1,0 +1,77 @@
+"""Forward and backward passes over examples, cut into micro-batches and shared among ranks.
+
+Invariants: all ranks make the same number of passes (their collectives must meet), so a rank without work repeats an
+example and drops the result; what an example contributes does not depend on how the examples were cut.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rollweave.train.model import Model
+from rollweave.train.packing import Example, pack, split
+from rollweave.train.ranks import Ranks, sync_gradients
+from rollweave.train.rows import balanced
+
+CACHE_TOKENS = 2048
+"""Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the cache (1.6 times slower at 16384)."""
+
+LossOf = Callable[[list[int], torch.Tensor, torch.Tensor], torch.Tensor]
+"""From indices of examples, and log-probs and entropies [M] of their targets, laid end to end, to their loss."""
+
+
+class Passes:
+    """Runs a model over examples. `micro_tokens` bounds one pass, unless a single example is longer."""
+
+    def __init__(self, model: Model, ranks: Ranks, *, micro_tokens: int) -> None:
+        self.model = model
+        self.ranks = ranks
+        self.device = next(model.parameters()).device
+        self._micro_tokens = min(micro_tokens, CACHE_TOKENS) if self.device.type == "cpu" else micro_tokens
+
+    def backward(self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float, loss_of: LossOf) -> float:
+        """Add the gradient of the summed loss of `chosen` examples; return that loss, summed over ranks."""
+        loss_sum = 0.0
+        plan, work = self._plan(examples, chosen)
+        for number, indices in enumerate(plan):
+            sync_gradients(self.model, number == len(plan) - 1)
+            packed = pack([examples[index] for index in indices]).to(self.device)
+            logprobs, entropy = self.model(packed, temperature)
+            if number < work:
+                loss = loss_of(indices, logprobs, entropy)
+                loss_sum += loss.item()
+            else:
+                loss = logprobs.sum() * 0.0
+            # Sharded gradients are averaged over the ranks, but the loss is a sum.
+            (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
+        return float(self.ranks.total(torch.tensor(loss_sum, dtype=torch.float64)))
+
+    @torch.no_grad()
+    def logprobs(self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float) -> dict[int, torch.Tensor]:
+        """Log-probs [M] of the targets of each chosen example, by index, on every rank."""
+        plan, work = self._plan(examples, chosen)
+        sizes = [len(examples[index].targets) for index in chosen]
+        found = dict(zip(chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True))
+        for number, indices in enumerate(plan):
+            packed = pack([examples[index] for index in indices]).to(self.device)
+            values, _ = self.model(packed, temperature)
+            if number < work:
+                parts = torch.split(values, [len(examples[index].targets) for index in indices])
+                for index, part in zip(indices, parts, strict=True):
+                    found[index].copy_(part)
+        if found and self.ranks.world > 1:
+            together = self.ranks.total(torch.cat(list(found.values())))
+            found = dict(zip(chosen, torch.split(together, sizes), strict=True))
+        return found
+
+    def _plan(self, examples: Sequence[Example], chosen: Sequence[int]) -> tuple[list[list[int]], int]:
+        """This rank's micro-batches, padded to the longest plan of any rank, and how many of them are its work."""
+        lengths = [len(examples[index].tokens) for index in chosen]
+        plans = []
+        for share in balanced(lengths, self.ranks.world):
+            share_lengths = [lengths[place] for place in share]
+            cut = split(share_lengths, max_tokens=self._micro_tokens)
+            plans.append([[chosen[share[place]] for place in micro] for micro in cut])
+        mine = plans[self.ranks.rank]
+        missing = max(len(plan) for plan in plans) - len(mine)
+        return mine + [[chosen[0]]] * missing, len(mine)

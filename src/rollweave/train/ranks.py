@@ -1,0 +1,100 @@
+"""The trainer's ranks: sharding with FSDP2, and the few collectives around it.
+
+Invariants: with one rank nothing here touches torch.distributed; every rank makes the same calls in the same order.
+"""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank among `world`."""
+
+    rank: int
+    world: int
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def greatest(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over ranks."""
+        if self.world > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value on every rank."""
+        if self.world == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        found: T = box[0]
+        return found
+
+
+def join(rank: int, world: int, device: torch.device) -> Ranks:
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract). Raises `ValueError` where these are not set."""
+    if world > 1 and not dist.is_initialized():
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"{world} trainer ranks need the environment variables {' and '.join(missing)}")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+    return Ranks(rank=rank, world=world)
+
+
+def leave(ranks: Ranks) -> None:
+    if ranks.world > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks) -> None:
+    """Shard parameters over the ranks, layer by layer (FSDP2). Nothing happens with one rank."""
+    if ranks.world > 1:
+        for layer in layers:
+            fully_shard(layer)
+        # Without resharding the root would keep its gathered weights from one forward to the next, whatever was written.
+        fully_shard(model, reshard_after_forward=True)
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward reduces gradients over ranks; off for all micro-batches but the last."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(enabled)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered from all ranks where it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the tensor, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`value`, sharded and placed as `target` is."""
+    value = value.to(device=target.device, dtype=target.dtype)
+    if isinstance(target, DTensor):
+        return distribute_tensor(value, target.device_mesh, target.placements)
+    return value

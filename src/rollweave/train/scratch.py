@@ -1,0 +1,102 @@
+"""A Hugging Face checkpoint directory from random weights, with a word-level tokenizer of the tasks' own words.
+
+Invariants: text of printable ASCII, tabs and newlines survives encode and decode unchanged; a whole word is one token
+wherever it stands by itself, the longest word wins, and everything else falls to single characters; the same arguments
+give the same bytes.
+"""
+
+import json
+import re
+import string
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rollweave.schema.config import ScratchModel
+from rollweave.train.files import new_directory
+
+TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unk|>"
+SPECIALS = (PAD, TURN_START, TURN_END, UNKNOWN)
+ROLES = ("system", "user", "assistant", "tool")
+
+CHARACTERS = "".join(sorted(set(string.printable) - set("\r\x0b\x0c")))
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str], seed: int) -> None:
+    """Write config, random weights (drawn from `seed`) and tokenizer to directory `path`, atomically.
+
+    Raises `ValueError` for a word that cannot be a token.
+    """
+    tokenizer = build_tokenizer(words)
+    config = Qwen3Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=scratch.hidden,
+        num_hidden_layers=scratch.layers,
+        num_attention_heads=scratch.heads,
+        num_key_value_heads=scratch.kv_heads,
+        head_dim=scratch.head_dim,
+        intermediate_size=scratch.ffn,
+        max_position_embeddings=scratch.context,
+        initializer_range=scratch.init_std,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id(TURN_END),
+        pad_token_id=tokenizer.token_to_id(PAD),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    with new_directory(path) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(scratch.context), indent=2))
+
+
+def build_tokenizer(words: Iterable[str]) -> Tokenizer:
+    """Printable characters, turn markers, role names and `words`. Ids: specials, characters, then words as given."""
+    whole = list(dict.fromkeys([*ROLES, *words]))
+    for word in whole:
+        if not word or any(special in word for special in SPECIALS):
+            raise ValueError(f"a word must not be empty or contain a special token, got {word!r}")
+    whole = [word for word in whole if word not in CHARACTERS]
+    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *CHARACTERS, *whole])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    longest_first = sorted(whole, key=len, reverse=True)
+    pattern = "|".join([*map(_standing_alone, longest_first), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def _standing_alone(word: str) -> str:
+    """A pattern for `word` that does not match inside a longer run of letters or digits (` at=a1` is not in ` at=a12`)."""
+    before = r"(?<![A-Za-z0-9_])" if re.match(r"\w", word[0], re.ASCII) else ""
+    after = r"(?![A-Za-z0-9_])" if re.match(r"\w", word[-1], re.ASCII) else ""
+    return before + re.escape(word) + after
+
+
+def _tokenizer_config(context: int) -> dict[str, object]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": None,
+        "eos_token": TURN_END,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "additional_special_tokens": [TURN_START],
+        "chat_template": CHAT_TEMPLATE,
+    }

@@ -1,0 +1,232 @@
+"""The trainer: one command in, one reply out.
+
+Invariants: `handle` raises for nobody's data, it answers; a step that fails leaves weights, optimizer and step as they were;
+the version of the weights is the controller's business, the trainer only counts completed steps; with several ranks every
+rank gets every command and gives the same reply.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SaveFailed,
+    StopTrainer,
+    Trained,
+    TrainerCommand,
+    TrainerReady,
+    TrainerReply,
+    TrainFailed,
+    TrainMetrics,
+    TrainOn,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Batch, TokenSequence
+from rollweave.train import checkpoint
+from rollweave.train.model import load_model
+from rollweave.train.optimizer import Snapshot, load_optimizer_tensors, new_optimizer, optimizer_tensors
+from rollweave.train.passes import Passes
+from rollweave.train.ranks import join, leave, shard
+from rollweave.train.rows import batch_rows
+from rollweave.train.update import Update
+from rollweave.train.warmup import warm_up
+from rollweave.train.weights import copies, named, put_named, swapped
+from rollweave.weights.store import Publisher
+
+EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError)
+"""What data, disks and devices raise; anything else is a bug of ours and ends the process."""
+
+
+class Trainer:
+    """Holds the model, the optimizer and the step. `handle` is the whole interface of a run; `warm_up` comes before it."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, run_dir: Path, *, rank: int = 0, world: int = 1) -> None:
+        """Load `model_dir` and, with several ranks, meet the others. Raises `TrainerError` for a model it cannot train."""
+        torch.set_num_threads(config.trainer.threads)
+        self._config = config
+        self._model_dir = model_dir
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._ranks = join(rank, world, torch.device(config.model.device))
+        self._model = load_model(model_dir, dtype=config.model.dtype, device=config.model.device)
+        self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        shard(self._model, list(self._model.model.layers), self._ranks)
+        trainer = config.trainer
+        self._optimizer = new_optimizer(self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
+        self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
+        self._publisher = Publisher(run_dir / "weights") if self._ranks.first else None
+        self._reference: list[torch.Tensor] | None = None
+        self._step = 0
+        self._parts_done = 0
+
+    @property
+    def step(self) -> int:
+        """Completed training steps."""
+        return self._step
+
+    def ready(self) -> TrainerReady:
+        return TrainerReady(parameters=self._parameters)
+
+    def warm_up(self, transcripts: Iterator[TokenSequence]) -> list[float]:
+        """Supervised warm-up as `[warmup]` says, before step 0; every rank is given the same transcripts. See `warmup`."""
+        return warm_up(self._passes, transcripts, self._config.warmup, trainer=self._config.trainer)
+
+    def handle(self, command: TrainerCommand) -> TrainerReply | None:
+        """Execute one command. Every command is answered but `StopTrainer`, after which this object is of no use."""
+        match command:
+            case TrainOn():
+                return self._answered(lambda: self._train(command.batch), command.batch)
+            case Publish():
+                return self._answered(lambda: self._publish(command))
+            case Save():
+                try:
+                    return self._save(command)
+                except EXPECTED as error:
+                    return SaveFailed(path=command.path, error=_worded(error))
+            case Restore():
+                return self._answered(lambda: self._restore(Path(command.path)))
+            case StopTrainer():
+                self.close()
+                return None
+
+    def close(self) -> None:
+        """Let go of published weights and of the other ranks."""
+        if self._publisher is not None:
+            self._publisher.close()
+        leave(self._ranks)
+
+    def _answered(self, execute: Callable[[], TrainerReply], batch: Batch | None = None) -> TrainerReply:
+        groups = tuple(str(group.id) for group in batch.groups) if batch is not None else ()
+        try:
+            return execute()
+        except NonFiniteLossError as error:
+            return TrainFailed(error=str(error), nonfinite=True, groups=groups)
+        except EXPECTED as error:
+            return TrainFailed(error=_worded(error), groups=groups)
+
+    def _train(self, batch: Batch) -> Trained:
+        began = time.perf_counter()
+        if (batch.step, batch.part) != (self._step, self._parts_done):
+            raise TrainerError(
+                f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of step {batch.step}"
+            )
+        rows = batch_rows(batch, self._config.algorithm)
+        vocabulary = self._model.config.vocab_size
+        for row in rows:
+            if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
+                raise TrainerError(f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}")
+        if self._config.algorithm.kl and self._reference is None:
+            self._reference = copies(self._model)
+        update = Update(self._config, self._passes, self._optimizer, batch=batch, rows=rows, reference=self._reference)
+        with self._unchanged_on_failure():
+            values = update.run()
+        train_s = time.perf_counter() - began
+        rewards = [t.reward for group in batch.groups for t in group.trajectories if t.reward is not None]
+        mean = math.fsum(rewards) / max(1, len(rewards))
+        values["reward_mean"] = mean
+        values["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards)))
+        values["tokens_per_s"] = values["input_tokens"] * self._config.trainer.epochs / train_s
+        self._parts_done += 1
+        if self._parts_done >= batch.parts:
+            self._step, self._parts_done = self._step + 1, 0
+        metrics = TrainMetrics(values=values, tokens=sum(row.tokens for row in rows), train_s=train_s)
+        return Trained(step=batch.step, part=batch.part, metrics=metrics)
+
+    @contextlib.contextmanager
+    def _unchanged_on_failure(self) -> Iterator[None]:
+        """A failing minibatch has changed nothing itself, but those before it have: only then is a copy kept."""
+        several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
+        before = Snapshot.take(self._model, self._optimizer) if several else None
+        try:
+            yield
+        except BaseException:
+            self._optimizer.zero_grad(set_to_none=True)
+            if before is not None:
+                before.restore(self._model, self._optimizer)
+            raise
+
+    def _publish(self, command: Publish) -> Published:
+        began = time.perf_counter()
+        tensors = named(self._model, self._dtype)
+        outcome: WeightManifest | str = ""
+        if self._publisher is not None:
+            try:
+                outcome = self._publisher.publish(tensors, version=command.version, weights_id=command.weights_id)
+            except RollweaveError as error:
+                outcome = _worded(error)
+        outcome = self._ranks.from_first(outcome)
+        if isinstance(outcome, str):
+            raise TrainerError(outcome)
+        return Published(manifest=outcome, publish_s=time.perf_counter() - began)
+
+    def _save(self, command: Save) -> Saved:
+        began = time.perf_counter()
+        if self._parts_done:
+            raise TrainerError(f"step {self._step} is in the middle: {self._parts_done} parts are trained")
+        state = checkpoint.Checkpoint(
+            step=self._step,
+            model=named(self._model),
+            optimizer=optimizer_tensors(self._model, self._optimizer),
+            rng=_rng_state(),
+            reference=self._named_reference(),
+        )
+        error = ""
+        if self._ranks.first:
+            source = self._model_dir if command.export else None
+            try:
+                checkpoint.save(Path(command.path), state, export_from=source, export_dtype=self._dtype)
+            except EXPECTED as problem:
+                error = _worded(problem)
+        error = self._ranks.from_first(error)
+        if error:
+            raise TrainerError(error)
+        return Saved(path=command.path, save_s=time.perf_counter() - began)
+
+    def _restore(self, path: Path) -> Restored:
+        state = checkpoint.load(path)
+        reference: list[torch.Tensor] | None = None
+        if state.reference is not None:
+            with swapped(self._model, copies(self._model)):
+                put_named(self._model, state.reference)
+                reference = copies(self._model)
+        put_named(self._model, state.model)
+        load_optimizer_tensors(self._model, self._optimizer, state.optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+        _set_rng_state(state.rng)
+        self._reference = reference
+        self._step, self._parts_done = state.step, 0
+        return Restored(step=state.step)
+
+    def _named_reference(self) -> dict[str, torch.Tensor] | None:
+        if self._reference is None:
+            return None
+        with swapped(self._model, self._reference):
+            return named(self._model)
+
+
+def _rng_state() -> dict[str, torch.Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _worded(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

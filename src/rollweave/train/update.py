@@ -1,0 +1,143 @@
+"""One batch's optimizer steps: epochs, minibatches, corrections, and what they add up to.
+
+Invariants: group advantages exist before anything is split; proximal and reference log-probs are computed once a batch,
+before the first update; a minibatch whose loss or gradient norm is not finite raises before its optimizer step.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from rollweave.schema.config import AlgorithmConfig, RunConfig
+from rollweave.schema.errors import NonFiniteLossError
+from rollweave.schema.work import Batch
+from rollweave.train.losses import policy_loss, token_weights
+from rollweave.train.metrics import TOKEN_SUMS, GapMeter, from_sums
+from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
+from rollweave.train.passes import Passes
+from rollweave.train.rows import Row, minibatches
+from rollweave.train.weights import swapped
+
+
+class Update:
+    """The work of one batch. Single use: `run` once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        passes: Passes,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batch: Batch,
+        rows: Sequence[Row],
+        reference: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self._config = config
+        self._passes = passes
+        self._optimizer = optimizer
+        self._batch = batch
+        self._rows = rows
+        self._examples = [row.example for row in rows]
+        self._needed = [_is_needed(row, config.algorithm) for row in rows]
+        self._reference_weights = reference
+        self._proximal: dict[int, torch.Tensor] = {}
+        self._reference: dict[int, torch.Tensor] = {}
+        self._gap = GapMeter(sorted({row.engine for row in rows}))
+        self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=passes.device)
+        self._losses: list[float] = []
+        self._norms: list[float] = []
+
+    def run(self) -> dict[str, float]:
+        """Take all optimizer steps and return figures (see `metrics`). Raises `NonFiniteLossError` before a bad step."""
+        trainer, batch = self._config.trainer, self._batch
+        lr = learning_rate(trainer, step=batch.step, steps=self._config.run.steps)
+        set_learning_rate(self._optimizer, lr)
+        self._fix_logprobs()
+        for epoch in range(trainer.epochs):
+            seed = f"{self._config.run.seed}/{batch.step}/{batch.part}/{epoch}"
+            for chosen in minibatches(self._rows, parts=trainer.minibatches, seed=seed):
+                self._minibatch(chosen)
+        return self._figures() | {"lr": lr}
+
+    def _fix_logprobs(self) -> None:
+        """Log-probs that stay constant during the batch: of the weights that it starts from, and of the reference."""
+        chosen = [index for index, needed in enumerate(self._needed) if needed]
+        temperature = self._config.rollout.temperature
+        if chosen and self._config.algorithm.correction != "bypass":
+            self._proximal = self._passes.logprobs(self._examples, chosen, temperature=temperature)
+        if chosen and self._reference_weights is not None:
+            with swapped(self._passes.model, self._reference_weights):
+                self._reference = self._passes.logprobs(self._examples, chosen, temperature=temperature)
+
+    def _minibatch(self, chosen: Sequence[int]) -> None:
+        # Weights know all rows of the minibatch; rows without advantage add nothing, and need no pass.
+        weights = token_weights([self._rows[index].outputs for index in chosen], self._config.algorithm.aggregate)
+        weight_of = dict(zip(chosen, weights, strict=True))
+        needed = [index for index in chosen if self._needed[index]]
+        if not needed:
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        measure = self._batch.part == 0 and not self._norms
+        loss = self._passes.backward(
+            self._examples,
+            needed,
+            temperature=self._config.rollout.temperature,
+            loss_of=lambda indices, logprobs, entropy: self._loss(indices, logprobs, entropy, weight_of, measure),
+        )
+        norm = clip_gradients(self._passes.model, self._config.trainer.max_grad_norm) if math.isfinite(loss) else math.nan
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(f"step {self._batch.step}: loss {loss}, gradient norm {norm}")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._losses.append(loss)
+        self._norms.append(norm)
+
+    def _loss(
+        self,
+        indices: Sequence[int],
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        weight_of: dict[int, float],
+        measure: bool,
+    ) -> torch.Tensor:
+        rows = [self._rows[index] for index in indices]
+        device = logprobs.device
+        behaviour = torch.cat([row.behaviour for row in rows]).to(device)
+        weights = torch.cat([torch.full((row.outputs,), weight_of[i]) for row, i in zip(rows, indices, strict=True)])
+        loss, sums = policy_loss(
+            logprobs=logprobs,
+            entropy=entropy,
+            behaviour=behaviour,
+            advantages=torch.cat([row.advantages for row in rows]).to(device),
+            weights=weights.to(device),
+            proximal=torch.cat([self._proximal[index] for index in indices]) if self._proximal else None,
+            reference=torch.cat([self._reference[index] for index in indices]) if self._reference else None,
+            algorithm=self._config.algorithm,
+        )
+        self._sums += sums
+        if measure:
+            gaps = torch.split((logprobs.detach() - behaviour).abs().cpu(), [row.outputs for row in rows])
+            for row, gap in zip(rows, gaps, strict=True):
+                self._gap.add(row.engine, gap[row.current])
+        return loss
+
+    def _figures(self) -> dict[str, float]:
+        ranks = self._passes.ranks
+        figures = from_sums(ranks.total(self._sums).cpu(), with_reference=bool(self._config.algorithm.kl))
+        figures |= self._gap.figures(ranks)
+        outputs = sum(row.outputs for row in self._rows)
+        skipped = sum(row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed)
+        return figures | {
+            "loss": math.fsum(self._losses) / max(1, len(self._losses)),
+            "grad_norm": math.fsum(self._norms) / max(1, len(self._norms)),
+            "updates": float(len(self._norms)),
+            "tokens": float(outputs),
+            "input_tokens": float(sum(row.tokens for row in self._rows)),
+            "skipped_fraction": skipped / max(1, outputs),
+        }
+
+
+def _is_needed(row: Row, algorithm: AlgorithmConfig) -> bool:
+    """Whether the row can move the weights. Without entropy bonus and KL, a row without advantage cannot."""
+    return bool(algorithm.entropy or algorithm.kl or row.advantages.any())

@@ -1,0 +1,231 @@
+"""Commands in, replies out: a step trains, a bad step changes nothing, and a saved trainer goes on as if never stopped."""
+
+import math
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SaveFailed,
+    StopTrainer,
+    Trained,
+    TrainFailed,
+    TrainOn,
+)
+from rollweave.schema.work import Batch
+from rollweave.train.trainer import Trainer
+from rollweave.weights.store import read_tensors
+from tests.train.builders import make_batch, make_config, make_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def new_trainer(model_dir: Path, tmp_path: Path, config: RunConfig | None = None) -> Trainer:
+    return Trainer(config or make_config(), model_dir, tmp_path)
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(Publish(version=0, weights_id=0))
+    assert isinstance(reply, Published)
+    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
+    reply = trainer.handle(TrainOn(batch=batch))
+    assert isinstance(reply, Trained), reply
+    assert (reply.step, reply.part) == (batch.step, batch.part)
+    return reply.metrics.values
+
+
+def poisoned(batch: Batch, value: float) -> Batch:
+    """The batch with one log-prob of its last group replaced."""
+    group = batch.groups[-1]
+    trajectory = group.trajectories[0]
+    sequence = trajectory.sequences[0]
+    place = next(i for i, sampled in enumerate(sequence.output_mask()) if sampled)
+    logprobs = (*sequence.logprobs[:place], value, *sequence.logprobs[place + 1 :])
+    sequence = msgspec.structs.replace(sequence, logprobs=logprobs)
+    trajectory = msgspec.structs.replace(trajectory, sequences=(sequence,), reward=5.0)
+    group = msgspec.structs.replace(group, trajectories=(trajectory, *group.trajectories[1:]))
+    return msgspec.structs.replace(batch, groups=(*batch.groups[:-1], group))
+
+
+def test_a_step_changes_the_weights_and_reports_its_figures(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path, make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, entropy=0.01))
+    before = weights_of(trainer)
+    values = trained(trainer, make_batch())
+    assert trainer.step == 1
+    after = weights_of(trainer)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert "lm_head.weight" not in after  # tied: published once
+    wanted = "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy clip_fraction mask_fraction"
+    wanted += " logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates tokens input_tokens"
+    assert set(values) == {*wanted.split(), "skipped_fraction", "tokens_per_s"}
+    assert all(math.isfinite(value) for value in values.values())
+    assert values["updates"] == 4
+    assert 0 < values["ess"] <= 1
+
+
+def test_training_raises_what_was_rewarded(model_dir: Path, tmp_path: Path) -> None:
+    """The same two first tokens, one rewarded: its probability grows step by step."""
+    trainer = new_trainer(model_dir, tmp_path, make_config(steps=20, trainer={"lr": 5e-3}))
+    entropies = []
+    for step in range(12):
+        batch = msgspec.structs.replace(make_batch(7), step=step, version=step)
+        entropies.append(trained(trainer, batch)["kl_behaviour"])
+    assert entropies[-1] > entropies[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("passes", [{"epochs": 1}, {"epochs": 2, "minibatches": 3}])
+def test_a_loss_that_is_not_finite_changes_nothing(
+    model_dir: Path, tmp_path: Path, value: float, passes: dict[str, int]
+) -> None:
+    trainer, untouched = (new_trainer(model_dir, tmp_path / name, make_config(trainer=passes)) for name in "ab")
+    for each in (trainer, untouched):
+        trained(each, make_batch(0))
+    before = weights_of(trainer)
+    batch = make_batch(1, step=1)
+    reply = trainer.handle(TrainOn(batch=poisoned(batch, value)))
+    if value == -math.inf:  # its ratio is cut, so that it is only a very improbable token
+        assert isinstance(reply, Trained)
+        return
+    assert isinstance(reply, TrainFailed)
+    assert reply.nonfinite
+    assert reply.groups == tuple(group.id for group in batch.groups)
+    assert trainer.step == 1
+    assert same(weights_of(trainer), before)
+    for step in (1, 2):  # the optimizer's state is as before, too
+        for each in (trainer, untouched):
+            trained(each, make_batch(step, step=step))
+    assert same(weights_of(trainer), weights_of(untouched))
+
+
+def test_bad_batches_are_answered(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path)
+    before = weights_of(trainer)
+    wrong_step = trainer.handle(TrainOn(batch=make_batch(step=3)))
+    assert isinstance(wrong_step, TrainFailed)
+    assert "expected part 0 of step 0" in wrong_step.error
+    batch = make_batch()
+    first = batch.groups[0].trajectories[0]
+    unscored = msgspec.structs.replace(first, reward=None)
+    huge = msgspec.structs.replace(
+        first, sequences=(msgspec.structs.replace(first.sequences[0], tokens=(10**6,) * len(first.sequences[0].tokens)),)
+    )
+    for trajectory in (unscored, huge):
+        group = msgspec.structs.replace(batch.groups[0], trajectories=(trajectory, *batch.groups[0].trajectories[1:]))
+        reply = trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=(group,))))
+        assert isinstance(reply, TrainFailed)
+        assert not reply.nonfinite
+        assert reply.groups == (group.id,)
+    assert trainer.step == 0
+    assert same(weights_of(trainer), before)
+
+
+def test_equal_rewards_move_nothing_and_cost_nothing(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path)
+    before = weights_of(trainer)
+    batch = make_batch()
+    groups = tuple(
+        msgspec.structs.replace(group, trajectories=tuple(msgspec.structs.replace(t, reward=1.0) for t in group.trajectories))
+        for group in batch.groups
+    )
+    values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
+    assert (values["updates"], values["skipped_fraction"], values["reward_mean"]) == (0, 1, 1)
+    assert same(weights_of(trainer), before)
+    assert trainer.step == 1
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean"])
+def test_micro_batches_do_not_change_the_step(model_dir: Path, tmp_path: Path, aggregate: str) -> None:
+    found = []
+    for micro_tokens in (20, 10_000):
+        config = make_config(trainer={"micro_tokens": micro_tokens}, aggregate=aggregate)
+        trainer = new_trainer(model_dir, tmp_path / str(micro_tokens), config)
+        values = trained(trainer, make_batch())
+        found.append((values["loss"], values["grad_norm"], weights_of(trainer)))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-4)
+    for name, tensor in found[0][2].items():
+        torch.testing.assert_close(tensor, found[1][2][name], atol=2e-4, rtol=1e-3)
+
+
+def test_parts_are_trained_as_they_come(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path)
+    trained(trainer, make_batch(0, part=0, parts=2))
+    assert trainer.step == 0
+    half = trainer.handle(Save(path=str(tmp_path / "c")))
+    assert isinstance(half, SaveFailed)
+    assert "in the middle" in half.error
+    again = trainer.handle(TrainOn(batch=make_batch(0, part=0, parts=2)))
+    assert isinstance(again, TrainFailed)
+    trained(trainer, make_batch(1, part=1, parts=2, version=0))
+    assert trainer.step == 1
+
+
+@pytest.mark.parametrize("correction", ["bypass", "decoupled", "tis"])
+def test_a_restored_trainer_goes_on_to_the_bit(model_dir: Path, tmp_path: Path, correction: str) -> None:
+    config = make_config(trainer={"minibatches": 2, "final_lr": 0.1, "warmup_steps": 2}, kl=0.05, correction=correction)
+    first = new_trainer(model_dir, tmp_path / "a", config)
+    for step in range(4):
+        trained(first, make_batch(step, step=step))
+        if step == 1:
+            assert isinstance(first.handle(Save(path=str(tmp_path / "c" / "s2"), export=True)), Saved)
+    second = new_trainer(model_dir, tmp_path / "b", config)
+    trained(second, make_batch(9))  # something to be forgotten
+    assert second.handle(Restore(path=str(tmp_path / "c" / "s2"))) == Restored(step=2)
+    for step in (2, 3):
+        trained(second, make_batch(step, step=step))
+    assert same(weights_of(first), weights_of(second))
+
+
+def test_publishing_names_the_version_and_stopping_takes_it_away(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path, make_config())
+    reply = trainer.handle(Publish(version=4, weights_id=17))
+    assert isinstance(reply, Published)
+    assert (reply.manifest.version, reply.manifest.weights_id) == (4, 17)
+    assert trainer.handle(StopTrainer()) is None
+    with pytest.raises(Exception, match="gone"):
+        read_tensors(reply.manifest)
+
+
+def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path)
+    values = trained(trainer, make_batch(0, step=0, version=5))
+    assert "logprob_gap_mean" in values
+    stale = msgspec.structs.replace(make_batch(1, step=1, version=5), version=6)
+    assert "logprob_gap_mean" not in trained(trainer, stale)
+
+
+def test_bfloat16_computes_and_publishes_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
+    config = make_config()
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    trainer = new_trainer(model_dir, tmp_path, config)
+    values = trained(trainer, make_batch())
+    assert math.isfinite(values["loss"])
+    assert {tensor.dtype for tensor in weights_of(trainer).values()} == {torch.bfloat16}
+
+
+def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: Path) -> None:
+    trainer = new_trainer(model_dir, tmp_path, make_config(trainer={"minibatches": 5}, advantage="gigpo", gamma=0.9))
+    rng = random.Random(3)
+    for step in range(8):
+        batch = make_batch(step, step=step, groups=rng.randint(1, 2), size=rng.randint(1, 4))
+        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
