@@ -170,27 +170,31 @@ class Attention:
 
         [tokens, (heads + 2 kv_heads) * head_dim] to [tokens, heads * head_dim].
         """
-        q, kv = qkv[:, : self.query_width], qkv[:, self.query_width :]
+        width = self.query_width
+        q, kv = qkv.split_with_sizes((width, qkv.shape[1] - width), dim=1)
         self.pool.data[layer].index_copy_(0, plan.slots, kv)
-        decoded = self._decode(layer, q, kv, plan.dense) if plan.dense is not None else None
+        decoded = self._decode(layer, qkv, plan.dense) if plan.dense is not None else None
         if decoded is not None and not plan.groups:
             return decoded
-        out = torch.empty(len(qkv), self.query_width, device=self.device, dtype=self.dtype)
+        out = torch.empty(len(qkv), width, device=self.device, dtype=self.dtype)
         if decoded is not None:
             out[: plan.mirrored] = decoded
         for group in plan.groups:
             out.index_copy_(0, group.scatter, self._attend_group(layer, q, group))
         return out
 
-    def _decode(self, layer: int, q: torch.Tensor, kv: torch.Tensor, dense: Dense) -> torch.Tensor:
+    def _decode(self, layer: int, qkv: torch.Tensor, dense: Dense) -> torch.Tensor:
         assert self.mirror is not None
-        count, merged = len(dense.rows), len(dense.rows) * self.kv_heads
-        new = kv[:count].view(count, 2, self.kv_heads, self.head_dim)
-        self.mirror.keys[layer][dense.rows, :, :, dense.positions] = new[:, 0]
-        self.mirror.values[layer][dense.rows, :, dense.positions] = new[:, 1]
-        folded = q[:count].reshape(merged, self.shared, self.head_dim)
+        count, heads, size, width = len(dense.rows), self.kv_heads, self.head_dim, self.query_width
+        row = qkv.stride(0)
+        key = qkv.as_strided((count, heads, size), (row, size, 1), width)
+        value = qkv.as_strided((count, heads, size), (row, size, 1), width + heads * size)
+        self.mirror.keys[layer][dense.rows, :, :, dense.positions] = key
+        self.mirror.values[layer][dense.rows, :, dense.positions] = value
+        # All query heads of one key head are rows of one product.
+        folded = qkv.as_strided((count, width), (row, 1)).reshape(count * heads, self.shared, size)
         scores = torch.baddbmm(dense.mask, folded, dense.keys[layer], alpha=self.scale)
-        return torch.bmm(torch.softmax(scores, dim=-1), dense.values[layer]).view(count, self.query_width)
+        return torch.bmm(torch.softmax(scores, dim=-1), dense.values[layer]).view(count, width)
 
     def _attend_group(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         count, queries = group.sequences, group.queries

@@ -64,10 +64,13 @@ class DenseMirror:
 
     def window(self, longest: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]:
         """Keys and values of each layer, and the mask, over all rows' first `longest` positions, rows and heads merged."""
-        count = len(self.rows)
-        keys = self._keys[:, :count, :, :, :longest].flatten(1, 2).unbind(0)
-        values = self._values[:, :count, :, :longest].flatten(1, 2).unbind(0)
-        return keys, values, self.mask[:count, :, :, :longest].flatten(0, 1)
+        layers, (rows, capacity), size = len(self.keys), self._size, self.head_dim
+        merged, row = len(self.rows) * self.heads, size * capacity
+        layer = rows * self.heads * row
+        keys = self._keys.as_strided((layers, merged, size, longest), (layer, row, capacity, 1))
+        values = self._values.as_strided((layers, merged, longest, size), (layer, row, size, 1))
+        mask = self.mask.as_strided((merged, 1, longest), (capacity, capacity, 1))
+        return keys.unbind(0), values.unbind(0), mask
 
     def _fitting(self, count: int, longest: int) -> tuple[int, int] | None:
         """Rows and capacity for `count` sequences: with room to grow where the budget has it. None where they do not fit."""
@@ -98,7 +101,7 @@ class DenseMirror:
         if longest > self._size[1] or len(entries) > self._size[0]:
             size = self._fitting(len(entries), longest)
             if size is None:
-                self.forget()
+                self.forget(memory=True)
                 return False
             self._allocate(*size)
         if len(self.rows) < len(entries):
@@ -121,11 +124,12 @@ class DenseMirror:
             self.rows[row] = last
             self._row_of[last] = row
 
-    def forget(self) -> None:
-        """Take all rows away, and the memory with them."""
+    def forget(self, *, memory: bool) -> None:
+        """Take all rows away, and with `memory` that too."""
         self.rows.clear()
         self._row_of.clear()
-        self._allocate(0, 0)
+        if memory:
+            self._allocate(0, 0)
 
     def _load(self, entry: Entry) -> None:
         row, length, size = len(self.rows), entry.computed, self.pool.block_tokens

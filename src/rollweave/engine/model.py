@@ -159,21 +159,23 @@ class Decoder:
         shape = self.shape
         ids, sampled = batch.ids, batch.sampled
         rotations = self._rotation(batch.positions, batch.longest)
-        rotated_heads = shape.heads + shape.kv_heads
+        rotated, size = shape.heads + shape.kv_heads, shape.head_dim
         x = self.embed.index_select(0, ids)
         tokens = len(x)
         for index, layer in enumerate(self.layers):
             qkv = self._project(self._rms(x, layer.norm), layer.qkv, layer.qkv_bias)
-            qk = qkv[:, : rotated_heads * shape.head_dim].view(tokens, rotated_heads, shape.head_dim)
+            # Queries and keys, in pairs of what is rotated together; they are the first columns of qkv.
+            pairs = qkv.as_strided((tokens, rotated, size // 2, 2), (qkv.stride(0), size, 2, 1))
             if layer.qk_norm is not None:
+                qk = qkv.as_strided((tokens, rotated, size), (qkv.stride(0), size, 1))
                 qk.mul_(self._scale(qk)).mul_(layer.qk_norm)
             if self.dtype is torch.float32:
-                torch.view_as_complex(qk.view(tokens, rotated_heads, -1, 2)).mul_(rotations)
+                torch.view_as_complex(pairs).mul_(rotations)
             else:
-                turned = torch.view_as_complex(qk.float().view(tokens, rotated_heads, -1, 2)).mul_(rotations)
-                qk.copy_(torch.view_as_real(turned).flatten(2))
+                pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotations)))
             self._accumulate(x, attention.attend(index, qkv, plan), layer.out, layer.out_bias)
-            gate, up = self._project(self._rms(x, layer.ffn_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+            both = self._project(self._rms(x, layer.ffn_norm), layer.gate_up, layer.gate_up_bias)
+            gate, up = both.split_with_sizes((shape.ffn, shape.ffn), dim=1)
             self._accumulate(x, silu(gate).mul_(up), layer.down, layer.down_bias)
         if sampled is not None:
             x = x.index_select(0, sampled)

@@ -48,7 +48,7 @@ class Runner:
     def forget(self, *, wipe: bool) -> None:
         """The KV is void: the weights have changed. `wipe` also clears the memory (it may hold values that are not finite)."""
         if self.mirror is not None:
-            self.mirror.forget()
+            self.mirror.forget(memory=wipe)
         if wipe:
             self.pool.clear()
 

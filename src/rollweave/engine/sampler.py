@@ -103,6 +103,7 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
         choice = logprobs.clone()
         choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(params.allowed, float("-inf"))
     best = choice.argmax(dim=-1) if params.all_greedy or params.greedy is not None else None
+    mass = logprobs
     if best is not None and params.all_greedy:
         tokens = best
     else:
@@ -113,19 +114,16 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
         sums = mass.cumsum(dim=-1)
         # Scaled by the true sum, so that rounding can never pick a token of no mass at the end.
         points = params.draws.at(positions) * sums[:, -1:]
-        tokens = torch.searchsorted(sums, points, right=True)[:, 0]
-        tokens = torch.minimum(tokens, _last_with_mass(mass, tokens))
+        tokens = torch.searchsorted(sums, points, right=True).view(-1)
         if params.greedy is not None and best is not None:
             tokens = torch.where(params.greedy, best, tokens)
-    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-
-
-def _last_with_mass(mass: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The highest token that may be drawn: for rows where rounding pushed the draw past the end of the sum."""
-    vocab = mass.shape[1]
-    if int(tokens.max()) < vocab:
-        return tokens
-    return (vocab - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)).clamp_(max=vocab - 1)
+    chosen = tokens.tolist()
+    if max(chosen) >= logits.shape[1]:
+        # The draw was rounded up to the whole sum: that is the last token with any mass.
+        last = logits.shape[1] - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)
+        tokens = torch.minimum(tokens, last)
+        chosen = tokens.tolist()
+    return chosen, logprobs.gather(1, tokens.view(-1, 1)).view(-1).tolist()
 
 
 def _cut(logprobs: torch.Tensor, params: RowParams) -> torch.Tensor:
