@@ -1,1 +1,1 @@
-
+"""The INIT/RUN/EVAL pipeline, the episode that drives one trajectory, and the store of what came of them."""

@@ -1,0 +1,60 @@
+"""What whoever wants tokens sees of an engine, wherever it runs.
+
+Invariants, held by every implementation and checked by one conformance suite: each call is answered exactly once or raises;
+replies of one kind come in the order of their calls; once the engine is lost, every pending and every later call raises
+`EngineLostError`, and `lost` says why. Nothing waits without a limit except `generate`, whose owner cancels it.
+"""
+
+import asyncio
+from typing import Protocol
+
+from rollweave.schema.serving import EngineCommand, EngineStats, GenerateRequest, GenerateResult, Ready, Suspended
+from rollweave.schema.weights import WeightManifest
+
+
+class EngineBackend(Protocol):
+    """One engine. All calls belong to the event loop's thread."""
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        """Done, with the reason, once the engine is gone, also after `kill` and `close`."""
+
+    async def ready(self) -> Ready:
+        """Wait until the engine serves."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue `request.tokens`. Raises `EngineError` where the engine refuses; cancelling aborts the request there."""
+
+    def abort(self, request_id: str) -> None:
+        """Let `generate` return now, with finish `aborted` and what there is. Unknown ids are ignored."""
+
+    async def suspend(self) -> Suspended:
+        """Stop before the next step. Requests stay; new ones queue."""
+
+    def resume(self) -> None:
+        """Go on after `suspend`."""
+
+    async def load(self, manifest: WeightManifest) -> None:
+        """Swap the weights in. Raises `WeightsError` if the engine refuses them; it then keeps those that it had."""
+
+    async def stats(self) -> EngineStats:
+        """A sample of the engine's state."""
+
+    async def close(self) -> None:
+        """Ask the engine to end, and kill it if it does not."""
+
+    def kill(self) -> None:
+        """End it now. Does not wait; harmless when repeated."""
+
+
+class EngineLink(Protocol):
+    """The way to one engine's loop: words go in here, replies come out by the callbacks that the link was made with."""
+
+    def send(self, command: EngineCommand) -> None:
+        """Hand over in order, without waiting. Words to an engine that is gone are dropped: `lost` says so by itself."""
+
+    def kill(self) -> None:
+        """End the engine now; the loss callback follows."""
+
+    async def joined(self) -> None:
+        """Return when nothing of the engine is left."""

@@ -1,0 +1,168 @@
+"""The one implementation of `EngineBackend`: matches replies to calls, over any link.
+
+Invariant: a waiter is either in exactly one of the tables here or done; a lost engine empties all tables.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar, assert_never
+
+from rollweave.backends.base import EngineLink
+from rollweave.schema.errors import EngineError, EngineLostError, WeightsError
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineFatal,
+    EngineReply,
+    EngineStats,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stats,
+    Suspend,
+    Suspended,
+)
+from rollweave.schema.weights import WeightManifest
+
+T = TypeVar("T")
+
+CLOSE_S = 3.0
+"""Seconds that an engine has to end by itself: one step and its clean-up."""
+
+OpenLink = Callable[[Callable[[EngineReply], None], Callable[[str], None]], EngineLink]
+"""Start an engine: takes what to call with each reply, and what to call once when the engine is gone."""
+
+
+class EngineClient:
+    """An engine behind a link. `start_s` bounds `ready`, `reply_s` suspending, loading and sampling."""
+
+    def __init__(self, name: str, open_link: OpenLink, *, start_s: float, reply_s: float) -> None:
+        self._name = name
+        self._start_s, self._reply_s = start_s, reply_s
+        loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = loop.create_future()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._suspending: deque[asyncio.Future[Suspended]] = deque()
+        self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
+        self._sampling: deque[asyncio.Future[EngineStats]] = deque()
+        self._fatal = ""
+        self._link = open_link(self._on_reply, self._on_lost)
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        return self._lost
+
+    async def ready(self) -> Ready:
+        return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self._must_live()
+        if request.id in self._generating:
+            raise EngineError(f"request ids must be unique among live requests, got {request.id} again")
+        waiter: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self._generating[request.id] = waiter
+        self._link.send(Add(request=request))
+        try:
+            result = await waiter
+        except asyncio.CancelledError:
+            self._link.send(Abort(id=request.id))
+            raise
+        finally:
+            self._generating.pop(request.id, None)
+        if result.finish is Finish.ERROR:
+            raise EngineError(result.error or "the engine gave no reason")
+        return result
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._generating:
+            self._link.send(Abort(id=request_id))
+
+    async def suspend(self) -> Suspended:
+        return await self._ask(Suspend(), self._suspending, "suspend")
+
+    def resume(self) -> None:
+        self._link.send(Resume())
+
+    async def load(self, manifest: WeightManifest) -> None:
+        reply = await self._ask(Load(manifest=manifest), self._loading, "load weights")
+        if isinstance(reply, LoadFailed):
+            raise WeightsError(reply.error)
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(Stats(), self._sampling, "report its state")
+
+    async def close(self) -> None:
+        if not self._lost.done():
+            self._link.send(Shutdown())
+            await asyncio.wait([self._lost], timeout=CLOSE_S)
+        self._link.kill()
+        await self._link.joined()
+
+    def kill(self) -> None:
+        self._link.kill()
+
+    async def _ask(self, command: Suspend | Load | Stats, table: deque[asyncio.Future[T]], what: str) -> T:
+        self._must_live()
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        table.append(waiter)  # a waiter that is cancelled stays, so that its reply is not taken for the next one's
+        self._link.send(command)
+        return await self._answer(waiter, self._reply_s, what)
+
+    async def _answer(self, waiter: asyncio.Future[T], limit_s: float, what: str) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await waiter
+        except TimeoutError:
+            self._link.kill()
+            raise EngineLostError(f"{self._name} did not {what} within {limit_s:g} s and was killed") from None
+
+    def _must_live(self) -> None:
+        if self._lost.done():
+            raise EngineLostError(self._lost.result())
+
+    def _on_reply(self, reply: EngineReply) -> None:
+        match reply:
+            case Generated(result=result):
+                _give(self._generating.get(result.id), result)  # none waits for it: aborted, and forgotten here
+            case Suspended():
+                _give(self._suspending.popleft() if self._suspending else None, reply)
+            case Loaded() | LoadFailed():
+                _give(self._loading.popleft() if self._loading else None, reply)
+            case Sampled(stats=stats):
+                _give(self._sampling.popleft() if self._sampling else None, stats)
+            case Ready():
+                _give(self._ready, reply)
+            case EngineFatal(error=error):
+                self._fatal = error
+                self._link.kill()
+            case _:
+                assert_never(reply)
+
+    def _on_lost(self, reason: str) -> None:
+        if self._lost.done():
+            return
+        self._lost.set_result(f"{self._name}: {self._fatal or reason}")
+        error = EngineLostError(self._lost.result())
+        waiters: list[asyncio.Future[Any]] = [self._ready, *self._generating.values()]
+        for waiter in [*waiters, *self._suspending, *self._loading, *self._sampling]:
+            if not waiter.done():
+                waiter.set_exception(error)
+                waiter.exception()  # whoever still waits sees it; nobody has to
+        self._suspending.clear()
+        self._loading.clear()
+        self._sampling.clear()
+
+
+def _give(waiter: asyncio.Future[T] | None, value: T) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(value)

@@ -1,0 +1,24 @@
+"""The process of one engine: `python -m rollweave.live.engine_process`, started by `backends/process.py`."""
+
+from rollweave.backends.parent import Parent
+from rollweave.codec.wire import decoder_of, encode
+from rollweave.engine.loop import EngineLoop
+from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
+
+
+def main() -> None:
+    """Serve until `Shutdown`, or until our parent is gone."""
+    parent = Parent.from_arguments()
+    spec = decoder_of(EngineSpec)(parent.receive())
+    decode = decoder_of(EngineCommand)
+
+    def reply(word: EngineReply) -> None:
+        parent.send(encode(word))
+
+    engine = EngineLoop(spec, reply)
+    parent.listen(lambda payload: engine.post(decode(payload)))
+    engine.run()
+
+
+if __name__ == "__main__":
+    main()

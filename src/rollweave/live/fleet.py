@@ -1,0 +1,180 @@
+"""The engines of the live world: executes the core's commands about engines and says what came of them.
+
+Invariant: an engine id has at most one living process, the one of its newest epoch; what an earlier one still says is
+dropped here or carries its own epoch. Every started epoch ends in exactly one `EngineLost`, unless we ended it ourselves.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from rollweave.backends.base import EngineBackend
+from rollweave.live.tasks import Tasks
+from rollweave.live.trace import ENGINES, Trace
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, SuspendEngine
+from rollweave.schema.errors import EngineError, WeightsError
+from rollweave.schema.events import (
+    EngineJoined,
+    EngineLost,
+    EngineSuspended,
+    Event,
+    WeightsLoaded,
+    WeightsLoadFailed,
+)
+from rollweave.schema.serving import EngineStats
+from rollweave.schema.weights import WeightManifest
+
+KEPT_MANIFESTS = 4
+"""Publications that engines may still be told to load. The trainer holds the bytes of three."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """One epoch of one engine. `backend` is None until its process is started."""
+
+    epoch: int
+    backend: EngineBackend | None = None
+    ours: bool = False  # we are ending it, so its loss is no news
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fleet:
+    """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError."""
+
+    def __init__(
+        self,
+        *,
+        make: Callable[[EngineId, int], EngineBackend],
+        tasks: Tasks,
+        post: Callable[[Event], None],
+        clock: Callable[[], float],
+        trace: Trace,
+    ) -> None:
+        self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
+        self._seats: dict[EngineId, Seat] = {}
+        self._manifests: dict[int, WeightManifest] = {}
+
+    def start(self, engine_ids: Iterable[EngineId]) -> None:
+        """Start epoch 0 of each: a world begins."""
+        for engine_id in engine_ids:
+            self._begin(engine_id, 0, None)
+
+    def backend(self, engine_id: EngineId) -> EngineBackend | None:
+        """The engine's living process, if it has one."""
+        seat = self._seats.get(engine_id)
+        return seat.backend if seat is not None else None
+
+    def published(self, manifest: WeightManifest) -> None:
+        """These weights may be loaded from now on."""
+        self._manifests[manifest.weights_id] = manifest
+        while len(self._manifests) > KEPT_MANIFESTS:
+            del self._manifests[next(iter(self._manifests))]
+
+    def suspend(self, command: SuspendEngine) -> None:
+        self._tasks.spawn(self._suspend(command.engine_id), f"suspend {command.engine_id}")
+
+    def load(self, command: LoadWeights) -> None:
+        self._tasks.spawn(self._load(command), f"load {command.engine_id}")
+
+    def resume(self, command: ResumeEngine) -> None:
+        backend = self.backend(command.engine_id)
+        if backend is not None:
+            backend.resume()
+
+    def restart(self, command: RestartEngine) -> None:
+        self._begin(command.engine_id, command.epoch, self._seats.get(command.engine_id))
+
+    def remove(self, command: RemoveEngine) -> None:
+        seat = self._seats.pop(command.engine_id, None)
+        if seat is not None:
+            seat.ours = True
+            if seat.backend is not None:
+                seat.backend.kill()
+
+    async def sample(self) -> dict[EngineId, EngineStats]:
+        """The state of every engine that answers."""
+        found: dict[EngineId, EngineStats] = {}
+        for engine_id, seat in list(self._seats.items()):
+            if seat.backend is None:
+                continue
+            try:
+                found[engine_id] = await seat.backend.stats()
+            except EngineError:
+                continue  # its loss is an event of its own
+        return found
+
+    async def close(self) -> None:
+        """End every engine, in order if they can."""
+        seats = list(self._seats.values())
+        self._seats.clear()
+        for seat in seats:
+            seat.ours = True
+        await asyncio.gather(*(seat.backend.close() for seat in seats if seat.backend is not None))
+
+    def _begin(self, engine_id: EngineId, epoch: int, former: Seat | None) -> None:
+        seat = self._seats[engine_id] = Seat(epoch=epoch)
+        if former is not None:
+            former.ours = True
+            if former.backend is not None:
+                former.backend.kill()
+        self._tasks.spawn(self._live(engine_id, seat, former), f"engine {engine_id}.{epoch}")
+
+    async def _live(self, engine_id: EngineId, seat: Seat, former: Seat | None) -> None:
+        """One epoch from its start to its loss."""
+        try:
+            if former is not None:
+                await former.closed.wait()
+            if seat.ours:
+                return
+            started = self._clock()
+            try:
+                seat.backend = self._make(engine_id, seat.epoch)
+                ready = await seat.backend.ready()
+            except (EngineError, OSError) as error:
+                self._lost(engine_id, seat, str(error))
+                return
+            self._trace.span(ENGINES, engine_id, "start", started, self._clock(), epoch=seat.epoch)
+            joined = EngineJoined(
+                engine_id=engine_id, epoch=seat.epoch, max_slots=ready.max_slots, kv_total_tokens=ready.kv_total_tokens
+            )
+            self._post(joined)
+            self._lost(engine_id, seat, await asyncio.shield(seat.backend.lost))
+        finally:
+            if seat.backend is not None:
+                seat.backend.kill()
+            seat.closed.set()
+
+    def _lost(self, engine_id: EngineId, seat: Seat, error: str) -> None:
+        if not seat.ours:
+            self._trace.instant(ENGINES, engine_id, "lost", self._clock())
+            self._post(EngineLost(engine_id=engine_id, epoch=seat.epoch, error=error))
+
+    async def _suspend(self, engine_id: EngineId) -> None:
+        seat = self._seats.get(engine_id)
+        if seat is None or seat.backend is None:
+            return  # its loss is on its way
+        try:
+            await seat.backend.suspend()
+        except EngineError:
+            return  # so too
+        self._post(EngineSuspended(engine_id=engine_id, epoch=seat.epoch))
+
+    async def _load(self, command: LoadWeights) -> None:
+        engine_id, weights_id = command.engine_id, command.weights_id
+        seat = self._seats.get(engine_id)
+        if seat is None or seat.backend is None:
+            return
+        manifest = self._manifests.get(weights_id)
+        started = self._clock()
+        try:
+            if manifest is None:
+                raise WeightsError(f"weights {weights_id} are not published any more")
+            await seat.backend.load(manifest)
+        except WeightsError as error:
+            self._post(WeightsLoadFailed(engine_id=engine_id, epoch=seat.epoch, weights_id=weights_id, error=str(error)))
+            return
+        except EngineError:
+            return
+        self._trace.span(ENGINES, engine_id, f"load v{command.version}", started, self._clock())
+        self._post(WeightsLoaded(engine_id=engine_id, epoch=seat.epoch, version=command.version, weights_id=weights_id))

@@ -1,0 +1,228 @@
+"""`train`: from a configuration to a finished run. Prepares the directory, starts the processes, and hands over to the world.
+
+Only this module knows what runs where. Invariants: the run's directory is held by one controller; whatever ends the run, no
+process of it is left; a run that ended says why and what came of every trajectory it started.
+"""
+
+import asyncio
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rollweave.backends.client import EngineClient
+from rollweave.backends.inproc import in_thread
+from rollweave.backends.process import in_process
+from rollweave.codec.chat import ChatCodec
+from rollweave.codec.config import dumps
+from rollweave.envs.tasks import TaskSource
+from rollweave.live.checkpoints import Checkpoints
+from rollweave.live.clock import RunClock
+from rollweave.live.journal import RunJournal
+from rollweave.live.metrics import Metrics, Progress, Silent
+from rollweave.live.recover import recover
+from rollweave.live.rundir import RunDir
+from rollweave.live.sinks import open_sinks
+from rollweave.live.summary import Summary, describe, summarize, write_summary
+from rollweave.live.trace import Trace
+from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
+from rollweave.live.world import World
+from rollweave.rollout.episode import Episode, Speech
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import StartInit
+from rollweave.schema.config import RunConfig
+from rollweave.schema.serving import EngineSpec, Sampling
+from rollweave.schema.work import Purpose
+
+ENGINE_MODULE = "rollweave.live.engine_process"
+BACKSTOP = 2.0
+"""Our own limits on a silent child, as a multiple of the core's: the core acts first, with its own reasons."""
+
+
+def train(config: RunConfig, *, resume: bool = False, inproc: bool = False, progress: Progress | None = None) -> Summary:
+    """Run `config` to its end, or go on with it (`resume`), with engines and trainer as processes or as threads (`inproc`).
+
+    The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at once, and raises KeyboardInterrupt.
+    Raises `ConfigError` for what the user must change. What goes wrong in the run itself is in the summary's `error`.
+    """
+    progress = progress if progress is not None else Silent()
+    with RunDir.claim(config, resume=resume) as run:
+        return asyncio.run(_train(config, run, resume=resume, inproc=inproc, progress=progress))
+
+
+async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, progress: Progress) -> Summary:
+    progress.phase("resuming" if resume else "starting")
+    source = TaskSource(config)
+    run.config.write_text(dumps(config))
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(TrajectoryStore(run.trajectories))
+        checkpoints = Checkpoints(run.checkpoints)
+        begun = recover(config, run, store, checkpoints)
+        clock = RunClock(begun.at)
+        journal = stack.enter_context(RunJournal(run.path, config))
+        sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
+        core = begun.core
+        metrics = Metrics(run.metrics, clock=clock.now, state=lambda: core.state, progress=progress, sinks=sinks)
+        stack.callback(metrics.close)
+        trace = Trace(run.trace)
+        stack.callback(trace.close)
+        processes = Processes(config, run, words=source.words(), inproc=inproc)
+        world = World(
+            config,
+            core=core,
+            clock=clock,
+            journal=journal,
+            store=store,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            trace=trace,
+            draws=source,
+            make_engine=processes.engine,
+            make_trainer=processes.trainer,
+            make_episode=Episodes(config, processes.model_dir, source, clock).make,
+        )
+        metrics.event("resumed" if begun.resumed else "started", inproc=inproc, engines=config.engines.count)
+        with _signals(world, progress):
+            await world.run(begun.first(processes.engine_ids), engines=processes.engine_ids, fresh=not begun.resumed)
+        evaluation = metrics.final_evaluation or metrics.last_evaluation
+        summary = summarize(core, evaluation=evaluation, wall_s=clock.now())
+        write_summary(run.summary, summary)
+        metrics.event("finished", error=summary.error, account=describe(summary.account))
+        progress.phase(f"finished: {describe(summary.account)}")
+        return summary
+
+
+class Processes:
+    """Starts engines and trainers of one run. Where a model from scratch does not exist yet, the first trainer builds it."""
+
+    def __init__(self, config: RunConfig, run: RunDir, *, words: tuple[str, ...], inproc: bool) -> None:
+        self._config, self._run, self._words, self._inproc = config, run, words, inproc
+        self.model_dir = Path(config.model.path) if config.model.path is not None else run.model
+        self.engine_ids = tuple(EngineId(f"e{number}") for number in range(config.engines.count))
+        self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.model_dir.exists():
+            self._model_ready.set_result(None)
+
+    def engine(self, engine_id: EngineId, epoch: int) -> EngineClient:
+        """Start epoch `epoch` of an engine. Raises OSError."""
+        engines, watchdog = self._config.engines, self._config.watchdog
+        spec = EngineSpec(
+            id=engine_id,
+            model=str(self.model_dir),
+            device=self._config.model.device,
+            dtype=self._config.model.dtype,
+            threads=engines.threads,
+            max_slots=engines.max_slots,
+            kv_tokens=engines.kv_tokens,
+            block_tokens=engines.block_tokens,
+            prefill_chunk_tokens=engines.prefill_chunk_tokens,
+            prefix_cache=engines.prefix_cache,
+            deterministic=engines.deterministic,
+        )
+        if self._inproc:
+            from rollweave.engine.loop import EngineLoop  # torch stays out of a controller that does not need it
+
+            link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
+        else:
+            log = self._run.logs / f"{engine_id}.log"
+            env = _threads(engines.threads)
+            link = in_process(spec, module=ENGINE_MODULE, log=log, env=env, model_ready=self._model_ready)
+        name = f"engine {engine_id}.{epoch}"
+        return EngineClient(name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s)
+
+    def trainer(self, epoch: int, fresh: bool) -> TrainerBackend:
+        """Start a trainer; a fresh one warms up, one that will be restored does not. Raises OSError."""
+        trainer = self._config.trainer
+        spec = TrainerSpec(
+            config=self._config.model_dump_json(),
+            model=str(self.model_dir),
+            run_dir=str(self._run.path),
+            world=1 if self._inproc else trainer.ranks,
+            words=self._words,
+            warm_up=fresh,
+        )
+        start_s = BACKSTOP * max(self._config.watchdog.start_s, self._config.watchdog.train_s)
+        if self._inproc:
+            from rollweave.live.trainer_process import build
+
+            return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
+        env = _threads(trainer.threads)
+        return ProcessTrainer(spec, logs=self._run.logs, env=env, start_s=start_s, on_ready=self._trainer_ready)
+
+    def _trainer_ready(self) -> None:
+        if not self._model_ready.done():
+            self._model_ready.set_result(None)
+
+
+class Episodes:
+    """Makes the driver of one attempt: the world of its task domain, the way its agent speaks, the run's seed."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, source: TaskSource, clock: RunClock) -> None:
+        self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
+
+    def make(self, command: StartInit) -> Episode:
+        name = command.task.tag
+        return Episode(
+            command,
+            worlds=self._source.worlds(name),
+            speech=self._speech(name, command.purpose),
+            seed=self._config.run.seed,
+            clock=self._clock.now,
+        )
+
+    @functools.cached_property
+    def _codec(self) -> ChatCodec:
+        return ChatCodec.from_directory(self._model_dir)
+
+    @functools.cache  # noqa: B019 (one object a run)
+    def _speech(self, name: str, purpose: Purpose) -> Speech:
+        rollout, codec = self._config.rollout, self._codec
+        words = self._source.allowed_words(name)
+        training = purpose is Purpose.TRAIN
+        sampling = Sampling(
+            temperature=rollout.temperature if training else self._config.eval.temperature,
+            top_p=rollout.top_p if training else 1.0,
+            top_k=rollout.top_k if training else 0,
+            stop_token_ids=codec.stop_token_ids,
+            stop=codec.stop,
+            allowed=(*codec.words(words), *codec.stop_token_ids) if words else (),
+        )
+        return Speech(codec=codec, sampling=sampling)
+
+
+def _threads(count: int) -> Mapping[str, str]:
+    """Environment of a child that computes with `count` threads."""
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count), "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextlib.contextmanager
+def _signals(world: World, progress: Progress) -> Iterator[None]:
+    """The first SIGINT or SIGTERM stops in order, the second at once. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None, "called from a coroutine"
+    asked = False
+
+    def on_signal() -> None:
+        nonlocal asked
+        if asked:
+            main.cancel()
+        else:
+            asked = True
+            progress.phase("stopping in order; once more to stop at once")
+            world.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,68 @@
+"""The directory of one run, and the right to write to it.
+
+Invariants: at most one controller holds a run directory (an advisory lock that dies with its process); a fresh run never
+writes into a directory that holds something; whatever is inside is named here and nowhere else.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Self
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+
+class RunDir:
+    """Paths below `runs/<name>`. `claim` takes the lock; `release` gives it back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.trajectories = path / "trajectories"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.json"
+        self.summary = path / "summary.json"
+        self.lock = path / "lock"
+        self._fd = -1
+
+    @classmethod
+    def claim(cls, config: RunConfig, *, resume: bool) -> Self:
+        """Make or take over the run's directory. Raises `ConfigError` where it is in use, or not as `resume` expects."""
+        run = cls(Path(config.run.dir) / config.run.name)
+        if resume and not run.config.exists():
+            raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
+        run.path.mkdir(parents=True, exist_ok=True)
+        run._take_lock()
+        if not resume and any(entry != run.lock for entry in run.path.iterdir()):
+            run.release()
+            raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
+        run.logs.mkdir(exist_ok=True)
+        return run
+
+    def release(self) -> None:
+        """Give the lock back. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _take_lock(self) -> None:
+        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise ConfigError(f"run.name: {self.path} is in use by another controller, process {holder}") from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._fd = fd
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

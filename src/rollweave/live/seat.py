@@ -1,0 +1,211 @@
+"""The trainer of the live world: executes the core's commands about training and says what came of them.
+
+Invariants: there is at most one trainer, of the newest epoch; everything it says carries its epoch. A checkpoint's
+directory, journal segment and core snapshot are of one moment, and only after `CheckpointSaved` is in the journal are older
+ones removed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from rollweave.live.checkpoints import Checkpoints, CoreSnapshot
+from rollweave.live.tasks import Tasks
+from rollweave.live.trace import TRAINER, Trace
+from rollweave.live.trainer_link import TrainerBackend, TrainerLostError
+from rollweave.rollout.store import StoreError, TrajectoryStore
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.events import (
+    CheckpointFailed,
+    CheckpointSaved,
+    Event,
+    StepTrained,
+    TrainerLost,
+    TrainerReady,
+    TrainFailed,
+    WeightsPublished,
+)
+from rollweave.schema.training import Publish, Published, Restore, Restored, Save, Saved, Trained, TrainMetrics, TrainOn
+from rollweave.schema.training import TrainFailed as Failed
+from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Batch, ScoredGroup
+
+
+class Post(Protocol):
+    """The pump's inbox."""
+
+    def __call__(self, event: Event, then: Callable[[], None] | None = None) -> None:
+        """Queue an event; `then` follows once it is in the journal."""
+
+
+class TrainerSeat:
+    """`make(epoch, fresh)` starts a trainer, or raises OSError; `snapshot(step)` is the core of this moment."""
+
+    def __init__(
+        self,
+        *,
+        make: Callable[[int, bool], TrainerBackend],
+        tasks: Tasks,
+        post: Post,
+        clock: Callable[[], float],
+        trace: Trace,
+        store: TrajectoryStore,
+        checkpoints: Checkpoints,
+        snapshot: Callable[[int], CoreSnapshot],
+        on_published: Callable[[WeightManifest], None],
+        on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
+    ) -> None:
+        self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
+        self._store, self._checkpoints, self._snapshot = store, checkpoints, snapshot
+        self._on_published, self._on_trained = on_published, on_trained
+        self._epoch = 0
+        self._backend: TrainerBackend | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._trained: dict[int, list[TrajectoryId]] = {}  # by step, not yet covered by a checkpoint
+
+    def start(self, epoch: int, step: int | None) -> None:
+        """Start a trainer process; from checkpoint `step`, or afresh. The one before it is killed."""
+        former, self._life = self._life, None
+        if self._backend is not None:
+            self._backend.kill()
+        self._backend, self._epoch = None, epoch
+        for lost in [trained for trained in self._trained if trained >= (step or 0)]:
+            del self._trained[lost]  # the core may train on these again
+        self._life = self._tasks.spawn(self._live(epoch, step, former), f"trainer {epoch}")
+
+    def restart(self, command: RestartTrainer) -> None:
+        self.start(command.epoch, command.step)
+
+    def train(self, command: TrainStep) -> None:
+        self._tasks.spawn(self._train(self._epoch, command), f"train {command.step}.{command.part}")
+
+    def publish(self, command: PublishWeights) -> None:
+        self._tasks.spawn(self._publish(self._epoch, command), f"publish {command.version}")
+
+    def save(self, command: SaveCheckpoint) -> None:
+        self._tasks.spawn(self._save(self._epoch, command), f"save {command.step}")
+
+    async def close(self) -> None:
+        """End the trainer, in order if it can."""
+        backend, self._backend = self._backend, None
+        self._epoch = -1
+        if backend is not None:
+            await backend.close()
+
+    async def _live(self, epoch: int, step: int | None, former: asyncio.Task[None] | None) -> None:
+        """One trainer from its start to its loss."""
+        if former is not None:
+            await asyncio.wait([former])
+        started, backend = self._clock(), None
+        try:
+            if epoch != self._epoch:
+                return
+            try:
+                backend = self._backend = self._make(epoch, step is None)
+                await backend.ready()
+                if step is not None:
+                    await self._restore(backend, step)
+            except (RollweaveError, OSError) as error:
+                self._lost(epoch, str(error))
+                return
+            self._trace.span(TRAINER, "trainer", "start", started, self._clock(), epoch=epoch)
+            self._post(TrainerReady(epoch=epoch, step=step or 0))
+            self._lost(epoch, await asyncio.shield(backend.lost))
+        finally:
+            if backend is not None:
+                backend.kill()
+
+    def _lost(self, epoch: int, error: str) -> None:
+        if epoch == self._epoch:
+            self._post(TrainerLost(epoch=epoch, error=error))
+
+    async def _restore(self, backend: TrainerBackend, step: int) -> None:
+        reply = await backend.ask(Restore(path=str(self._checkpoints.path(step))))
+        if not isinstance(reply, Restored):
+            raise TrainerLostError(f"checkpoint of step {step} cannot be restored: {_error(reply)}")
+
+    async def _train(self, epoch: int, command: TrainStep) -> None:
+        backend = self._backend
+        if backend is None:
+            return
+        step, part = command.step, command.part
+        try:
+            batch = await self._batch(command)
+            started = self._clock()
+            reply = await backend.ask(TrainOn(batch=batch))
+        except TrainerLostError:
+            return  # its loss is an event of its own
+        except StoreError as error:
+            self._post(TrainFailed(epoch=epoch, step=step, error=str(error), nonfinite=False))
+            return
+        self._trace.span(TRAINER, "trainer", f"train {step}.{part}", started, self._clock(), groups=len(batch.groups))
+        if isinstance(reply, Trained):
+            self._trained.setdefault(step, []).extend(member for group in command.groups for member in group.trajectory_ids)
+            self._on_trained(command, batch, reply.metrics)
+            self._post(StepTrained(epoch=epoch, step=step, part=part))
+        else:
+            nonfinite = isinstance(reply, Failed) and reply.nonfinite
+            self._post(TrainFailed(epoch=epoch, step=step, error=_error(reply), nonfinite=nonfinite))
+
+    async def _batch(self, command: TrainStep) -> Batch:
+        """The batch with its tokens, read off the loop."""
+        places = self._store.find([member for group in command.groups for member in group.trajectory_ids])
+        trajectories = iter(await asyncio.to_thread(self._store.read, places))
+        groups = tuple(
+            ScoredGroup(id=group.id, env=group.name, trajectories=tuple(next(trajectories) for _ in group.trajectory_ids))
+            for group in command.groups
+        )
+        return Batch(step=command.step, version=command.step, part=command.part, parts=command.parts, groups=groups)
+
+    async def _publish(self, epoch: int, command: PublishWeights) -> None:
+        backend = self._backend
+        if backend is None:
+            return
+        started = self._clock()
+        try:
+            if command.from_checkpoint is not None:
+                await self._restore(backend, command.from_checkpoint)
+            reply = await backend.ask(Publish(version=command.version, weights_id=command.weights_id))
+            if not isinstance(reply, Published):
+                raise TrainerLostError(f"weights version {command.version} cannot be published: {_error(reply)}")
+        except TrainerLostError as error:
+            self._lost(epoch, str(error))
+            backend.kill()
+            return
+        self._trace.span(TRAINER, "trainer", f"publish v{command.version}", started, self._clock())
+        self._on_published(reply.manifest)
+        self._post(WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id))
+
+    async def _save(self, epoch: int, command: SaveCheckpoint) -> None:
+        backend, step = self._backend, command.step
+        if backend is None:
+            return
+        started = self._clock()
+        try:
+            await asyncio.to_thread(self._checkpoints.discard, step)
+            reply = await backend.ask(Save(path=str(self._checkpoints.saving_path(step)), export=command.export))
+            if not isinstance(reply, Saved):
+                raise OSError(_error(reply))
+            snapshot = self._snapshot(step)  # this moment: what follows is in the journal's new segment
+            await asyncio.to_thread(self._checkpoints.complete, step, snapshot)
+        except TrainerLostError:
+            return
+        except OSError as error:
+            await asyncio.to_thread(self._checkpoints.discard, step)
+            self._post(CheckpointFailed(epoch=epoch, step=step, error=str(error)))
+            return
+        self._trace.span(TRAINER, "trainer", f"save {step}", started, self._clock())
+        self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._saved(command))
+
+    def _saved(self, command: SaveCheckpoint) -> None:
+        """The checkpoint is in the journal: what only earlier ones needed may go."""
+        for step in [step for step in self._trained if step < command.step]:
+            self._store.forget(self._trained.pop(step))
+        keep = {*command.keep, command.step}
+        self._tasks.spawn(asyncio.to_thread(self._checkpoints.prune, keep), "prune checkpoints")
+
+
+def _error(reply: object) -> str:
+    return str(getattr(reply, "error", f"unexpected answer {type(reply).__name__}"))

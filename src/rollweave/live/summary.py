@@ -1,0 +1,79 @@
+"""What a run came to: `summary.json`, and the account that must balance."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollweave.core.account import Account
+from rollweave.core.core import Core
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import RollweaveError
+
+
+class Summary(Noun, frozen=True, kw_only=True):
+    """`success_rate` and `eval_episodes` are those of the final evaluation, or of the last periodic one where there is none.
+
+    `tokens` counts sampled tokens; `wall_s` is the run's time over all its lives; `error` is empty where all went well.
+    """
+
+    success_rate: dict[str, float]
+    eval_episodes: dict[str, int]
+    steps: int
+    trajectories: int
+    tokens: int
+    wall_s: float
+    staleness_max: int
+    stop_reasons: dict[str, int]
+    account: Account
+    best_step: int | None = None
+    retried: dict[str, int]
+    watchdog: dict[str, int]
+    idle: dict[str, dict[str, float]]
+    error: str = ""
+
+
+class AccountError(RollweaveError):
+    """A trajectory is unaccounted for: a bug of ours."""
+
+
+def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -> Summary:
+    """The summary of a core that has finished. Raises `AccountError` where the books do not balance."""
+    state, counters, account = core.state, core.state.counters, core.account()
+    if not account.balanced or account.in_flight:
+        raise AccountError(f"trajectories are unaccounted for at the end of the run: {describe(account)}")
+    return Summary(
+        success_rate=dict(evaluation["success"]) if evaluation is not None else {},
+        eval_episodes=dict(evaluation["episodes"]) if evaluation is not None else {},
+        steps=state.trainer.step,
+        trajectories=account.started,
+        tokens=counters.output_tokens,
+        wall_s=round(wall_s, 3),
+        staleness_max=max(counters.staleness, default=0),
+        stop_reasons=dict(counters.stop_reasons),
+        account=account,
+        best_step=state.best_step,
+        retried=dict(counters.retried),
+        watchdog=dict(counters.watchdog),
+        idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
+        error=state.error,
+    )
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write `summary.json`, whole or not at all."""
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(msgspec.to_builtins(summary), indent=2) + "\n")
+    fresh.replace(path)
+
+
+def describe(account: Account) -> str:
+    """The account as one line for people."""
+    dropped = sum(account.dropped.values())
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(account.dropped.items()))
+    text = (
+        f"{account.started} started = {account.trained} trained + {dropped} dropped{f' ({reasons})' if reasons else ''} "
+        f"+ {account.buffered} buffered + {account.cancelled} cancelled"
+    )
+    return f"{text} + {account.in_flight} in flight" if account.in_flight else text

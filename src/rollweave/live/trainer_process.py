@@ -1,0 +1,59 @@
+"""The process of one trainer rank: `python -m rollweave.live.trainer_process`, started by `live/trainer_link.py`."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from rollweave.backends.parent import Parent
+from rollweave.codec.wire import decoder_of, encode
+from rollweave.live.trainer_link import TrainerSpec
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.training import TrainerCommand, TrainerReady
+from rollweave.train.scratch import build_checkpoint
+from rollweave.train.trainer import Trainer
+from rollweave.train.warmup import warm_up
+
+MODEL_S = 120.0
+"""Seconds that rank 0 has to build a model from scratch, before the other ranks give up on it."""
+
+
+def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
+    """The trainer of one rank. A model from scratch is built first where there is none; a fresh run warms it up."""
+    config = RunConfig.model_validate_json(spec.config)
+    torch.set_num_threads(config.trainer.threads)
+    model_dir = Path(spec.model)
+    if config.model.scratch is not None and not model_dir.exists():
+        if spec.rank == 0:
+            build_checkpoint(model_dir, scratch=config.model.scratch, words=spec.words, seed=config.run.seed)
+        else:
+            _await_model(model_dir)
+    trainer = Trainer(config, model_dir, Path(spec.run_dir), rank=spec.rank, world=spec.world)
+    if spec.warm_up and config.warmup.steps:
+        warm_up(trainer)
+    return trainer.ready(), trainer
+
+
+def _await_model(model_dir: Path) -> None:
+    """The directory appears whole (it is renamed into place)."""
+    deadline = time.monotonic() + MODEL_S
+    while not model_dir.exists():
+        if time.monotonic() > deadline:
+            raise TrainerError(f"rank 0 has not built {model_dir} within {MODEL_S:g} s")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Serve until `StopTrainer`, or until our parent is gone."""
+    parent = Parent.from_arguments()
+    ready, trainer = build(decoder_of(TrainerSpec)(parent.receive()))
+    parent.send(encode(ready))
+    decode = decoder_of(TrainerCommand)
+    commands = parent.queue()
+    while (reply := trainer.handle(decode(commands.get()))) is not None:
+        parent.send(encode(reply))
+
+
+if __name__ == "__main__":
+    main()

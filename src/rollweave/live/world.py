@@ -1,0 +1,165 @@
+"""The live world of one run: pump, pipeline, engines, trainer and their effects, wired together under one task group.
+
+Invariants: whatever ends the world (the core's `Finish`, an error, a signal) ends every task, environment and process of it
+before `run` returns; what the user did not ask for and the core did not decide is an error that passes through.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rollweave.backends.base import EngineBackend
+from rollweave.core.core import Core
+from rollweave.live.checkpoints import Checkpoints, CoreSnapshot
+from rollweave.live.clock import RunClock
+from rollweave.live.effects import Draws, Effects
+from rollweave.live.fleet import Fleet
+from rollweave.live.journal import RunJournal
+from rollweave.live.metrics import Metrics
+from rollweave.live.pump import Pump
+from rollweave.live.seat import TrainerSeat
+from rollweave.live.tasks import Tasks
+from rollweave.live.trace import ENVIRONMENTS, Trace
+from rollweave.live.trainer_link import TrainerBackend
+from rollweave.rollout.episode import Episode
+from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import Command, MarkBest, RecordEvaluation, StartInit, TrainStep, Warn
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import Event, StopRequested
+from rollweave.schema.training import TrainMetrics
+from rollweave.schema.work import Batch
+
+WAITING_PER_SLOT = 8
+"""Rolled-out attempts remembered for each living environment: rewards queue at most about that far behind."""
+
+
+class World:
+    """Everything of one run that lives. `run` returns the core's last word."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        core: Core,
+        clock: RunClock,
+        journal: RunJournal,
+        store: TrajectoryStore,
+        checkpoints: Checkpoints,
+        metrics: Metrics,
+        trace: Trace,
+        draws: Draws,
+        make_engine: Callable[[EngineId, int], EngineBackend],
+        make_trainer: Callable[[int, bool], TrainerBackend],
+        make_episode: Callable[[StartInit], Episode],
+    ) -> None:
+        self.core, self.clock = core, clock
+        self._journal, self._checkpoints, self._metrics, self._trace = journal, checkpoints, metrics, trace
+        self._tasks = Tasks()
+        self._error: str | None = None
+        self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
+        self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
+        self.seat = TrainerSeat(
+            make=make_trainer,
+            tasks=self._tasks,
+            post=self.pump.post,
+            clock=clock.now,
+            trace=trace,
+            store=store,
+            checkpoints=checkpoints,
+            snapshot=self._snapshot,
+            on_published=self.fleet.published,
+            on_trained=self._trained,
+        )
+        self.pipeline = Pipeline(
+            make_episode=make_episode,
+            engine=self.fleet.backend,
+            store=store,
+            post=self.pump.post,
+            spawn=self._tasks.spawn,
+            clock=clock.now,
+            spans=_EpisodeSpans(trace),
+            waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
+        )
+        self._effects = Effects(
+            pipeline=self.pipeline,
+            fleet=self.fleet,
+            seat=self.seat,
+            draws=draws,
+            listener=self,
+            tasks=self._tasks,
+            post=self.pump.post,
+            clock=clock.now,
+            finish=self._finish,
+        )
+
+    async def run(self, first: Event, *, engines: Sequence[EngineId], fresh: bool) -> str:
+        """Begin with event `first`, and live until the core says `Finish`; its error, or "" where all went well."""
+        async with self._tasks:
+            try:
+                self.pump.post(first)
+                self.fleet.start(engines)
+                if fresh:
+                    self.seat.start(0, None)
+                await self.pump.run()
+                await asyncio.gather(self.fleet.close(), self.seat.close())
+            finally:
+                self._tasks.cancel_all()
+        assert self._error is not None, "the pump ends with Finish"
+        return self._error
+
+    def stop(self) -> None:
+        """The user asks for an orderly end."""
+        self.pump.post(StopRequested())
+
+    # Listener of the effects.
+
+    def warned(self, command: Warn) -> None:
+        self._metrics.warned(command)
+
+    def evaluated(self, command: RecordEvaluation) -> None:
+        self._metrics.evaluated(command)
+
+    def best(self, command: MarkBest) -> None:
+        try:
+            self._checkpoints.mark_best(command.step)
+        except OSError as error:
+            self._metrics.warned(Warn(component="checkpoints", message=f"cannot mark step {command.step} best: {error}"))
+            return
+        self._metrics.best(command)
+
+    # What the parts call.
+
+    def _execute(self, command: Command) -> None:
+        self._effects.execute(command)
+
+    def _finish(self, error: str) -> None:
+        self._error = error
+        self.pump.stop()
+
+    def _snapshot(self, step: int) -> CoreSnapshot:
+        """The core now, and a fresh journal segment for what follows."""
+        segment = self._journal.rotate()
+        return CoreSnapshot(step=step, segment=segment, at=self.clock.now(), state=self.core.snapshot())
+
+    def _trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
+        self._metrics.trained(command, batch, metrics)
+        self._trace.flush()
+        if command.part + 1 == command.parts:
+            self._tasks.spawn(self._sample_engines(), "sample engines")
+
+    async def _sample_engines(self) -> None:
+        self._metrics.sampled(await self.fleet.sample())
+
+
+class _EpisodeSpans:
+    """The pipeline's spans as rows of the trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        self._trace.span(ENVIRONMENTS, lane, name, start, end, trajectory=lane)
+
+    def episode_over(self, lane: str) -> None:
+        self._trace.release(ENVIRONMENTS, lane)

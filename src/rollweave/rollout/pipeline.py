@@ -1,0 +1,403 @@
+"""The INIT/RUN/EVAL pipeline: executes what the core decided about trajectories, and reports what came of it.
+
+It decides nothing: slots, queues, retries and deadlines are the core's. Invariants: every attempt that was started ends in
+exactly one `TrajectoryEnded` (or, in EVAL, one reward event), posted after its environment is closed and its record is in the
+store; a command of another attempt or try changes nothing; a cancelled attempt leaves no task, environment or generation.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from rollweave.backends.base import EngineBackend
+from rollweave.envs.base import Score
+from rollweave.rollout.episode import Answer, Episode, EpisodeStopError
+from rollweave.rollout.store import Ended, Scored, TrajectoryStore
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.commands import (
+    AbortTurn,
+    CancelTrajectory,
+    Evict,
+    StartEval,
+    StartInit,
+    StartRun,
+    StartTurn,
+)
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.events import (
+    EnvReady,
+    Event,
+    RewardFailed,
+    RewardReady,
+    TrajectoryEnded,
+    TurnDone,
+    TurnFailed,
+    TurnRequested,
+)
+from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
+
+CLOSE_S = 5.0
+"""Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
+
+Key = tuple[TrajectoryId, int]
+
+
+class Spans(Protocol):
+    """Where the pipeline says how long things took; `live/trace.py` draws it."""
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        """One phase of the attempt `lane`."""
+
+    def episode_over(self, lane: str) -> None:
+        """The attempt is over."""
+
+
+class Spawn(Protocol):
+    """Run a coroutine as a task that somebody owns."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start it."""
+
+
+@dataclasses.dataclass(slots=True)
+class _OpenTurn:
+    number: int
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    answer: asyncio.Future[Answer]
+    generating: asyncio.Task[None] | None = None
+    try_number: int = -1
+
+
+@dataclasses.dataclass(slots=True)
+class _Attempt:
+    """An attempt between `StartInit` and `TrajectoryEnded`."""
+
+    command: StartInit
+    episode: Episode
+    go: asyncio.Event
+    task: asyncio.Task[None] | None = None
+    begun: bool = False
+    turn: _OpenTurn | None = None
+    cancelled: StopReason | None = None
+
+    @property
+    def lane(self) -> str:
+        return f"{self.command.trajectory_id}/{self.command.attempt}"
+
+
+@dataclasses.dataclass(slots=True)
+class _Evaluation:
+    """An attempt between `StartEval` and its reward event."""
+
+    attempt: _Attempt
+    task: asyncio.Task[None] | None = None
+    begun: bool = False
+    cancelled: StopReason | None = None
+
+
+class Pipeline:
+    """`make_episode` builds the driver of one attempt; `engine` finds an engine's living process."""
+
+    def __init__(
+        self,
+        *,
+        make_episode: Callable[[StartInit], Episode],
+        engine: Callable[[EngineId], EngineBackend | None],
+        store: TrajectoryStore,
+        post: Callable[[Event], None],
+        spawn: Spawn,
+        clock: Callable[[], float],
+        spans: Spans,
+        waiting_limit: int,
+    ) -> None:
+        """`waiting_limit` bounds the rolled-out attempts that are remembered for a `StartEval` that may never come."""
+        self._make_episode, self._engine, self._store = make_episode, engine, store
+        self._post, self._spawn, self._clock, self._spans = post, spawn, clock, spans
+        self._attempts: dict[Key, _Attempt] = {}
+        self._rolled_out: dict[Key, _Attempt] = {}
+        self._evaluations: dict[Key, _Evaluation] = {}
+        self._waiting_limit = waiting_limit
+
+    @property
+    def alive(self) -> int:
+        """Attempts for which something is held."""
+        return len(self._attempts) + len(self._evaluations)
+
+    # Commands.
+
+    def start_init(self, command: StartInit) -> None:
+        key = (command.trajectory_id, command.attempt)
+        attempt = _Attempt(command=command, episode=self._make_episode(command), go=asyncio.Event())
+        self._attempts[key] = attempt
+        attempt.task = self._spawn(self._live(attempt), f"episode {attempt.lane}")
+
+    def start_run(self, command: StartRun) -> None:
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        if attempt is not None:
+            attempt.go.set()
+
+    def start_turn(self, command: StartTurn) -> None:
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        turn = attempt.turn if attempt is not None else None
+        if attempt is None or turn is None or turn.number != command.turn or turn.generating is not None:
+            return  # the attempt has ended meanwhile, and has said so
+        turn.try_number = command.try_number
+        backend = self._engine(command.engine_id)
+        if backend is None:
+            self._turn_failed(command, "the engine is gone")
+            return
+        name = f"{attempt.lane}/{command.turn}/{command.try_number}"
+        turn.generating = self._spawn(self._generate(attempt, turn, command, backend, name), f"turn {name}")
+
+    def abort_turn(self, command: AbortTurn) -> None:
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        turn = attempt.turn if attempt is not None else None
+        if turn is None or (turn.number, turn.try_number) != (command.turn, command.try_number):
+            return
+        if turn.generating is not None:
+            turn.generating.cancel()
+            turn.generating = None
+
+    def start_eval(self, command: StartEval) -> None:
+        key = (command.trajectory_id, command.attempt)
+        attempt = self._rolled_out.pop(key, None)
+        if attempt is None:
+            error = "the attempt is not waiting for its reward"
+            self._post(RewardFailed(trajectory_id=key[0], attempt=key[1], stop_reason=StopReason.REWARD_ERROR, error=error))
+            return
+        evaluation = self._evaluations[key] = _Evaluation(attempt=attempt)
+        evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
+
+    def cancel(self, command: CancelTrajectory) -> None:
+        key = (command.trajectory_id, command.attempt)
+        held = self._attempts.get(key) or self._evaluations.get(key)
+        if held is None:
+            self._rolled_out.pop(key, None)
+            self._post(TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason))
+            return
+        held.cancelled = command.reason
+        if held.begun and held.task is not None:  # a task that has not begun looks for itself
+            held.task.cancel()
+
+    def evict(self, command: Evict) -> None:
+        self._store.forget(command.trajectory_ids)
+
+    # INIT and RUN.
+
+    async def _live(self, attempt: _Attempt) -> None:
+        """The attempt's life until its environment is closed."""
+        attempt.begun = True
+        episode, error = attempt.episode, ""
+        try:
+            try:
+                if attempt.cancelled is None:
+                    reason = await self._init_and_run(attempt)
+                else:
+                    reason = attempt.cancelled
+            except EpisodeStopError as stop:
+                reason, error = stop.reason, str(stop)
+            except asyncio.CancelledError:
+                if attempt.cancelled is None:
+                    raise
+                reason = attempt.cancelled
+        except asyncio.CancelledError:
+            episode.kill()  # the world ends: nobody waits for an orderly close
+            self._end(attempt, StopReason.CANCELLED, "the run ended")
+            raise
+        await _closed(episode)
+        self._end(attempt, reason, error)
+
+    async def _init_and_run(self, attempt: _Attempt) -> StopReason:
+        command, started = attempt.command, self._clock()
+        await attempt.episode.init()
+        self._spans.episode_span(attempt.lane, "init", started, self._clock())
+        self._post(EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt))
+        await attempt.go.wait()
+        return await attempt.episode.run(_Port(self, attempt))
+
+    def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
+        """Write the record, then say it."""
+        command = attempt.command
+        key = (command.trajectory_id, command.attempt)
+        trajectory = attempt.episode.trajectory(reason, error)
+        self._store.append(Ended(at=self._clock(), purpose=command.purpose, member=command.member, trajectory=trajectory))
+        del self._attempts[key]
+        self._spans.episode_over(attempt.lane)
+        if reason in TRAINABLE and attempt.cancelled is None:
+            self._rolled_out[key] = attempt
+            while len(self._rolled_out) > self._waiting_limit:
+                del self._rolled_out[next(iter(self._rolled_out))]
+        else:
+            self._store.forget((command.trajectory_id,))
+        self._post(
+            TrajectoryEnded(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                stop_reason=reason,
+                turns=attempt.episode.turns,
+                tokens=sum(len(sequence.tokens) for sequence in trajectory.sequences),
+                error=error,
+            )
+        )
+
+    # Turns.
+
+    async def _turn(self, attempt: _Attempt, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        turn = attempt.turn = _OpenTurn(number=number, tokens=tokens, sampling=sampling, answer=answer)
+        command = attempt.command
+        self._post(
+            TurnRequested(trajectory_id=command.trajectory_id, attempt=command.attempt, turn=number, context_tokens=len(tokens))
+        )
+        try:
+            return await answer
+        finally:
+            attempt.turn = None
+            if turn.generating is not None:
+                turn.generating.cancel()
+
+    async def _generate(
+        self, attempt: _Attempt, turn: _OpenTurn, command: StartTurn, backend: EngineBackend, name: str
+    ) -> None:
+        started = self._clock()
+        request = GenerateRequest(id=name, tokens=turn.tokens, sampling=turn.sampling, rank=command.rank)
+        budget_s = attempt.episode.budget_s
+        try:
+            async with asyncio.timeout(max(0.0, budget_s)):
+                result = await backend.generate(request)
+            error = _flaw(result)
+        except TimeoutError:
+            if not turn.answer.done():
+                turn.answer.set_exception(
+                    EpisodeStopError(StopReason.TIME_BUDGET, f"the active time ran out in turn {turn.number}")
+                )
+            return
+        except EngineLostError:
+            turn.generating = None
+            return  # EngineLost fails all turns of the engine at once
+        except EngineError as raised:
+            error = str(raised)
+        turn.generating = None
+        ended = self._clock()
+        if error:
+            self._turn_failed(command, error)
+            return
+        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, ended)
+        self._post(
+            TurnDone(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                turn=command.turn,
+                try_number=command.try_number,
+                output_tokens=len(result.tokens),
+                cached_tokens=result.cached_tokens,
+                version=result.versions[-1].version,
+            )
+        )
+        if not turn.answer.done():
+            active_s = max(0.0, ended - started - result.queue_s)
+            turn.answer.set_result(Answer(result=result, engine_id=command.engine_id, active_s=active_s))
+
+    def _turn_failed(self, command: StartTurn, error: str) -> None:
+        self._post(
+            TurnFailed(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                turn=command.turn,
+                try_number=command.try_number,
+                error=error,
+            )
+        )
+
+    # EVAL.
+
+    async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
+        evaluation.begun = True
+        attempt, started = evaluation.attempt, self._clock()
+        score: Score | None = None
+        reason, error = StopReason.FINISHED, ""
+        try:
+            if evaluation.cancelled is None:
+                score = await attempt.episode.score()
+        except EpisodeStopError as stop:
+            reason, error = stop.reason, str(stop)
+        except asyncio.CancelledError:
+            if evaluation.cancelled is None:
+                evaluation.cancelled = StopReason.CANCELLED
+                self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
+                raise
+        self._spans.episode_span(attempt.lane, "eval", started, self._clock())
+        self._spans.episode_over(attempt.lane)
+        self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
+
+    def _scored(self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str) -> None:
+        """Write the score, or why there is none; then say it."""
+        trajectory_id, number = key
+        episode = evaluation.attempt.episode
+        if evaluation.cancelled is not None:
+            score = None
+        if score is not None:
+            reason = episode.stop_reason
+        self._store.score(
+            Scored(
+                at=self._clock(),
+                trajectory_id=trajectory_id,
+                attempt=number,
+                reward=score.reward if score is not None else None,
+                success=score.success if score is not None else None,
+                stop_reason=reason,
+                blame=BLAME_OF[reason],
+                eval_s=episode.eval_s,
+                error=error,
+            )
+        )
+        del self._evaluations[key]
+        if score is None or evaluation.attempt.command.purpose is Purpose.EVAL:
+            self._store.forget((trajectory_id,))
+        if evaluation.cancelled is not None:
+            self._post(TrajectoryEnded(trajectory_id=trajectory_id, attempt=number, stop_reason=evaluation.cancelled))
+        elif score is None:
+            self._post(RewardFailed(trajectory_id=trajectory_id, attempt=number, stop_reason=reason, error=error))
+        else:
+            self._post(RewardReady(trajectory_id=trajectory_id, attempt=number, reward=score.reward, success=score.success))
+
+
+class _Port:
+    """The episode's way to its turns."""
+
+    def __init__(self, pipeline: Pipeline, attempt: _Attempt) -> None:
+        self._pipeline, self._attempt = pipeline, attempt
+
+    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
+        return await self._pipeline._turn(self._attempt, number, tokens, sampling)
+
+    def stepped(self, name: str, start: float, end: float) -> None:
+        self._pipeline._spans.episode_span(self._attempt.lane, name, start, end)
+
+
+async def _closed(episode: Episode) -> None:
+    """Close the environment, or kill it."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await episode.close()
+    except (Exception, asyncio.CancelledError):  # whatever its author's `close` does; a cancellation has been answered
+        episode.kill()
+
+
+def _flaw(result: GenerateResult) -> str:
+    """What is wrong with an engine's answer, or ""."""
+    if result.finish is Finish.ABORTED:
+        return "the engine aborted the turn"
+    if not result.tokens or len(result.tokens) != len(result.logprobs):
+        return f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
+    position = 0
+    for span in result.versions:
+        if span.start != position or span.end <= span.start or span.version < 0:
+            return f"the engine's version spans are broken: {result.versions}"
+        position = span.end
+    if position != len(result.tokens):
+        return f"the engine's version spans cover {position} of {len(result.tokens)} tokens"
+    return ""

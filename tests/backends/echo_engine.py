@@ -1,0 +1,132 @@
+"""A fake engine's loop, without a model: counts up from the last prompt token. Also a process of its own.
+
+A prompt that begins with HOLD is answered only when it is aborted; with REFUSE, by an error; with CRASH the engine dies;
+with DEAF it takes no further command. Weights whose digest is "bad" are refused. While suspended, answers wait.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from rollweave.backends.parent import Parent
+from rollweave.codec.wire import decoder_of, encode
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    EngineStats,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    Load,
+    Loaded,
+    LoadFailed,
+    Ready,
+    Rerank,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stats,
+    Suspend,
+    Suspended,
+    VersionSpan,
+)
+
+HOLD, REFUSE, CRASH, DEAF = 99, 98, 97, 96
+
+
+class EchoLoop:
+    """`LoopLike`."""
+
+    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+        self._spec, self._reply = spec, reply
+        self._inbox: deque[EngineCommand] = deque()
+        self._wake = threading.Condition()
+        self._version = -1
+        self._suspended = False
+        self._held: dict[str, GenerateRequest] = {}
+        self._queued: list[GenerateRequest] = []
+
+    def post(self, command: EngineCommand) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def run(self) -> None:
+        if self._spec.model == "broken":
+            raise RuntimeError("the fake engine cannot start")
+        self._reply(Ready(version=-1, kv_total_tokens=1000, max_slots=self._spec.max_slots, max_context=500))
+        while True:
+            with self._wake:
+                while not self._inbox:
+                    self._wake.wait()
+                command = self._inbox.popleft()
+            match command:
+                case Shutdown():
+                    return
+                case Add(request=request):
+                    self._add(request)
+                case Abort(id=id):
+                    self._queued = [request for request in self._queued if request.id != id]
+                    if self._held.pop(id, None) is not None:
+                        self._answer(id, (), Finish.ABORTED)
+                case Suspend():
+                    self._suspended = True
+                    self._reply(Suspended(in_flight=len(self._held) + len(self._queued)))
+                case Resume():
+                    self._suspended = False
+                    queued, self._queued = self._queued, []
+                    for request in queued:
+                        self._add(request)
+                case Load(manifest=manifest) if manifest.digest == "bad":
+                    self._reply(LoadFailed(version=manifest.version, error="digest is bad"))
+                case Load(manifest=manifest):
+                    self._version = manifest.version
+                    self._reply(Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
+                case Stats():
+                    stats = EngineStats(
+                        version=self._version, running=len(self._held), waiting=0, kv_used_tokens=0, kv_total_tokens=1000
+                    )
+                    self._reply(Sampled(stats=stats))
+                case Rerank():
+                    pass
+
+    def _add(self, request: GenerateRequest) -> None:
+        first = request.tokens[0]
+        if first == CRASH:
+            raise RuntimeError("the fake engine crashed")
+        if first == DEAF:
+            threading.Event().wait()
+        if self._suspended:
+            self._queued.append(request)
+        elif first == HOLD:
+            self._held[request.id] = request
+        elif first == REFUSE:
+            self._answer(request.id, (), Finish.ERROR)
+        else:
+            last = request.tokens[-1]
+            self._answer(request.id, tuple(range(last + 1, last + 1 + request.sampling.max_tokens)), Finish.LENGTH)
+
+    def _answer(self, id: str, tokens: tuple[int, ...], finish: Finish) -> None:
+        spans = (VersionSpan(start=0, end=len(tokens), version=self._version),) if tokens else ()
+        error = "refused by the fake engine" if finish is Finish.ERROR else ""
+        result = GenerateResult(
+            id=id, tokens=tokens, logprobs=(-1.0,) * len(tokens), versions=spans, finish=finish, error=error
+        )
+        self._reply(Generated(result=result))
+
+
+def main() -> None:
+    parent = Parent.from_arguments()
+    spec = decoder_of(EngineSpec)(parent.receive())
+    decode = decoder_of(EngineCommand)
+    loop = EchoLoop(spec, lambda word: parent.send(encode(word)))
+    parent.listen(lambda payload: loop.post(decode(payload)))
+    loop.run()
+
+
+if __name__ == "__main__":
+    main()

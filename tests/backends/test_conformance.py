@@ -1,0 +1,238 @@
+"""One suite for every backend: in a thread, in a process, with the fake engine and with ours."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.backends.client import EngineClient
+from rollweave.backends.inproc import MakeLoop, in_thread
+from rollweave.backends.process import in_process
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import EngineError, EngineLostError, WeightsError
+from rollweave.schema.serving import EngineSpec, Finish, GenerateRequest, Sampling
+from rollweave.schema.weights import WeightManifest
+from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, EchoLoop
+
+ROOT = Path(__file__).parents[2]
+Connect = Callable[..., EngineClient]
+
+
+def tiny_checkpoint(directory: Path) -> Path:
+    """A random Qwen3-shaped checkpoint of a few thousand parameters, written without transformers."""
+    import torch
+    from safetensors.torch import save_file
+
+    from rollweave.engine.checkpoint import read_shape
+
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) * 0.1 for name, shape in read_shape(directory).tensors().items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def real_loop() -> MakeLoop:
+    from rollweave.engine.loop import EngineLoop
+
+    return EngineLoop
+
+
+def environment() -> dict[str, str]:
+    return {"PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}", "OMP_NUM_THREADS": "1"}
+
+
+KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")
+QUICK = KINDS[:3]
+FAKES = KINDS[:2]
+"""Our engine in a process takes seconds to import; one test of it shows that the two halves meet."""
+
+
+@pytest.fixture
+async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
+    """Starts engines, and ends them all."""
+    made: list[EngineClient] = []
+
+    def start(kind: str, *, broken: bool = False, reply_s: float = 20.0) -> EngineClient:
+        path = "broken" if broken else str(model)
+        spec = EngineSpec(id=EngineId("e0"), model=path, max_slots=4, kv_tokens=512)
+        model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(model_ready.set_result, None)
+        if "thread" in kind:
+            link = in_thread(spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready)
+        else:
+            module = "tests.backends.echo_engine" if "fake" in kind else "rollweave.live.engine_process"
+            link = in_process(spec, module=module, log=tmp_path / "logs" / "e0.log", env=environment(), model_ready=model_ready)
+        made.append(EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s))
+        return made[-1]
+
+    yield start
+    for client in made:
+        await client.close()
+
+
+def request(id: str, *tokens: int, count: int = 3) -> GenerateRequest:
+    return GenerateRequest(id=id, tokens=tokens, sampling=Sampling(max_tokens=count, seed=5))
+
+
+def manifest(version: int, digest: str = "good") -> WeightManifest:
+    return WeightManifest(version=version, weights_id=version, location="/nowhere", tensors=(), nbytes=0, digest=digest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    ready = await client.ready()
+    assert ready.max_slots == 4
+    results = await asyncio.gather(*(client.generate(request(f"r{number}", 5, number)) for number in range(10)))
+    assert [result.id for result in results] == [f"r{number}" for number in range(10)]
+    for result in results:
+        assert 1 <= len(result.tokens) == len(result.logprobs) <= 3
+        assert result.versions[-1].end == len(result.tokens)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = asyncio.create_task(client.generate(request("r0", 5)))
+    stats = await client.stats()  # taken after the request: the engine has seen it, and holds it
+    assert stats.kv_total_tokens > 0
+    assert not waiting.done()
+    client.resume()
+    assert (await waiting).id == "r0"
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    first = REFUSE if "fake" in kind else 10_000  # outside our engine's vocabulary
+    with pytest.raises(EngineError):
+        await client.generate(request("r0", first))
+    await client.suspend()
+    waiting = asyncio.create_task(client.generate(request("r1", 5)))
+    await client.stats()
+    with pytest.raises(EngineError, match="must be unique"):
+        await client.generate(request("r1", 5))
+    client.resume()
+    await waiting
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    first = HOLD if "fake" in kind else 5
+    aborted = asyncio.create_task(client.generate(request("r0", first, count=200)))
+    cancelled = asyncio.create_task(client.generate(request("r1", first, count=200)))
+    await client.stats()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    if "fake" in kind:
+        client.resume()
+        await client.stats()
+    client.abort("r0")
+    client.abort("unknown")
+    assert (await aborted).finish is Finish.ABORTED
+    client.resume()
+    stats = await client.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert (await client.generate(request("r1", 5))).id == "r1"  # the id is free again
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_bad_weights_are_refused_and_the_engine_serves_on(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(WeightsError):
+        await client.load(manifest(3, digest="bad"))
+    assert (await client.stats()).version == -1
+    assert (await client.generate(request("r0", 5))).id == "r0"
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.load(manifest(7))
+    assert (await client.generate(request("r0", 5))).versions[0].version == 7
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_a_killed_engine_fails_everything_pending_and_later(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = asyncio.create_task(client.generate(request("r0", 5)))
+    await client.stats()
+    client.kill()
+    with pytest.raises(EngineLostError, match="killed"):
+        await waiting
+    assert "killed" in await client.lost
+    for call in (client.generate(request("r1", 5)), client.suspend(), client.load(manifest(1)), client.stats()):
+        with pytest.raises(EngineLostError):
+            await call
+    client.abort("r0")
+    client.resume()
+    client.kill()
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.close()
+    assert client.lost.done()
+    await client.close()
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_crash_is_a_loss_with_its_reason(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(EngineLostError, match="the fake engine crashed"):
+        await client.generate(request("r0", CRASH))
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_an_engine_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
+    client = connect(kind, broken=True)
+    with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):
+        await client.ready()
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_engine_that_does_not_answer_is_killed(connect: Connect, kind: str) -> None:
+    client = connect(kind, reply_s=0.3)
+    await client.ready()
+    deaf = asyncio.create_task(client.generate(request("r0", DEAF)))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineLostError, match=r"did not suspend within 0\.3 s and was killed"):
+        await client.suspend()
+    with pytest.raises(EngineLostError):
+        await deaf

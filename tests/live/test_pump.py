@@ -1,0 +1,123 @@
+"""Events are handled in order, journaled before their commands are executed, and nothing is executed after the stop."""
+
+import asyncio
+
+import pytest
+
+from rollweave.live.clock import RunClock
+from rollweave.live.pump import Pump
+from rollweave.schema.commands import Command, Finish, SetTimer, Warn
+from rollweave.schema.events import Event, StopRequested, TimerFired, TrainerLost
+
+
+class ScriptedCore:
+    """Answers each event with the commands of a script; `CoreLike`."""
+
+    def __init__(self, log: list[object], script: dict[type[Event], list[Command]]) -> None:
+        self._log, self._script = log, script
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        self._log.append(("handled", type(event).__name__))
+        if isinstance(event, TrainerLost):
+            raise AssertionError("a bug of ours")
+        return self._script.get(type(event), [])
+
+
+class ListJournal:
+    """`Recorder` that remembers."""
+
+    def __init__(self, log: list[object]) -> None:
+        self._log = log
+        self.records: list[tuple[float, Event, list[Command]]] = []
+
+    def append(self, now: float, event: Event, commands: list[Command]) -> None:
+        self.records.append((now, event, list(commands)))
+
+    def flush(self) -> None:
+        self._log.append(("flushed", len(self.records)))
+
+
+def warn(text: str) -> Warn:
+    return Warn(component="test", message=text)
+
+
+async def test_events_are_handled_in_order_and_journaled_before_their_effects() -> None:
+    log: list[object] = []
+    times = iter([1.0, 2.0, 3.0])
+    journal = ListJournal(log)
+    core = ScriptedCore(log, {TimerFired: [warn("a"), warn("b")], StopRequested: [Finish(error="")]})
+    pump: Pump
+
+    def execute(command: Command) -> None:
+        log.append(("executed", command.message if isinstance(command, Warn) else "finish"))
+        if isinstance(command, Finish):
+            pump.stop()
+
+    pump = Pump(core, journal=journal, clock=lambda: next(times), execute=execute)
+    pump.post(TimerFired(), lambda: log.append("then"))
+    pump.post(StopRequested())
+    await pump.run()
+    assert log == [
+        ("handled", "TimerFired"),
+        ("handled", "StopRequested"),
+        ("flushed", 2),
+        "then",
+        ("executed", "a"),
+        ("executed", "b"),
+        ("executed", "finish"),
+    ]
+    assert [(now, event) for now, event, _ in journal.records] == [(1.0, TimerFired()), (2.0, StopRequested())]
+    assert journal.records[0][2] == [warn("a"), warn("b")]
+
+
+async def test_what_an_effect_posts_is_handled_next() -> None:
+    log: list[object] = []
+    core = ScriptedCore(log, {TimerFired: [SetTimer(at=1.0)], StopRequested: [Finish(error="")]})
+    pump: Pump
+
+    def execute(command: Command) -> None:
+        if isinstance(command, SetTimer):
+            pump.post(StopRequested())
+        else:
+            pump.stop()
+
+    pump = Pump(core, journal=ListJournal(log), clock=lambda: 0.0, execute=execute)
+    pump.post(TimerFired())
+    await asyncio.wait_for(pump.run(), 5)
+    assert [entry for entry in log if entry != ("flushed", 1)][-2:] == [("handled", "StopRequested"), ("flushed", 2)]
+
+
+async def test_a_bug_passes_through_with_the_journal_of_all_before_it() -> None:
+    log: list[object] = []
+    executed: list[Command] = []
+    journal = ListJournal(log)
+    core = ScriptedCore(log, {TimerFired: [warn("a")]})
+    pump = Pump(core, journal=journal, clock=lambda: 0.0, execute=executed.append)
+    pump.post(TimerFired())
+    pump.post(TrainerLost(epoch=0, error=""))
+    with pytest.raises(AssertionError, match="a bug of ours"):
+        await pump.run()
+    assert [event for _, event, _ in journal.records] == [TimerFired()]
+    assert log[-1] == ("flushed", 1)
+    assert executed == []  # the commands of a batch that broke are not begun
+
+
+async def test_nothing_is_executed_after_the_stop() -> None:
+    executed: list[Command] = []
+    core = ScriptedCore([], {TimerFired: [Finish(error=""), warn("late")]})
+    pump: Pump
+
+    def execute(command: Command) -> None:
+        executed.append(command)
+        pump.stop()
+
+    pump = Pump(core, journal=ListJournal([]), clock=lambda: 0.0, execute=execute)
+    pump.post(TimerFired())
+    await pump.run()
+    assert executed == [Finish(error="")]
+
+
+def test_the_clock_goes_on_from_where_it_was() -> None:
+    clock = RunClock(start=100.0)
+    first, second = clock.now(), clock.now()
+    assert 100.0 <= first <= second

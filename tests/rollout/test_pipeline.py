@@ -1,0 +1,400 @@
+"""An attempt's life under everything an environment, an engine or a cancellation can do to it."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.envs.base import Observation, Score, Step
+from rollweave.rollout.store import TrajectoryReader, TrajectoryStore
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict
+from rollweave.schema.errors import EngineError, EnvError, RewardError
+from rollweave.schema.events import (
+    EnvReady,
+    RewardFailed,
+    RewardReady,
+    TrajectoryEnded,
+    TurnDone,
+    TurnFailed,
+    TurnRequested,
+)
+from rollweave.schema.serving import Finish, GenerateResult
+from rollweave.schema.work import Blame, Purpose, SegmentKind, StopReason
+from tests.rollout.worlds import CODEC, ENGINE, LOST, TRAJECTORY, Bench, Script, said, words
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
+    with TrajectoryStore(tmp_path / "trajectories") as opened:
+        yield opened
+
+
+def cancel(reason: StopReason = StopReason.STALE, attempt: int = 0) -> CancelTrajectory:
+    return CancelTrajectory(trajectory_id=TRAJECTORY, attempt=attempt, reason=reason)
+
+
+async def test_a_whole_life(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    ended = await bench.play()
+    assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
+    assert [type(event) for event in bench.events] == [
+        EnvReady,
+        TurnRequested,
+        TurnDone,
+        TurnRequested,
+        TurnDone,
+        TrajectoryEnded,
+    ]
+    assert store.get([TRAJECTORY])[0].reward is None  # in the store before the event, not scored yet
+    bench.eval()
+    ready = await bench.until(RewardReady)
+    assert (ready.reward, ready.success) == (1.5, True)
+    (trajectory,) = store.get([TRAJECTORY])
+    assert (trajectory.reward, trajectory.success, trajectory.blame) == (1.5, True, Blame.NONE)
+    (sequence,) = trajectory.sequences
+    text = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>"
+    assert CODEC.decode(sequence.tokens) == text
+    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [words("hi")] * 2
+    assert [(turn.reward, turn.state_key) for turn in sequence.turns] == [(0.5, "a"), (1.0, "b")]
+    assert sequence.versions() == (3, 3)
+    assert sequence.output_mask().count(True) == 2 * len(words("hi"))
+    assert ended.tokens == len(sequence.tokens)
+    assert bench.worlds.log == ["open", "reset", "step hi", "step hi", "close", "score 1.5 after ['hi', 'hi']"]
+    await bench.idle()
+    assert bench.pipeline.alive == 0
+
+
+async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(store: TrajectoryStore) -> None:
+    async def seeds(attempt: int) -> list[int]:
+        bench = Bench(store)
+        assert bench.engine is not None
+        bench.init(attempt)
+        await bench.until(EnvReady)
+        bench.run(attempt)
+        for turn in range(2):
+            await bench.until(TurnRequested, after=2 * turn + 1)
+            bench.turn(turn, attempt=attempt)
+        await bench.until(TrajectoryEnded)
+        return [request.sampling.seed for request in bench.engine.requests]
+
+    first, again, other = await seeds(0), await seeds(0), await seeds(1)
+    assert first == again
+    assert len({*first, *other}) == 4
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "error"),
+    [
+        (Script(open=EnvError("no room")), StopReason.ENV_ERROR, "starting: no room"),
+        (Script(open=OSError("no process")), StopReason.ENV_ERROR, "starting: OSError: no process"),
+        (Script(open=None), StopReason.ENV_HANG, "starting did not answer within 0.05 s"),
+        (Script(reset=KeyError("map")), StopReason.ENV_ERROR, "starting: KeyError: 'map'"),
+        (Script(reset=None), StopReason.ENV_HANG, "starting did not answer"),
+        (Script(reset="text"), StopReason.ENV_ERROR, "reset must return an Observation, got 'text'"),
+        (Script(reset=Observation(messages=())), StopReason.FINISHED, ""),  # no first message is no garbage
+        (Script(reset=Observation.of("x" * 500)), StopReason.ENV_ERROR, "the prompt has"),
+        (Script(steps=[EnvError("bad")]), StopReason.ENV_ERROR, "step 0: bad"),
+        (Script(steps=[TimeoutError("its own")]), StopReason.ENV_ERROR, "step 0: TimeoutError: its own"),
+        (Script(steps=[None]), StopReason.ENV_HANG, "step 0 did not answer within 0.05 s"),
+        (Script(steps=[("on", 1.0)]), StopReason.ENV_ERROR, "step 0 must return a Step"),
+        (Script(steps=[Step.of("on", reward=float("nan"))]), StopReason.ENV_ERROR, "step 0 must return a Step"),
+        (Script(steps=[Step()]), StopReason.ENV_ERROR, "answer to turn 0"),  # not done, and nothing said
+        (Script(close=None), StopReason.FINISHED, ""),
+        (Script(close=OSError("busy")), StopReason.FINISHED, ""),
+    ],
+)
+async def test_whatever_an_environment_does_is_a_typed_end(
+    store: TrajectoryStore, script: Script, reason: StopReason, error: str
+) -> None:
+    bench = Bench(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
+    ended = await bench.play()
+    assert ended.stop_reason is reason
+    assert error in ended.error
+    assert not any(env.held for env in bench.worlds.envs)
+    await bench.idle()
+    entry = TrajectoryReader(store._directory).entries[-1]
+    assert TrajectoryReader(store._directory).load(entry).stop_reason is reason
+    if reason is not StopReason.FINISHED:
+        assert len(store) == 0  # failed attempts are for people, not for training
+
+
+async def test_limits_end_a_trajectory_as_the_agents_doing(store: TrajectoryStore) -> None:
+    endless = Script(steps=[Step.of("on")] * 20)
+    assert (await Bench(store, endless, max_turns=3).play()).stop_reason is StopReason.MAX_TURNS
+    ended = await Bench(store, endless, max_turns=20, max_tokens=100).play()
+    assert ended.stop_reason is StopReason.MAX_TOKENS
+    (trajectory,) = store.get([TRAJECTORY])
+    assert len(trajectory.sequences[0].tokens) <= 100
+
+
+async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryStore) -> None:
+    bench = Bench(store, max_tokens=60, max_turn_tokens=128)
+    assert bench.engine is not None
+    bench.engine.answer = said("x" * 10, finish=Finish.LENGTH)
+    ended = await bench.play()
+    assert ended.stop_reason is StopReason.MAX_TOKENS
+    assert bench.worlds.log == ["open", "reset", "close"]
+    assert bench.engine.requests[0].sampling.max_tokens == 60 - len(bench.engine.requests[0].tokens)
+
+
+async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(store: TrajectoryStore) -> None:
+    bench = Bench(store, Script(steps=[None]), time_s=0.2)
+    ended = await bench.play()
+    assert (ended.stop_reason, bench.pipeline.alive) == (StopReason.TIME_BUDGET, 0)
+    bench = Bench(store, time_s=0.2)
+    assert bench.engine is not None
+    bench.engine.answer = None
+    ended = await bench.play()
+    assert ended.stop_reason is StopReason.TIME_BUDGET
+    assert bench.engine.live == 0
+    bench = Bench(store, time_s=0.2)
+    bench.init()
+    await bench.until(EnvReady)
+    await asyncio.sleep(0.25)  # waits for its RUN slot
+    bench.run()
+    await bench.until(TurnRequested)
+    await asyncio.sleep(0.25)  # waits for an engine
+    bench.turn(0)
+    await bench.until(TurnDone)
+    bench.pipeline.cancel(cancel())
+    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+
+
+async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    assert bench.engine is not None
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    bench.engine.answer = EngineError("refused")
+    bench.turn(0, 0)
+    failed = await bench.until(TurnFailed)
+    assert (failed.turn, failed.try_number, failed.error) == (0, 0, "refused")
+    for number, broken in enumerate(
+        [
+            GenerateResult(id="r", tokens=(), logprobs=(), versions=(), finish=Finish.ABORTED),
+            GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=Finish.STOP),
+            said("hi", version=-1),
+        ],
+        1,
+    ):
+        bench.engine.answer = broken
+        seen = len(bench.events)
+        bench.turn(0, number)
+        assert (await bench.until(TurnFailed, after=seen)).try_number == number
+    seen = len(bench.events)
+    bench.engine.answer = "hi"
+    bench.turn(0, 4)
+    assert (await bench.until(TurnDone, after=seen)).try_number == 4
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
+
+
+async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    engine = bench.engine
+    assert engine is not None
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    engine.answer = LOST
+    bench.turn(0, 0)
+    while len(bench.tasks) > 1:
+        await asyncio.sleep(0)
+    assert not any(isinstance(event, TurnFailed) for event in bench.events)
+    bench.engine = None
+    bench.turn(0, 1)
+    assert (await bench.until(TurnFailed)).error == "the engine is gone"
+    bench.engine, engine.answer = engine, "hi"
+    bench.turn(0, 2)
+    await bench.until(TurnDone)
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
+
+
+async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    assert bench.engine is not None
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    bench.engine.answer = None
+    bench.turn(0, 0)
+    while not bench.engine.live:
+        await asyncio.sleep(0)
+    late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=5)
+    bench.pipeline.abort_turn(late)
+    await asyncio.sleep(0)
+    assert bench.engine.live == 1  # another try is not touched
+    bench.pipeline.abort_turn(AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=0))
+    bench.engine.answer = "hi"
+    bench.turn(0, 1)
+    done = await bench.until(TurnDone)
+    assert (done.try_number, done.cached_tokens, done.output_tokens) == (1, 2, 3)
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
+    assert bench.engine.live == 0
+
+
+STAGES = ["opening", "resetting", "waiting to run", "waiting for a turn", "generating", "stepping", "closing"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore, stage: str) -> None:
+    script = Script(
+        open=None if stage == "opening" else "open",
+        reset=None if stage == "resetting" else Observation.of("go"),
+        steps=[None] if stage == "stepping" else [Step(done=True)],
+        close=None if stage == "closing" else "closed",
+    )
+    bench = Bench(store, script)
+    assert bench.engine is not None
+    bench.engine.answer = None if stage == "generating" else "hi"
+    bench.init()
+    if stage not in ("opening", "resetting"):
+        await bench.until(EnvReady)
+        if stage != "waiting to run":
+            bench.run()
+            await bench.until(TurnRequested)
+            if stage != "waiting for a turn":
+                bench.turn(0)
+    awaited = {"opening": "open", "resetting": "reset", "stepping": "step hi", "closing": "close"}.get(stage)
+    while (awaited is not None and awaited not in bench.worlds.log) or (stage == "generating" and not bench.engine.live):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    bench.pipeline.cancel(cancel())
+    ended = await bench.until(TrajectoryEnded)
+    await bench.idle()
+    assert ended.stop_reason is (StopReason.FINISHED if stage == "closing" else StopReason.STALE)
+    assert bench.engine.live == 0
+    assert not any(env.held for env in bench.worlds.envs)
+    assert bench.pipeline.alive == 0
+    assert sum(isinstance(event, TrajectoryEnded) for event in bench.events) == 1
+    entries = TrajectoryReader(store._directory).entries
+    assert len(entries) == 1
+
+
+async def test_a_cancellation_before_the_first_moment_still_ends(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.init()
+    bench.pipeline.cancel(cancel(StopReason.SURPLUS))
+    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.SURPLUS
+    await bench.idle()
+    assert bench.worlds.log == []
+
+
+async def test_cancelling_what_is_not_there_is_answered(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.pipeline.cancel(cancel())
+    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> None:
+    bench = Bench(store, Script(score=None))
+    await bench.play()
+    bench.eval()
+    if begun:
+        while "score" not in bench.worlds.log[-1]:
+            await asyncio.sleep(0)
+    seen = len(bench.events)
+    bench.pipeline.cancel(cancel(StopReason.SURPLUS))
+    assert (await bench.until(TrajectoryEnded, after=seen)).stop_reason is StopReason.SURPLUS
+    await bench.idle()
+    assert (len(store), bench.pipeline.alive) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("score", "reason", "error"),
+    [
+        (RewardError("no"), StopReason.REWARD_ERROR, "the reward: no"),
+        (ZeroDivisionError("by zero"), StopReason.REWARD_ERROR, "the reward: ZeroDivisionError: by zero"),
+        (1.0, StopReason.REWARD_ERROR, "the reward must be a finite number, got 1.0"),
+        (Score(reward=float("inf")), StopReason.REWARD_ERROR, "the reward must be a finite number"),
+        (None, StopReason.REWARD_HANG, "the reward did not answer within 0.05 s"),
+    ],
+)
+async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
+    store: TrajectoryStore, score: Any, reason: StopReason, error: str
+) -> None:
+    bench = Bench(store, Script(score=score), step_s=0.05 if score is None else 10.0)
+    await bench.play()
+    bench.eval()
+    failed = await bench.until(RewardFailed)
+    assert failed.stop_reason is reason
+    assert error in failed.error
+    await bench.idle()
+    reader = TrajectoryReader(store._directory)
+    trajectory = reader.load(reader.entries[0])
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == (None, reason, Blame.ENVIRONMENT)
+
+
+async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_evicted(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    await bench.play()
+    bench.eval()
+    await bench.until(RewardReady)
+    assert len(store) == 1
+    bench.pipeline.evict(Evict(trajectory_ids=(TRAJECTORY,), reason="stale"))
+    assert len(store) == 0
+    bench = Bench(store)
+    bench.init(attempt=1, purpose=Purpose.EVAL)
+    await bench.until(EnvReady)
+    bench.run(1)
+    for turn in range(2):
+        await bench.until(TurnRequested, after=2 * turn + 1)
+        bench.turn(turn, attempt=1)
+    await bench.until(TrajectoryEnded)
+    bench.eval(1)
+    await bench.until(RewardReady)
+    assert len(store) == 0
+    assert len(TrajectoryReader(store._directory).entries) == 2
+
+
+async def test_commands_of_another_attempt_change_nothing(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.init(attempt=1)
+    await bench.until(EnvReady)
+    bench.run(attempt=0)
+    bench.turn(0, attempt=0)
+    bench.pipeline.cancel(cancel(attempt=0))
+    await bench.until(TrajectoryEnded)  # the old attempt is not there: answered
+    assert bench.pipeline.alive == 1
+    bench.run(attempt=1)
+    await bench.until(TurnRequested)
+    bench.turn(1, attempt=1)  # not the open turn
+    assert bench.engine is not None
+    assert bench.engine.requests == []
+    bench.pipeline.cancel(cancel(attempt=1))
+    await bench.idle()
+
+
+async def test_a_reward_that_nobody_can_compute_any_more_fails(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.eval()
+    assert (await bench.until(RewardFailed)).stop_reason is StopReason.REWARD_ERROR
+
+
+async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(store: TrajectoryStore) -> None:
+    bench = Bench(store, Script(steps=[None]))
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    bench.turn(0)
+    while "step hi" not in bench.worlds.log:
+        await asyncio.sleep(0)
+    for task in set(bench.tasks):
+        task.cancel()
+    await bench.idle()
+    assert bench.worlds.log[-1] == "kill"
+    reader = TrajectoryReader(store._directory)
+    (entry,) = reader.entries
+    assert reader.load(entry).stop_reason is StopReason.CANCELLED
+    segments = reader.load(entry).sequences[0].segments
+    assert segments[-1].kind is SegmentKind.OUTPUT

@@ -1,0 +1,165 @@
+"""The trajectory store keeps what was appended, whatever the last write was torn to."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.rollout.store import Ended, Scored, StoreError, TrajectoryReader, TrajectoryStore
+from rollweave.schema.base import GroupId, TaskId, TrajectoryId
+from rollweave.schema.errors import CorruptJournalError
+from rollweave.schema.work import (
+    BLAME_OF,
+    Purpose,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    Trajectory,
+    TurnSpan,
+)
+
+
+def ended(name: str, attempt: int = 0, tokens: tuple[int, ...] = (1, 2, 3), reason: StopReason = StopReason.FINISHED) -> Ended:
+    half = len(tokens) // 2 or 1
+    segments = [Segment(start=0, end=half, kind=SegmentKind.PROMPT)]
+    if len(tokens) > half:
+        segments.append(Segment(start=half, end=len(tokens), kind=SegmentKind.OUTPUT, version=4))
+    sequence = TokenSequence(
+        tokens=tokens,
+        segments=tuple(segments),
+        logprobs=tuple(-0.5 if index >= half else 0.0 for index in range(len(tokens))),
+        turns=(TurnSpan(start=half, end=len(tokens), reward=0.25, state_key="a1"),),
+    )
+    trajectory = Trajectory(
+        id=TrajectoryId(name),
+        group_id=GroupId("g0"),
+        task=Task(id=TaskId("t0"), env="lake", seed=3),
+        attempt=attempt,
+        initiated_version=4,
+        sequences=(sequence,),
+        reward=None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+    )
+    return Ended(at=1.5, purpose=Purpose.TRAIN, member=0, trajectory=trajectory)
+
+
+def scored(name: str, attempt: int = 0, reward: float | None = 1.0) -> Scored:
+    reason = StopReason.FINISHED if reward is not None else StopReason.REWARD_ERROR
+    return Scored(
+        at=2.5,
+        trajectory_id=TrajectoryId(name),
+        attempt=attempt,
+        reward=reward,
+        success=None if reward is None else reward > 0,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        eval_s=0.125,
+        error="" if reward is not None else "raised",
+    )
+
+
+def test_what_was_appended_comes_back_with_its_score(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        record = ended("g0.0")
+        store.append(record)
+        assert store.get([TrajectoryId("g0.0")]) == [record.trajectory]
+        assert store.scored_attempt(TrajectoryId("g0.0")) is None
+        store.score(scored("g0.0", reward=0.5))
+        (found,) = store.get([TrajectoryId("g0.0")])
+        assert (found.reward, found.success, found.timing.eval_s) == (0.5, True, 0.125)
+        assert found.sequences == record.trajectory.sequences
+        assert store.scored_attempt(TrajectoryId("g0.0")) == 0
+
+
+def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0", reward=None))
+        (found,) = store.get([TrajectoryId("g0.0")])
+        assert (found.stop_reason, found.reward, found.error) == (StopReason.REWARD_ERROR, None, "raised")
+        assert store.scored_attempt(TrajectoryId("g0.0")) is None
+
+
+def test_a_new_attempt_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0", tokens=(1, 2)))
+        store.append(ended("g0.0", attempt=1, tokens=(3, 4)))
+        with pytest.raises(StoreError, match="no attempt 0"):
+            store.score(scored("g0.0"))
+        store.score(scored("g0.0", attempt=1))
+        assert store.get([TrajectoryId("g0.0")])[0].sequences[0].tokens == (3, 4)
+
+
+def test_what_is_forgotten_stays_on_disk(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0"))
+        store.forget([TrajectoryId("g0.0"), TrajectoryId("never-there")])
+        with pytest.raises(StoreError, match=r"g0\.0 is not in the store"):
+            store.get([TrajectoryId("g0.0")])
+        assert len(store) == 0
+    reader = TrajectoryReader(tmp_path)
+    assert [entry.trajectory_id for entry in reader.entries] == ["g0.0"]
+    assert reader.load(reader.entries[0]).sequences[0].tokens == (1, 2, 3)
+
+
+def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0", reward=None))
+        store.append(ended("g0.0", attempt=1))
+        store.append(ended("g0.1", reason=StopReason.ENV_HANG))
+        store.score(scored("g0.0", attempt=1))
+    assert len(list(tmp_path.glob("*.bin"))) == 5
+    reader = TrajectoryReader(tmp_path)
+    found = [(entry.trajectory_id, entry.attempt, entry.score and entry.score.reward) for entry in reader.entries]
+    assert found == [("g0.0", 0, None), ("g0.0", 1, 1.0), ("g0.1", 0, None)]
+    assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
+
+
+def test_a_reopened_store_goes_on(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0"))
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.1", tokens=(7, 8)))
+        assert [found.reward for found in store.get([TrajectoryId("g0.0"), TrajectoryId("g0.1")])] == [1.0, None]
+
+
+def test_damage_before_the_tail_is_refused(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.0"))
+        store.append(ended("g0.1"))
+    first = tmp_path / "000000.bin"
+    damaged = bytearray(first.read_bytes())
+    damaged[-1] ^= 1
+    first.write_bytes(damaged)
+    with pytest.raises(CorruptJournalError, match=r"000000\.bin: record at byte 8 "):
+        TrajectoryStore(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_truncation_keeps_exactly_the_whole_records(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.mktemp("store")
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    ends = []
+    with TrajectoryStore(directory) as store:
+        for number, size in enumerate(sizes):
+            store.append(ended(f"g0.{number}", tokens=tuple(range(size))))
+            ends.append((directory / "000000.bin").stat().st_size)
+    path = directory / "000000.bin"
+    cut = data.draw(st.integers(0, ends[-1]))
+    with path.open("r+b") as file:
+        file.truncate(cut)
+    whole = sum(end <= cut for end in ends)
+    with TrajectoryStore(directory) as store:
+        assert len(store) == whole
+        store.append(ended("fresh", tokens=(9, 9)))
+    reader = TrajectoryReader(directory)
+    assert [entry.trajectory_id for entry in reader.entries] == [f"g0.{number}" for number in range(whole)] + ["fresh"]
+    for number, entry in enumerate(reader.entries[:-1]):
+        assert reader.load(entry).sequences[0].tokens == tuple(range(sizes[number]))

@@ -1,0 +1,300 @@
+"""What the pipeline's tests live in: a scripted environment, an engine that says one word, and a pipeline around them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rollweave.codec.chat import ChatCodec
+from rollweave.codec.template import ChatTemplate
+from rollweave.envs.base import Episode as Seen
+from rollweave.envs.base import Observation, Score, Step
+from rollweave.rollout.episode import Episode, Speech
+from rollweave.rollout.pipeline import Pipeline
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
+from rollweave.schema.serving import (
+    EngineStats,
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Ready,
+    Sampling,
+    Suspended,
+    VersionSpan,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Limits, Purpose, Task
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TRAJECTORY = TrajectoryId("g0.0")
+ENGINE = EngineId("e0")
+
+
+def codec() -> ChatCodec:
+    """One token a character, and two special ones."""
+    special = ["<|im_start|>", "<|im_end|>"]
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "⁂"]
+    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return ChatCodec(tokenizer, ChatTemplate(TEMPLATE, special={}, name="test"))
+
+
+CODEC = codec()
+
+
+def words(text: str, *, end: bool = True) -> tuple[int, ...]:
+    """What an engine samples to say `text`."""
+    tokens = CODEC._encode(text)
+    return (*tokens, 1) if end else tokens
+
+
+@dataclass
+class Script:
+    """What the environment does: each entry is an answer, an exception to raise, or None to hang."""
+
+    reset: Any = field(default_factory=lambda: Observation.of("go", state_key="a"))
+    steps: list[Any] = field(
+        default_factory=lambda: [Step.of("on", reward=0.5, state_key="b"), Step(reward=1.0, done=True, success=True)]
+    )
+    score: Any = field(default_factory=lambda: Score(reward=1.5, success=True))
+    open: Any = "open"
+    close: Any = "closed"
+
+
+class ScriptedEnv:
+    """`LiveEnv`. Remembers whether it is still held."""
+
+    def __init__(self, script: Script, log: list[str]) -> None:
+        self._script, self._log = script, log
+        self._steps = iter(script.steps)
+        self.held = True
+
+    async def reset(self, task: Task) -> Observation:
+        self._log.append("reset")
+        return await _play(self._script.reset)  # type: ignore[no-any-return]
+
+    async def step(self, action: str) -> Step:
+        self._log.append(f"step {action}")
+        return await _play(next(self._steps))  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        self._log.append("close")
+        await _play(self._script.close)
+        self.held = False
+
+    def kill(self) -> None:
+        self._log.append("kill")
+        self.held = False
+
+
+class ScriptedWorlds:
+    """`Worlds` of one task domain."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.log: list[str] = []
+        self.envs: list[ScriptedEnv] = []
+
+    async def open(self, task: Task, *, seed: int) -> ScriptedEnv:
+        self.log.append("open")
+        await _play(self.script.open)
+        self.envs.append(ScriptedEnv(self.script, self.log))
+        return self.envs[-1]
+
+    async def score(self, episode: Seen, *, seed: int) -> Score:
+        assert not any(env.held for env in self.envs), "the environment is freed before the reward"
+        self.log.append(f"score {sum(episode.rewards)} after {list(episode.actions())}")
+        return await _play(self.script.score)  # type: ignore[no-any-return]
+
+
+async def _play(entry: Any) -> Any:
+    await asyncio.sleep(0)
+    if entry is None:
+        await asyncio.Event().wait()
+    if isinstance(entry, BaseException):
+        raise entry
+    return entry
+
+
+class OneWordEngine:
+    """`EngineBackend` that answers every request with `answer`: a result, an exception to raise, or None to hang."""
+
+    def __init__(self) -> None:
+        self.answer: Any = "hi"
+        self.requests: list[GenerateRequest] = []
+        self.live = 0
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        return self._lost
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        self.live += 1
+        try:
+            answer = await _play(self.answer)
+        finally:
+            self.live -= 1
+        return said(answer, request.id) if isinstance(answer, str) else answer  # type: ignore[no-any-return]
+
+    async def ready(self) -> Ready:
+        return Ready(version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000)
+
+    def abort(self, request_id: str) -> None:
+        return
+
+    async def suspend(self) -> Suspended:
+        return Suspended(in_flight=self.live)
+
+    def resume(self) -> None:
+        return
+
+    async def load(self, manifest: WeightManifest) -> None:
+        return
+
+    async def stats(self) -> EngineStats:
+        raise EngineError("has none")
+
+    async def close(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if not self._lost.done():
+            self._lost.set_result("killed")
+
+
+def said(text: str, id: str = "r", *, finish: Finish = Finish.STOP, version: int = 3) -> GenerateResult:
+    """An engine's answer."""
+    tokens = words(text, end=finish is Finish.STOP)
+    spans = (VersionSpan(start=0, end=len(tokens), version=version),)
+    return GenerateResult(id=id, tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=spans, finish=finish, cached_tokens=2)
+
+
+LOST = EngineLostError("gone")
+
+
+class Bench:
+    """A pipeline over a scripted world, its events, and the tasks that it owns."""
+
+    def __init__(self, store: TrajectoryStore, script: Script | None = None, **limits: Any) -> None:
+        self.store = store
+        self.worlds = ScriptedWorlds(script or Script())
+        self.engine: OneWordEngine | None = OneWordEngine()
+        self.events: list[Event] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
+        self._posted = asyncio.Event()
+        self.pipeline = Pipeline(
+            make_episode=self._episode,
+            engine=lambda _: self.engine,
+            store=store,
+            post=self._post,
+            spawn=self._spawn,
+            clock=asyncio.get_running_loop().time,
+            spans=NoSpans(),
+            waiting_limit=2,
+        )
+
+    def init(self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY) -> StartInit:
+        command = StartInit(
+            trajectory_id=id,
+            attempt=attempt,
+            group_id=GroupId("g0"),
+            member=0,
+            task=Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted", limits=self.limits),
+            purpose=purpose,
+            initiated_version=3,
+        )
+        self.pipeline.start_init(command)
+        return command
+
+    def run(self, attempt: int = 0) -> None:
+        self.pipeline.start_run(StartRun(trajectory_id=TRAJECTORY, attempt=attempt))
+
+    def turn(self, turn: int, try_number: int = 0, attempt: int = 0) -> None:
+        self.pipeline.start_turn(
+            StartTurn(trajectory_id=TRAJECTORY, attempt=attempt, turn=turn, engine_id=ENGINE, rank=0.0, try_number=try_number)
+        )
+
+    def eval(self, attempt: int = 0) -> None:
+        self.pipeline.start_eval(StartEval(trajectory_id=TRAJECTORY, attempt=attempt))
+
+    async def until(self, kind: type[Event], after: int = 0) -> Event:
+        """The first event of this kind from place `after` on."""
+        async with asyncio.timeout(10):
+            while True:
+                for event in self.events[after:]:
+                    if isinstance(event, kind):
+                        return event
+                self._posted.clear()
+                await self._posted.wait()
+
+    async def play(self) -> TrajectoryEnded:
+        """Grant everything that the episode asks for, until it ends."""
+        self.init()
+        handled = 0
+        async with asyncio.timeout(10):
+            while True:
+                while handled == len(self.events):
+                    self._posted.clear()
+                    await self._posted.wait()
+                event = self.events[handled]
+                handled += 1
+                if isinstance(event, EnvReady):
+                    self.run()
+                elif isinstance(event, TurnRequested):
+                    self.turn(event.turn)
+                elif isinstance(event, TrajectoryEnded):
+                    return event
+
+    async def idle(self) -> None:
+        """Wait until no task is left."""
+        async with asyncio.timeout(10):
+            while self.tasks:
+                await asyncio.wait(set(self.tasks))
+
+    def _episode(self, command: StartInit) -> Episode:
+        sampling = Sampling(stop_token_ids=CODEC.stop_token_ids)
+        return Episode(
+            command,
+            worlds=self.worlds,
+            speech=Speech(codec=CODEC, sampling=sampling),
+            seed=7,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    def _post(self, event: Event) -> None:
+        self.events.append(event)
+        self._posted.set()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+
+class NoSpans:
+    """`Spans` that nobody looks at."""
+
+    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
+        return
+
+    def episode_over(self, lane: str) -> None:
+        return
+
+
+Make = Callable[..., Bench]
