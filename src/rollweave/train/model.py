@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -226,6 +227,7 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
         raise TrainerError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {config.model_type!r} in {path}")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise TrainerError(f"sliding-window attention is not supported, but {path} asks for it")
+    transformers.utils.logging.disable_progress_bar()
     source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.device("meta"):
         model = Model(config, getattr(torch, dtype))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -58,6 +59,7 @@ def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str],
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    transformers.utils.logging.disable_progress_bar()
     with new_directory(path) as directory:
         model.save_pretrained(directory)
         tokenizer.save(str(directory / "tokenizer.json"))

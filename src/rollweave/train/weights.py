@@ -34,8 +34,8 @@ def swapped(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def named(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Whole tensors by transformers' names, on the CPU; a tied head appears once, as the embedding."""
-    return {name: full(parameter).to("cpu", dtype) for name, parameter in model.named_parameters()}
+    """Copies of the whole tensors by transformers' names, on the CPU; a tied head appears once, as the embedding."""
+    return {name: full(parameter).to("cpu", dtype, copy=True) for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
