@@ -144,25 +144,30 @@ def bench_engine(*, quick: bool) -> dict[str, Any]:
     conditions: dict[str, Any] = {"threads": torch.get_num_threads(), "dtype": "float32", "sampling": "temperature 1"}
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     for subject in subjects(quick=quick):
-        with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
-            model = _random_model(subject)
-            model.save_pretrained(scratch)
-            spec = EngineSpec(id=EngineId("bench"), model=scratch, threads=torch.get_num_threads(), kv_tokens=32768)
-            with Harness(spec) as engine:
-                measured = _speed(engine, model, subject)
-                measured["prefix_hit_rate"] = _conversation(engine, subject)
-            measured["logprob_error_max"] = _worst_logprob(spec, model, subject, Path(scratch))
-        measured["ratio_to_vllm_16"] = None
-        figures |= {f"{name}_{subject.name}": value for name, value in measured.items()}
+        figures |= {f"{name}_{subject.name}": value for name, value in measure(subject).items()}
         conditions[subject.name] = subject.config | {
             "prompt_tokens": subject.prompt,
             "output_tokens": subject.output,
             "repeats": subject.repeats,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
     missing = "vllm is not installed" if find_spec("vllm") is None else "vllm is installed, but no comparison is built yet"
     conditions["ratio_to_vllm_16"] = missing
     return {"figures": figures, "conditions": conditions}
+
+
+def measure(subject: Subject) -> dict[str, float | None]:
+    """All figures of one model, without its suffix. Raises EngineError where the engine fails."""
+    threads = torch.get_num_threads()
+    model = _random_model(subject)
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        model.save_pretrained(scratch)
+        spec = EngineSpec(id=EngineId("bench"), model=scratch, threads=threads, kv_tokens=32768)
+        with Harness(spec) as engine:
+            measured = _speed(engine, model, subject)
+            measured["prefix_hit_rate"] = _conversation(engine, subject)
+        measured["logprob_error_max"] = _worst_logprob(spec, model, subject, Path(scratch))
+    measured["ratio_to_vllm_16"] = None
+    return measured
 
 
 def _random_model(subject: Subject) -> Any:
