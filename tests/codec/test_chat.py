@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.codec.chat import ChatCodec, ChatError
-from rollweave.codec.conversation import Conversation
+from rollweave.codec.conversation import Conversation, scripted
 from rollweave.codec.template import ChatTemplate
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -267,3 +267,20 @@ def test_words_of_a_grammar_are_single_tokens() -> None:
 def test_render_is_the_whole_conversation() -> None:
     said = [say("user", "a"), say("assistant", "b")]
     assert codec("chatml").render(said) == whole("chatml", said, prompt=False)
+
+
+@pytest.mark.parametrize("name", sorted(CLOSING))
+def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> None:
+    said = [say("user", "a"), say("assistant", "the user"), say("user", "b"), say("assistant", "x"), say("user", "end")]
+    sequence = scripted(codec(name), said)
+    assert sequence.tokens == whole(name, said, prompt=False)
+    outputs = [s for s in sequence.segments if s.kind is SegmentKind.OUTPUT]
+    closing = CLOSING[name] if name == "plain" else CLOSING[name].strip()
+    assert [codec(name).decode(sequence.tokens[s.start : s.end]) for s in outputs] == [f"the user{closing}", f"x{closing}"]
+    assert scripted(codec(name), said[:2]).tokens == sequence.tokens[: outputs[0].end]
+
+
+@pytest.mark.parametrize("roles", [[], ["user"], ["assistant", "user"], ["user", "assistant", "assistant"]])
+def test_a_script_without_turns_is_refused(roles: list[str]) -> None:
+    with pytest.raises(ValueError, match="must begin with the environment"):
+        scripted(codec("chatml"), [say(role, "a") for role in roles])

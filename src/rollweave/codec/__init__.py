@@ -1,1 +1,1 @@
-
+"""Bytes and their meaning: frames on a wire, the journal, chat as tokens, the configuration file."""

@@ -61,7 +61,7 @@ class ChatCodec:
         closing = self._after_mark(CONTEXT, prompt=False)
         following = self._encode(self._after_mark((*CONTEXT, QUESTION), prompt=True))
         self._end = _common_prefix(self._encode(closing), following)
-        marked = bool(self._end) and self._is_special(self._end[0])
+        marked = self._closes_with_token = bool(self._end) and self._is_special(self._end[0])
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*(self._end[:1] if marked else ()), *eos]))
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
         self.stop: tuple[str, ...] = () if marked or not closing else (closing,)
@@ -86,14 +86,18 @@ class ChatCodec:
         """The tokens of a conversation's first messages and of the opening of the agent's turn. Raises ChatError."""
         return self._start(tuple(messages))
 
-    def extend(self, sampled: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
+    def extend(self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True) -> tuple[int, ...]:
         """The tokens to append after a turn whose last tokens are `sampled` (the whole turn, or its end).
 
-        What is left of the end of turn, `messages`, and the opening of the next turn. Raises ChatError.
+        What is left of the end of turn, `messages`, and with `prompt` the opening of the next turn. Raises ChatError.
         """
         if not messages:
             raise ChatError(f"{self._name}: a turn must be followed by at least one message, got none")
-        return self._extend(tuple(messages))[self.ended_by(sampled) :]
+        return self._extend(tuple(messages), prompt)[self.ended_by(sampled) :]
+
+    def spoken(self, text: str) -> tuple[int, ...]:
+        """The tokens of a turn that nobody sampled: scripted words, and the token that ends the agent's turn."""
+        return (*self._encode(text), *self._end[: 1 if self._closes_with_token else len(self._end)])
 
     def ended_by(self, sampled: Sequence[int]) -> int:
         """How many of the last sampled tokens are the template's end of turn already."""
@@ -114,7 +118,7 @@ class ChatCodec:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a finished conversation, tokenized as a whole: for supervised transcripts and as an oracle."""
+        """The tokens of a whole conversation, rendered and tokenized at once: what incremental tokens are checked against."""
         return self._encode(self._template.render(messages, prompt=False))
 
     def words(self, words: Sequence[str]) -> tuple[int, ...]:
@@ -138,8 +142,8 @@ class ChatCodec:
     def _render_start(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         return self._encode(self._template.render(messages, prompt=True))
 
-    def _render_extension(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode(self._after_mark((*CONTEXT, *messages), prompt=True))
+    def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
+        return self._encode(self._after_mark((*CONTEXT, *messages), prompt=prompt))
 
     def _after_mark(self, messages: Sequence[Message], *, prompt: bool) -> str:
         pieces = self._template.render(messages, prompt=prompt).split(MARK)

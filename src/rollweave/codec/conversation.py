@@ -4,6 +4,7 @@ Invariants: `tokens` only ever grows at its end; sampled ids stand in it as the 
 weight versions; turns and observations alternate. What has been said is never rewritten.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,12 +79,13 @@ class Conversation:
         """Set the reward of the turn just taken."""
         self._turns[-1].reward = value
 
-    def observe(self, messages: Sequence[Message], *, state_key: str = "") -> None:
-        """Append what the environment answered, and the opening of the next turn. Raises ChatError."""
+    def observe(self, messages: Sequence[Message], *, state_key: str = "", last: bool = False) -> None:
+        """Append what the environment answered and, unless it is the `last` word, the opening of a turn. Raises ChatError."""
         if not self._acted():
             raise ValueError("observe must follow sampled")
         turn = self._turns[-1]
-        self._append(self._codec.extend(self._tokens[turn.start : turn.end], messages), SegmentKind.OBSERVATION)
+        tokens = self._codec.extend(self._tokens[turn.start : turn.end], messages, prompt=not last)
+        self._append(tokens, SegmentKind.OBSERVATION)
         self._messages += messages
         self._state_key = state_key
 
@@ -109,3 +111,22 @@ class Conversation:
             self._segments.append(Segment(start=start, end=start + len(tokens), kind=kind, version=version))
         self._tokens += tokens
         self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+
+
+def scripted(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
+    """A scripted conversation, tokenized as a rollout of it would be: for supervised warm-up. Log-probs are 0, versions too.
+
+    Raises ValueError where it does not begin with the environment, or has no turn of the agent; ChatError as `Conversation`.
+    """
+    runs = [(agent, list(run)) for agent, run in itertools.groupby(messages, lambda message: message.role == "assistant")]
+    if len(runs) < 2 or runs[0][0] or any(agent and len(run) > 1 for agent, run in runs):
+        roles = ", ".join(message.role for message in messages)
+        raise ValueError(f"a transcript must begin with the environment and have single turns of the agent, got {roles}")
+    conversation = Conversation(codec, runs[0][1])
+    for place, (agent, run) in enumerate(runs[1:], start=2):
+        if agent:
+            tokens = codec.spoken(run[0].content)
+            conversation.sampled(tokens, [0.0] * len(tokens), [VersionSpan(start=0, end=len(tokens), version=0)])
+        else:
+            conversation.observe(run, last=place == len(runs))
+    return conversation.sequence()
