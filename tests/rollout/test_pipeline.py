@@ -1,7 +1,7 @@
 """An attempt's life under everything an environment, an engine or a cancellation can do to it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
         yield opened
 
 
+async def reached(condition: Callable[[], bool]) -> None:
+    """Let the tasks run until `condition` holds."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (fakes have no event for each of their states)
+            await asyncio.sleep(0)
+
+
 def cancel(reason: StopReason = StopReason.STALE, attempt: int = 0) -> CancelTrajectory:
     return CancelTrajectory(trajectory_id=TRAJECTORY, attempt=attempt, reason=reason)
 
@@ -54,8 +61,9 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
     (trajectory,) = store.get([TRAJECTORY])
     assert (trajectory.reward, trajectory.success, trajectory.blame) == (1.5, True, Blame.NONE)
     (sequence,) = trajectory.sequences
-    text = "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>"
-    assert CODEC.decode(sequence.tokens) == text
+    said = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in said)
+    assert CODEC.decode(sequence.tokens) == text.removesuffix("\n")
     assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [words("hi")] * 2
     assert [(turn.reward, turn.state_key) for turn in sequence.turns] == [(0.5, "a"), (1.0, "b")]
     assert sequence.versions() == (3, 3)
@@ -69,7 +77,6 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
 async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(store: TrajectoryStore) -> None:
     async def seeds(attempt: int) -> list[int]:
         bench = Bench(store)
-        assert bench.engine is not None
         bench.init(attempt)
         await bench.until(EnvReady)
         bench.run(attempt)
@@ -131,7 +138,6 @@ async def test_limits_end_a_trajectory_as_the_agents_doing(store: TrajectoryStor
 
 async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryStore) -> None:
     bench = Bench(store, max_tokens=60, max_turn_tokens=128)
-    assert bench.engine is not None
     bench.engine.answer = said("x" * 10, finish=Finish.LENGTH)
     ended = await bench.play()
     assert ended.stop_reason is StopReason.MAX_TOKENS
@@ -144,7 +150,6 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
     ended = await bench.play()
     assert (ended.stop_reason, bench.pipeline.alive) == (StopReason.TIME_BUDGET, 0)
     bench = Bench(store, time_s=0.2)
-    assert bench.engine is not None
     bench.engine.answer = None
     ended = await bench.play()
     assert ended.stop_reason is StopReason.TIME_BUDGET
@@ -164,7 +169,6 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
 
 async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
     bench = Bench(store)
-    assert bench.engine is not None
     bench.init()
     await bench.until(EnvReady)
     bench.run()
@@ -195,21 +199,18 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
 
 async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(store: TrajectoryStore) -> None:
     bench = Bench(store)
-    engine = bench.engine
-    assert engine is not None
     bench.init()
     await bench.until(EnvReady)
     bench.run()
     await bench.until(TurnRequested)
-    engine.answer = LOST
+    bench.engine.answer = LOST
     bench.turn(0, 0)
-    while len(bench.tasks) > 1:
-        await asyncio.sleep(0)
+    await reached(lambda: len(bench.tasks) == 1)
     assert not any(isinstance(event, TurnFailed) for event in bench.events)
-    bench.engine = None
+    bench.engine_gone = True
     bench.turn(0, 1)
     assert (await bench.until(TurnFailed)).error == "the engine is gone"
-    bench.engine, engine.answer = engine, "hi"
+    bench.engine_gone, bench.engine.answer = False, "hi"
     bench.turn(0, 2)
     await bench.until(TurnDone)
     bench.pipeline.cancel(cancel())
@@ -218,15 +219,13 @@ async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(
 
 async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectoryStore) -> None:
     bench = Bench(store)
-    assert bench.engine is not None
     bench.init()
     await bench.until(EnvReady)
     bench.run()
     await bench.until(TurnRequested)
     bench.engine.answer = None
     bench.turn(0, 0)
-    while not bench.engine.live:
-        await asyncio.sleep(0)
+    await reached(lambda: bench.engine.live == 1)
     late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=5)
     bench.pipeline.abort_turn(late)
     await asyncio.sleep(0)
@@ -253,7 +252,6 @@ async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore,
         close=None if stage == "closing" else "closed",
     )
     bench = Bench(store, script)
-    assert bench.engine is not None
     bench.engine.answer = None if stage == "generating" else "hi"
     bench.init()
     if stage not in ("opening", "resetting"):
@@ -264,8 +262,7 @@ async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore,
             if stage != "waiting for a turn":
                 bench.turn(0)
     awaited = {"opening": "open", "resetting": "reset", "stepping": "step hi", "closing": "close"}.get(stage)
-    while (awaited is not None and awaited not in bench.worlds.log) or (stage == "generating" and not bench.engine.live):
-        await asyncio.sleep(0)
+    await reached(lambda: awaited in bench.worlds.log if awaited else stage != "generating" or bench.engine.live == 1)
     await asyncio.sleep(0)
     bench.pipeline.cancel(cancel())
     ended = await bench.until(TrajectoryEnded)
@@ -300,8 +297,7 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> 
     await bench.play()
     bench.eval()
     if begun:
-        while "score" not in bench.worlds.log[-1]:
-            await asyncio.sleep(0)
+        await reached(lambda: "score" in bench.worlds.log[-1])
     seen = len(bench.events)
     bench.pipeline.cancel(cancel(StopReason.SURPLUS))
     assert (await bench.until(TrajectoryEnded, after=seen)).stop_reason is StopReason.SURPLUS
@@ -368,7 +364,6 @@ async def test_commands_of_another_attempt_change_nothing(store: TrajectoryStore
     bench.run(attempt=1)
     await bench.until(TurnRequested)
     bench.turn(1, attempt=1)  # not the open turn
-    assert bench.engine is not None
     assert bench.engine.requests == []
     bench.pipeline.cancel(cancel(attempt=1))
     await bench.idle()
@@ -387,8 +382,7 @@ async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(stor
     bench.run()
     await bench.until(TurnRequested)
     bench.turn(0)
-    while "step hi" not in bench.worlds.log:
-        await asyncio.sleep(0)
+    await reached(lambda: "step hi" in bench.worlds.log)
     for task in set(bench.tasks):
         task.cancel()
     await bench.idle()

@@ -1,7 +1,7 @@
 """What the pipeline's tests live in: a scripted environment, an engine that says one word, and a pipeline around them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,14 +192,15 @@ class Bench:
     def __init__(self, store: TrajectoryStore, script: Script | None = None, **limits: Any) -> None:
         self.store = store
         self.worlds = ScriptedWorlds(script or Script())
-        self.engine: OneWordEngine | None = OneWordEngine()
+        self.engine = OneWordEngine()
+        self.engine_gone = False
         self.events: list[Event] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
         self._posted = asyncio.Event()
         self.pipeline = Pipeline(
             make_episode=self._episode,
-            engine=lambda _: self.engine,
+            engine=lambda _: None if self.engine_gone else self.engine,
             store=store,
             post=self._post,
             spawn=self._spawn,
@@ -295,6 +296,3 @@ class NoSpans:
 
     def episode_over(self, lane: str) -> None:
         return
-
-
-Make = Callable[..., Bench]

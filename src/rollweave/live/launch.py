@@ -16,11 +16,10 @@ from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.codec.chat import ChatCodec
-from rollweave.codec.config import dumps
+from rollweave.codec.journal import JournalWriter
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
-from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics, Progress, Silent
 from rollweave.live.recover import recover
 from rollweave.live.rundir import RunDir
@@ -56,13 +55,16 @@ def train(config: RunConfig, *, resume: bool = False, inproc: bool = False, prog
 async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, progress: Progress) -> Summary:
     progress.phase("resuming" if resume else "starting")
     source = TaskSource(config)
-    run.config.write_text(dumps(config))
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(TrajectoryStore(run.trajectories))
         checkpoints = Checkpoints(run.checkpoints)
-        begun = recover(config, run, store, checkpoints)
+        checkpoints.clear_unfinished()
+        begun = recover(config, run, store)
         clock = RunClock(begun.at)
-        journal = stack.enter_context(RunJournal(run.path, config))
+        journal = stack.enter_context(JournalWriter(run.journal))
+        if begun.resumed:  # what follows happens under this configuration: the journal begins anew
+            journal.rotate(begun.core.snapshot())
+        run.write_config(config)
         sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
         core = begun.core
         metrics = Metrics(run.metrics, clock=clock.now, state=lambda: core.state, progress=progress, sinks=sinks)

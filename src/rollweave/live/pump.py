@@ -27,11 +27,8 @@ class CoreLike(Protocol):
 class Recorder(Protocol):
     """What the pump needs of the journal."""
 
-    def append(self, now: float, event: Event, commands: list[Command]) -> None:
-        """Record one handled event."""
-
-    def flush(self) -> None:
-        """Hand what was recorded to the operating system: it survives our death from then on."""
+    def append(self, now: float, event: Event) -> None:
+        """Record one handled event. On return it survives our death."""
 
 
 class InboxOverflowError(RollweaveError):
@@ -48,7 +45,6 @@ class Pump:
         self._inbox: deque[tuple[Event, Callable[[], None] | None]] = deque()
         self._wake = asyncio.Event()
         self._stopped = False
-        self.handled = 0
 
     def post(self, event: Event, then: Callable[[], None] | None = None) -> None:
         """Queue an event. `then` is called once it is handled and in the journal, before its commands are executed."""
@@ -73,21 +69,16 @@ class Pump:
                 await asyncio.sleep(0)
 
     def _drain(self, count: int) -> None:
-        """Handle `count` events together: one write to the journal, then all their effects."""
+        """Handle `count` events, then begin all their effects."""
         commands: list[Command] = []
         followers: list[Callable[[], None]] = []
-        try:
-            for _ in range(count):
-                event, then = self._inbox.popleft()
-                now = self._clock()
-                caused = self._core.handle(now, event)
-                self._journal.append(now, event, caused)
-                self.handled += 1
-                commands.extend(caused)
-                if then is not None:
-                    followers.append(then)
-        finally:
-            self._journal.flush()
+        for _ in range(count):
+            event, then = self._inbox.popleft()
+            now = self._clock()
+            commands.extend(self._core.handle(now, event))
+            self._journal.append(now, event)
+            if then is not None:
+                followers.append(then)
         for follower in followers:
             follower()
         for command in commands:

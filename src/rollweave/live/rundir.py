@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Self
 
+from rollweave.codec.config import dumps
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 
@@ -19,6 +20,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.journal = path / "journal.bin"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -41,7 +43,14 @@ class RunDir:
             run.release()
             raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
         run.logs.mkdir(exist_ok=True)
+        run.checkpoints.mkdir(exist_ok=True)
         return run
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write `config.toml`, whole or not at all."""
+        fresh = self.config.with_suffix(".new")
+        fresh.write_text(dumps(config))
+        fresh.replace(self.config)
 
     def release(self) -> None:
         """Give the lock back. A second call does nothing."""

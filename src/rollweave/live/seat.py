@@ -1,15 +1,14 @@
 """The trainer of the live world: executes the core's commands about training and says what came of them.
 
-Invariants: there is at most one trainer, of the newest epoch; everything it says carries its epoch. A checkpoint's
-directory, journal segment and core snapshot are of one moment, and only after `CheckpointSaved` is in the journal are older
-ones removed.
+Invariants: there is at most one trainer, of the newest epoch; everything it says carries its epoch. Only after
+`CheckpointSaved` is in the journal are older checkpoints removed.
 """
 
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from rollweave.live.checkpoints import Checkpoints, CoreSnapshot
+from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.tasks import Tasks
 from rollweave.live.trace import TRAINER, Trace
 from rollweave.live.trainer_link import TrainerBackend, TrainerLostError
@@ -41,7 +40,7 @@ class Post(Protocol):
 
 
 class TrainerSeat:
-    """`make(epoch, fresh)` starts a trainer, or raises OSError; `snapshot(step)` is the core of this moment."""
+    """`make(epoch, fresh)` starts a trainer, or raises OSError. `on_saved` follows when a checkpoint is in the journal."""
 
     def __init__(
         self,
@@ -53,13 +52,13 @@ class TrainerSeat:
         trace: Trace,
         store: TrajectoryStore,
         checkpoints: Checkpoints,
-        snapshot: Callable[[int], CoreSnapshot],
         on_published: Callable[[WeightManifest], None],
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
+        on_saved: Callable[[], None],
     ) -> None:
         self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
-        self._store, self._checkpoints, self._snapshot = store, checkpoints, snapshot
-        self._on_published, self._on_trained = on_published, on_trained
+        self._store, self._checkpoints = store, checkpoints
+        self._on_published, self._on_trained, self._on_saved = on_published, on_trained, on_saved
         self._epoch = 0
         self._backend: TrainerBackend | None = None
         self._life: asyncio.Task[None] | None = None
@@ -184,25 +183,21 @@ class TrainerSeat:
             return
         started = self._clock()
         try:
-            await asyncio.to_thread(self._checkpoints.discard, step)
-            reply = await backend.ask(Save(path=str(self._checkpoints.saving_path(step)), export=command.export))
-            if not isinstance(reply, Saved):
-                raise OSError(_error(reply))
-            snapshot = self._snapshot(step)  # this moment: what follows is in the journal's new segment
-            await asyncio.to_thread(self._checkpoints.complete, step, snapshot)
+            reply = await backend.ask(Save(path=str(self._checkpoints.path(step)), export=command.export))
         except TrainerLostError:
             return
-        except OSError as error:
-            await asyncio.to_thread(self._checkpoints.discard, step)
-            self._post(CheckpointFailed(epoch=epoch, step=step, error=str(error)))
+        if not isinstance(reply, Saved):
+            self._post(CheckpointFailed(epoch=epoch, step=step, error=_error(reply)))
             return
         self._trace.span(TRAINER, "trainer", f"save {step}", started, self._clock())
+        self._store.sync()
         self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._saved(command))
 
     def _saved(self, command: SaveCheckpoint) -> None:
         """The checkpoint is in the journal: what only earlier ones needed may go."""
         for step in [step for step in self._trained if step < command.step]:
             self._store.forget(self._trained.pop(step))
+        self._on_saved()
         keep = {*command.keep, command.step}
         self._tasks.spawn(asyncio.to_thread(self._checkpoints.prune, keep), "prune checkpoints")
 

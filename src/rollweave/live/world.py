@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollweave.backends.base import EngineBackend
+from rollweave.codec.journal import JournalWriter
 from rollweave.core.core import Core
-from rollweave.live.checkpoints import Checkpoints, CoreSnapshot
+from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws, Effects
 from rollweave.live.fleet import Fleet
-from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics
 from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
@@ -34,6 +34,10 @@ WAITING_PER_SLOT = 8
 """Rolled-out attempts remembered for each living environment: rewards queue at most about that far behind."""
 
 
+COMPACT_BYTES = 4 << 20
+"""Bytes of journal from which a checkpoint compacts it: some 40,000 events, which replay in a few seconds."""
+
+
 class World:
     """Everything of one run that lives. `run` returns the core's last word."""
 
@@ -43,7 +47,7 @@ class World:
         *,
         core: Core,
         clock: RunClock,
-        journal: RunJournal,
+        journal: JournalWriter,
         store: TrajectoryStore,
         checkpoints: Checkpoints,
         metrics: Metrics,
@@ -52,11 +56,13 @@ class World:
         make_engine: Callable[[EngineId, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
         make_episode: Callable[[StartInit], Episode],
+        compact_bytes: int = COMPACT_BYTES,
     ) -> None:
         self.core, self.clock = core, clock
         self._journal, self._checkpoints, self._metrics, self._trace = journal, checkpoints, metrics, trace
         self._tasks = Tasks()
         self._error: str | None = None
+        self._compact_bytes = compact_bytes
         self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
         self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
         self.seat = TrainerSeat(
@@ -67,9 +73,9 @@ class World:
             trace=trace,
             store=store,
             checkpoints=checkpoints,
-            snapshot=self._snapshot,
             on_published=self.fleet.published,
             on_trained=self._trained,
+            on_saved=self._compact,
         )
         self.pipeline = Pipeline(
             make_episode=make_episode,
@@ -137,10 +143,15 @@ class World:
         self._error = error
         self.pump.stop()
 
-    def _snapshot(self, step: int) -> CoreSnapshot:
-        """The core now, and a fresh journal segment for what follows."""
-        segment = self._journal.rotate()
-        return CoreSnapshot(step=step, segment=segment, at=self.clock.now(), state=self.core.snapshot())
+    def _compact(self) -> None:
+        """Let the journal begin with the core of this moment, so that it stays small and replays quickly."""
+        self._journal.sync()
+        if self._journal.size < self._compact_bytes:
+            return
+        try:
+            self._journal.rotate(self.core.snapshot())
+        except OSError as error:  # the journal goes on as it is
+            self._metrics.warned(Warn(component="journal", message=f"cannot be compacted: {error}"))
 
     def _trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
         self._metrics.trained(command, batch, metrics)

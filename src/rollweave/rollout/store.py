@@ -238,6 +238,10 @@ class TrajectoryStore:
         for trajectory_id in ids:
             self._index.pop(trajectory_id, None)
 
+    def ids(self) -> list[TrajectoryId]:
+        """Trajectories in the index."""
+        return list(self._index)
+
     def __len__(self) -> int:
         return len(self._index)
 

@@ -1,0 +1,71 @@
+"""Where a run stands: fresh, or rebuilt from its journal, which begins with a snapshot (DESIGN §12.3).
+
+Invariants: replaying never executes a command; events are replayed under the configuration that they happened under; what
+the core believes to be scored and the store does not have is named, so that the core can let it go.
+"""
+
+from dataclasses import dataclass
+
+from rollweave.codec.config import load
+from rollweave.codec.journal import JournalReader
+from rollweave.core.core import Core
+from rollweave.core.state import Stage
+from rollweave.live.rundir import RunDir
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import Event, RunStarted, WorldLost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The core to go on with, the run's time, and what its first event has to say."""
+
+    core: Core
+    at: float
+    resumed: bool
+    missing: tuple[TrajectoryId, ...] = ()
+
+    def first(self, engines: tuple[EngineId, ...]) -> RunStarted | WorldLost:
+        """The event with which this life begins."""
+        if self.resumed:
+            return WorldLost(engines=engines, missing=self.missing)
+        return RunStarted(engines=engines)
+
+
+def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning:
+    """The run's beginning. Raises `CorruptJournalError` where the journal is damaged before its end.
+
+    The former life is replayed under its own configuration; only then does `config` take over, which may ask for more steps.
+    """
+    if not run.journal.exists():
+        return Beginning(core=Core(config), at=0.0, resumed=False)
+    core, _ = replay(run, load(run.config))
+    at = core.state.idle.clock
+    if at is None:  # killed before its first event
+        return Beginning(core=Core(config), at=0.0, resumed=False)
+    core = Core.restore(core.snapshot(), config)
+    return Beginning(core=core, at=at, resumed=True, missing=_missing(core, store))
+
+
+def replay(run: RunDir, config: RunConfig) -> tuple[Core, int]:
+    """The core at the end of the run's journal, and how many events led there from the journal's snapshot."""
+    journal: JournalReader[Event] = JournalReader(run.journal, Event)
+    snapshot = journal.snapshot()
+    core = Core(config) if snapshot is None else Core.restore(snapshot, config)
+    events = 0
+    for now, event in journal:
+        core.handle(now, event)
+        events += 1
+    return core, events
+
+
+def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
+    """Scored trajectories whose tokens are gone. What the core does not know any more leaves the store's index."""
+    known = core.state.trajectories
+    store.forget([trajectory_id for trajectory_id in store.ids() if trajectory_id not in known])
+    return tuple(
+        trajectory.id
+        for trajectory in known.values()
+        if trajectory.stage is Stage.SCORED and store.scored_attempt(trajectory.id) != trajectory.attempt
+    )
