@@ -1,0 +1,68 @@
+"""Failures and latencies injected into environments and rewards, as `[faults]` asks, for tests and benches.
+
+Invariant: what happens at a call depends on `(seed, call number)` alone, so a run with faults can be repeated.
+"""
+
+import asyncio
+import math
+import random
+import threading
+from typing import Any
+
+from rollweave.envs.base import mix
+from rollweave.schema.config import FaultsConfig
+from rollweave.schema.work import Task
+
+GARBAGE = "not an observation"
+
+
+class InjectedError(RuntimeError):
+    """A failure that `[faults]` asked for."""
+
+
+class Faulty:
+    """An environment with faults. `block`: a hang blocks the thread, as a real one does, instead of waiting politely."""
+
+    def __init__(self, env: Any, faults: FaultsConfig, *, seed: int, block: bool) -> None:
+        self._env, self._faults, self._seed, self._block = env, faults, seed, block
+        self._calls = 0
+
+    async def reset(self, task: Task) -> Any:
+        return await self._call(self._env.reset, task, latency=False)
+
+    async def step(self, action: str) -> Any:
+        return await self._call(self._env.step, action, latency=True)
+
+    async def close(self) -> None:
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            await awaited(close())
+
+    async def _call(self, call: Any, argument: Any, *, latency: bool) -> Any:
+        rng, faults = random.Random(mix(self._seed, "call", self._calls)), self._faults
+        self._calls += 1
+        if latency and faults.latency_s:
+            await asyncio.sleep(rng.lognormvariate(math.log(faults.latency_s), faults.latency_sigma))
+        fate = rng.random()
+        if fate < faults.env_error:
+            raise InjectedError("injected by faults.env_error")
+        fate -= faults.env_error
+        if fate < faults.env_hang:
+            if self._block:
+                threading.Event().wait()
+            await asyncio.Event().wait()
+        fate -= faults.env_hang
+        if fate < faults.env_garbage:
+            return GARBAGE
+        return await awaited(call(argument))
+
+
+def reward_fault(faults: FaultsConfig, *, seed: int) -> None:
+    """Raise where `faults.reward_error` strikes the reward of this trajectory."""
+    if random.Random(mix(seed, "reward")).random() < faults.reward_error:
+        raise InjectedError("injected by faults.reward_error")
+
+
+async def awaited(value: Any) -> Any:
+    """The value itself, or what it gives when awaited: an environment's methods may be either."""
+    return await value if hasattr(value, "__await__") else value

@@ -1,0 +1,73 @@
+"""The words between the run and a worker process that holds one environment at a time. Each command has one reply."""
+
+from typing import Any
+
+from rollweave.envs.base import Episode, Observation, Score, Step
+from rollweave.schema.base import Noun, Tagged
+from rollweave.schema.work import Task
+
+
+class Setting(Noun, frozen=True, kw_only=True):
+    """Which environment, and with what faults: the fields of `[faults]`, decided by `seed`."""
+
+    env: str
+    options: dict[str, Any]
+    faults: dict[str, float]
+    seed: int
+
+
+class Open(Tagged, frozen=True, kw_only=True):
+    """→ Done | Failed"""
+
+    setting: Setting
+
+
+class Reset(Tagged, frozen=True, kw_only=True):
+    """→ Observed | Failed"""
+
+    task: Task
+
+
+class Act(Tagged, frozen=True, kw_only=True):
+    """→ Stepped | Failed"""
+
+    action: str
+
+
+class Close(Tagged, frozen=True, kw_only=True):
+    """→ Done | Failed. The worker may then open another environment."""
+
+
+class Evaluate(Tagged, frozen=True, kw_only=True):
+    """→ Scored | Failed"""
+
+    setting: Setting
+    episode: Episode
+
+
+WorkerCommand = Open | Reset | Act | Close | Evaluate
+
+
+class Done(Tagged, frozen=True, kw_only=True):
+    pass
+
+
+class Observed(Tagged, frozen=True, kw_only=True):
+    observation: Observation
+
+
+class Stepped(Tagged, frozen=True, kw_only=True):
+    step: Step
+
+
+class Scored(Tagged, frozen=True, kw_only=True):
+    score: Score
+
+
+class Failed(Tagged, frozen=True, kw_only=True):
+    """The environment's or reward's doing; the worker is well."""
+
+    error: str
+
+
+WorkerReply = Done | Observed | Stepped | Scored | Failed
