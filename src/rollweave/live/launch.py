@@ -9,7 +9,7 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from rollweave.backends.client import EngineClient
@@ -53,8 +53,7 @@ def train(config: RunConfig, *, resume: bool = False, inproc: bool = False, prog
 
 
 async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, progress: Progress) -> Summary:
-    progress.phase("resuming" if resume else "starting")
-    source = TaskSource(config)
+    source = TaskSource(config, logs=run.logs)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(TrajectoryStore(run.trajectories))
         checkpoints = Checkpoints(run.checkpoints)
@@ -71,7 +70,7 @@ async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, 
         stack.callback(metrics.close)
         trace = Trace(run.trace)
         stack.callback(trace.close)
-        processes = Processes(config, run, words=source.words(), inproc=inproc)
+        processes = Processes(config, run, words=source.words(), inproc=inproc, on_ready=lambda: progress.phase("training"))
         world = World(
             config,
             core=core,
@@ -85,10 +84,15 @@ async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, 
             make_engine=processes.engine,
             make_trainer=processes.trainer,
             make_episode=Episodes(config, processes.model_dir, source, clock).make,
+            progress=progress,
         )
         metrics.event("resumed" if begun.resumed else "started", inproc=inproc, engines=config.engines.count)
+        progress.phase("resuming" if begun.resumed else "starting engines and trainer")
         with _signals(world, progress):
-            await world.run(begun.first(processes.engine_ids), engines=processes.engine_ids, fresh=not begun.resumed)
+            try:
+                await world.run(begun.first(processes.engine_ids), engines=processes.engine_ids, fresh=not begun.resumed)
+            finally:
+                await source.close()
         evaluation = metrics.final_evaluation or metrics.last_evaluation
         summary = summarize(core, evaluation=evaluation, wall_s=clock.now())
         write_summary(run.summary, summary)
@@ -100,8 +104,11 @@ async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, 
 class Processes:
     """Starts engines and trainers of one run. Where a model from scratch does not exist yet, the first trainer builds it."""
 
-    def __init__(self, config: RunConfig, run: RunDir, *, words: tuple[str, ...], inproc: bool) -> None:
-        self._config, self._run, self._words, self._inproc = config, run, words, inproc
+    def __init__(
+        self, config: RunConfig, run: RunDir, *, words: tuple[str, ...], inproc: bool, on_ready: Callable[[], None]
+    ) -> None:
+        """`on_ready` is called whenever a trainer is ready."""
+        self._config, self._run, self._words, self._inproc, self._on_ready = config, run, words, inproc, on_ready
         self.model_dir = Path(config.model.path) if config.model.path is not None else run.model
         self.engine_ids = tuple(EngineId(f"e{number}") for number in range(config.engines.count))
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -157,6 +164,7 @@ class Processes:
     def _trainer_ready(self) -> None:
         if not self._model_ready.done():
             self._model_ready.set_result(None)
+        self._on_ready()
 
 
 class Episodes:

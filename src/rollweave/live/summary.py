@@ -15,7 +15,8 @@ from rollweave.schema.errors import RollweaveError
 class Summary(Noun, frozen=True, kw_only=True):
     """`success_rate` and `eval_episodes` are those of the final evaluation, or of the last periodic one where there is none.
 
-    `tokens` counts sampled tokens; `wall_s` is the run's time over all its lives; `error` is empty where all went well.
+    `tokens` counts sampled tokens; `wall_s` is the run's time over all its lives; `error` is empty where all went well;
+    `interrupted` says that the user asked for the end.
     """
 
     success_rate: dict[str, float]
@@ -32,6 +33,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     watchdog: dict[str, int]
     idle: dict[str, dict[str, float]]
     error: str = ""
+    interrupted: bool = False
 
 
 class AccountError(RollweaveError):
@@ -58,6 +60,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         watchdog=dict(counters.watchdog),
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
         error=state.error,
+        interrupted=state.skip_final_eval,
     )
 
 

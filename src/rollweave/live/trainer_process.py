@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 
 from rollweave.backends.parent import Parent
+from rollweave.codec.chat import ChatCodec
 from rollweave.codec.wire import decoder_of, encode
+from rollweave.envs.tasks import TaskSource
 from rollweave.live.trainer_link import TrainerSpec
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import TrainerError
 from rollweave.schema.training import TrainerCommand, TrainerReady
 from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
-from rollweave.train.warmup import warm_up
 
 MODEL_S = 120.0
 """Seconds that rank 0 has to build a model from scratch, before the other ranks give up on it."""
@@ -31,7 +32,8 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
             _await_model(model_dir)
     trainer = Trainer(config, model_dir, Path(spec.run_dir), rank=spec.rank, world=spec.world)
     if spec.warm_up and config.warmup.steps:
-        warm_up(trainer)
+        source = TaskSource(config)
+        trainer.warm_up(source.transcripts(ChatCodec.from_directory(model_dir), seed=config.run.seed))
     return trainer.ready(), trainer
 
 

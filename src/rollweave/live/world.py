@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.journal import JournalWriter
 from rollweave.core.core import Core
+from rollweave.core.state import Phase
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws, Effects
 from rollweave.live.fleet import Fleet
-from rollweave.live.metrics import Metrics
+from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
 from rollweave.live.tasks import Tasks
@@ -38,6 +39,15 @@ COMPACT_BYTES = 4 << 20
 """Bytes of journal from which a checkpoint compacts it: some 40,000 events, which replay in a few seconds."""
 
 
+PHASES = {
+    Phase.RUNNING: "training",
+    Phase.DRAINING: "ending what is in flight",
+    Phase.SAVING: "saving the last checkpoint",
+    Phase.EVALUATING: "final evaluation",
+    Phase.FINISHED: "ending",
+}
+
+
 class World:
     """Everything of one run that lives. `run` returns the core's last word."""
 
@@ -56,6 +66,7 @@ class World:
         make_engine: Callable[[EngineId, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
         make_episode: Callable[[StartInit], Episode],
+        progress: Progress,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
         self.core, self.clock = core, clock
@@ -63,6 +74,8 @@ class World:
         self._tasks = Tasks()
         self._error: str | None = None
         self._compact_bytes = compact_bytes
+        self._progress = progress
+        self._phase = Phase.RUNNING
         self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
         self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
         self.seat = TrainerSeat(
@@ -137,6 +150,9 @@ class World:
     # What the parts call.
 
     def _execute(self, command: Command) -> None:
+        if self.core.state.phase is not self._phase:
+            self._phase = self.core.state.phase
+            self._progress.phase(PHASES[self._phase])
         self._effects.execute(command)
 
     def _finish(self, error: str) -> None:
