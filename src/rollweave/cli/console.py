@@ -1,0 +1,44 @@
+"""How the command line speaks: results on standard output, everything else on standard error, and exit codes.
+
+Invariants: a wrong input is one line per problem and exit code 2, never a traceback; a failure of ours is one line and exit
+code 1; what the user stopped ends with 130.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from rollweave.schema.errors import ConfigError, RollweaveError
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit codes. 130 is what shells give to a program that Ctrl-C ended."""
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def error_lines(text: str) -> None:
+    """Print an error, each of its lines as a problem of its own."""
+    for line in str(text).splitlines() or ["failed without a word"]:
+        err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn what a command raises into error lines and an exit code."""
+    try:
+        yield
+    except ConfigError as error:
+        error_lines(str(error))
+        raise typer.Exit(WRONG_INPUT) from error
+    except RollweaveError as error:
+        error_lines(str(error))
+        raise typer.Exit(FAILED) from error
+    except KeyboardInterrupt as error:
+        err.print("[yellow]interrupted[/]")
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:  # `rollweave trace … | head`
+        raise typer.Exit(0) from error

@@ -1,0 +1,153 @@
+"""`rollweave doctor`: is this installation whole, and what can this machine do?"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import typer
+
+from rollweave.cli.checks import Check, fail, failures, human_bytes, ok, show, warn
+from rollweave.cli.console import FAILED, out
+from rollweave.cli.machine import cores, gpu_memory, memory_bytes
+from rollweave.live.sinks import PACKAGES
+
+LEAST_PYTHON = (3, 11)
+LEAST_MEMORY = 4 << 30
+"""The demo's three processes take about 1.5 GiB; below this there is little left for anything else."""
+
+LEAST_DISK = 2 << 30
+
+
+def doctor() -> None:
+    """Print every check; exit with 1 if one failed."""
+    checks = [*_software(), *_machine()]
+    show(checks, out)
+    wrong = failures(checks)
+    if wrong:
+        out.print(f"\n[red]{len(wrong)} of {len(checks)} checks failed[/]")
+        raise typer.Exit(FAILED)
+    out.print("\n[green]rollweave can run here[/]")
+
+
+def _software() -> Iterator[Check]:
+    version = platform.python_version()
+    least = ".".join(map(str, LEAST_PYTHON))
+    yield (
+        ok("python", version)
+        if sys.version_info >= LEAST_PYTHON
+        else fail("python", f"must be at least {least}, got {version}")
+    )
+    yield from _dependencies()
+    for extra in PACKAGES:
+        here = importlib.util.find_spec(extra) is not None
+        yield ok(f"extra {extra}", _version(extra) if here else f"not installed (optional: pip install 'rollweave[{extra}]')")
+
+
+def _dependencies() -> Iterator[Check]:
+    """Every requirement of the package, as installed."""
+    try:
+        requirements = importlib.metadata.requires("rollweave") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield fail("rollweave", "must be installed (pip install -e .), found only its source")
+        return
+    yield ok("rollweave", importlib.metadata.version("rollweave"))
+    missing, found = [], []
+    for requirement in requirements:
+        if "extra ==" in requirement:
+            continue
+        name = requirement.split(";")[0].strip()
+        for sign in "<>=!~[ ":
+            name = name.split(sign)[0]
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    yield fail("dependencies", f"missing: {', '.join(missing)}") if missing else ok("dependencies", ", ".join(found))
+
+
+def _machine() -> Iterator[Check]:
+    count = cores()
+    yield ok("cores", str(count)) if count >= 2 else warn("cores", f"{count}: engine and trainer will take turns")
+    total, available = memory_bytes()
+    text = f"{human_bytes(available)} free of {human_bytes(total)}"
+    if not total:
+        yield warn("memory", "cannot be read on this system")
+    else:
+        yield (
+            ok("memory", text)
+            if available >= LEAST_MEMORY
+            else warn("memory", f"{text}: less than {human_bytes(LEAST_MEMORY)}")
+        )
+    yield _devices()
+    yield _sealed_memory()
+    yield _sockets()
+    free = shutil.disk_usage(Path.cwd()).free
+    yield ok("disk", f"{human_bytes(free)} free here") if free >= LEAST_DISK else warn("disk", f"{human_bytes(free)} free here")
+    yield _writable(Path.cwd())
+
+
+def _devices() -> Check:
+    if not torch.cuda.is_available():
+        return ok("devices", f"CPU only (torch {torch.__version__})")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    try:
+        total, free = gpu_memory("cuda:0")
+    except RuntimeError as error:
+        return warn("devices", f"CUDA is there but does not answer: {error}")
+    return ok("devices", f"CUDA: {', '.join(names)}; {human_bytes(free)} free of {human_bytes(total)} on the first")
+
+
+def _sealed_memory() -> Check:
+    """Weights travel in anonymous memory files that another process opens through /proc."""
+    try:
+        fd = os.memfd_create("rollweave-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError) as error:
+        return fail("shared memory", f"memfd_create must work, got {error}")
+    try:
+        os.write(fd, b"rollweave")
+        read = Path(f"/proc/{os.getpid()}/fd/{fd}").read_bytes()
+    except OSError as error:
+        return fail("shared memory", f"/proc/<pid>/fd must be readable, got {error}")
+    finally:
+        os.close(fd)
+    return (
+        ok("shared memory", "sealed memory files work")
+        if read == b"rollweave"
+        else fail("shared memory", f"read back {read!r}")
+    )
+
+
+def _sockets() -> Check:
+    try:
+        left, right = socket.socketpair()
+        left.close()
+        right.close()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        return fail("sockets", f"local sockets must work, got {error}")
+    return ok("sockets", "local sockets work")
+
+
+def _writable(directory: Path) -> Check:
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        return fail("run directories", f"{directory} must be writable, got {error}")
+    return ok("run directories", f"{directory} is writable")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed"

@@ -1,0 +1,132 @@
+"""The part of a dry run that looks at environments: the user's code, so every call is guarded and limited in time."""
+
+import asyncio
+import inspect
+import queue
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollweave.cli.checks import Check, fail, ok
+from rollweave.envs.base import Observation
+from rollweave.envs.registry import check_options, resolve
+from rollweave.envs.tasks import TaskSource
+from rollweave.schema.base import Noun
+from rollweave.schema.chat import Message
+from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.work import Purpose
+
+T = TypeVar("T")
+
+PATIENCE_S = 30.0
+"""Seconds that a class method of an environment may take: they are called once a run, to plan it."""
+
+
+class Domain(Noun, frozen=True, kw_only=True):
+    """What the model must know about a task domain that was found to be in order."""
+
+    words: tuple[str, ...]
+    allowed: tuple[str, ...]
+
+
+class BrokenError(RollweaveError):
+    """The environment breaks the rule that the message names."""
+
+
+def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain | None, list[Check]]:
+    """Look at `config.tasks[index]`; the domain is None where a check failed."""
+    task = config.tasks[index]
+    where = f"tasks.{index}"
+    checks: list[Check] = []
+    try:
+        kind = _guarded(lambda: resolve(task.env), PATIENCE_S, "env must be imported")
+        check_options(task.env, task.options)
+        checks.append(ok(f"{where}.env", f"{task.name}: {kind.__module__}.{kind.__qualname__}"))
+        words = _words(kind, "words", task)
+        allowed = _words(kind, "allowed_words", task)
+        if config.warmup.steps:
+            checks.append(_transcript(kind, task, where))
+        if deep:
+            checks.append(_first_look(config, task, where))
+    except (ConfigError, BrokenError) as error:
+        return None, [*checks, fail(where, str(error))]
+    return Domain(words=words, allowed=allowed), checks
+
+
+def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
+    """What an optional class method says, checked to be words."""
+    method = getattr(kind, name, None)
+    if method is None:
+        return ()
+    found = _guarded(lambda: tuple(method(task.options)), PATIENCE_S, f"{name} must return words")
+    wrong = [word for word in found if not isinstance(word, str) or not word]
+    if wrong:
+        raise BrokenError(f"{name} must return non-empty strings, got {wrong[0]!r}")
+    return found
+
+
+def _transcript(kind: type[Any], task: TaskConfig, where: str) -> Check:
+    method = getattr(kind, "transcript", None)
+    if method is None:
+        raise BrokenError(f"env must have transcript() where warmup.steps is set, {task.env} has none")
+    said: Sequence[Any] = _guarded(
+        lambda: list(method(random.Random(0), task.options)), PATIENCE_S, "transcript must return messages"
+    )
+    if not said or any(not isinstance(message, Message) for message in said):
+        raise BrokenError(f"transcript must return messages, got {said!r:.80}")
+    return ok(f"{where} warm-up", _first_paragraph(method) or f"{len(said)} messages in a transcript")
+
+
+def _first_look(config: RunConfig, task: TaskConfig, where: str) -> Check:
+    """Draw the first training task and reset an environment with it, where the run would have it: inline or in a process."""
+    alone = config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
+
+    async def look(logs: Path) -> Observation:
+        source = TaskSource(alone, logs=logs)
+        try:
+            drawn = await asyncio.to_thread(source.draw, task.name, 0, Purpose.TRAIN)
+            env = await source.worlds(task.name).open(drawn, seed=0)
+            try:
+                return await env.reset(drawn)
+            finally:
+                await env.close()
+        finally:
+            await source.close()
+
+    with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
+        limit_s = PATIENCE_S + task.step_s
+        observation = _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "a task must be drawn and its environment reset")
+    text = " ".join(message.content for message in observation.messages).strip()
+    return ok(f"{where} task", f"begins with {text!r:.90}")
+
+
+def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
+    """Call the user's code on a thread of its own. Raises BrokenError for what it raises, and for silence beyond `limit_s`."""
+    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put((True, call()))
+        except BaseException as error:
+            answer.put((False, error))
+
+    threading.Thread(target=work, name="dry-run", daemon=True).start()
+    try:
+        fine, value = answer.get(timeout=limit_s)
+    except queue.Empty:
+        raise BrokenError(f"{rule} within {limit_s:g} s, got no answer") from None
+    if fine:
+        found: T = value
+        return found
+    if isinstance(value, ConfigError):
+        raise value
+    text = str(value) if isinstance(value, RollweaveError) else f"{type(value).__name__}: {value}"
+    raise BrokenError(f"{rule}, got {text}") from value
+
+
+def _first_paragraph(method: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())

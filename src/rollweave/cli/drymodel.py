@@ -1,0 +1,119 @@
+"""The part of a dry run that looks at the model: its files, and whether memory and disk will hold it.
+
+Apart from the rest because it needs torch, which costs seconds to import.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rollweave.cli.checks import Check, fail, human_bytes, ok, warn
+from rollweave.cli.dryenvs import Domain
+from rollweave.cli.machine import gpu_memory, memory_bytes
+from rollweave.cli.memory import Need, checkpoint_bytes, memory, parameters, scratch_shape, trajectory_bytes
+from rollweave.codec.chat import ChatCodec
+from rollweave.engine.checkpoint import ModelShape, read_shape
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.train.scratch import build_tokenizer
+
+COMFORT = 0.8
+"""Share of what is free beyond which an estimate deserves a warning."""
+
+
+def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
+    """The model, and what it needs. `domains` are the task domains that are in order."""
+    try:
+        shape, checks = _model(config, domains, complete=len(domains) == len(config.tasks))
+    except (ConfigError, ValueError, KeyError) as error:
+        return [fail("model", _text(error))]
+    if shape is not None:
+        checks += _memory(config, shape)
+        checks += _disk(config, shape)
+    return checks
+
+
+def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> tuple[ModelShape | None, list[Check]]:
+    """The model's shape, None where it depends on tasks that are broken. Raises ConfigError, ValueError or KeyError."""
+    if config.model.scratch is not None:
+        if not complete:
+            return None, [warn("model.scratch", "its vocabulary depends on the tasks, see there")]
+        words = [word for domain in domains for word in domain.words]
+        vocab = build_tokenizer(words).get_vocab_size()
+        shape = scratch_shape(config.model.scratch, vocab)
+        text = f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them words of the tasks"
+        checks = [ok("model.scratch", text)]
+        if not config.warmup.steps:
+            checks.append(warn("warmup.steps", "random weights without a warm-up hardly ever succeed, so nothing is learned"))
+        return shape, checks
+    assert config.model.path is not None, "the configuration has one of path and scratch"
+    directory = Path(config.model.path)
+    if not directory.is_dir():
+        raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
+    shape = read_shape(directory)
+    checks = [ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}"), _weights(directory)]
+    codec = ChatCodec.from_directory(directory)
+    checks.append(ok("chat template", f"grows turn by turn; a turn ends at token {', '.join(map(str, codec.stop_token_ids))}"))
+    for domain in domains:
+        codec.words(domain.allowed)
+    longest = max(task.max_tokens for task in config.tasks)
+    if longest > shape.context:
+        checks.append(fail("tasks.max_tokens", f"must be at most the model's context ({shape.context}), got {longest}"))
+    return shape, checks
+
+
+def _weights(directory: Path) -> Check:
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if single.exists() or index.exists():
+        return ok("weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors"))))
+    return fail("model.path", f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither")
+
+
+def _memory(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+    needs = memory(config, shape)
+    on_gpu = config.model.device != "cpu"
+    for need in needs:
+        times = f" ({need.count} × {human_bytes(need.each)})" if need.count > 1 else ""
+        yield ok(f"  {need.what}", f"{human_bytes(need.total)}{times}")
+    _, available = memory_bytes()
+    host = [need for need in needs if not (on_gpu and need.on_device)]
+    yield _fits("memory", host, available, "free")
+    if on_gpu:
+        try:
+            _, free = gpu_memory(config.model.device)
+        except (RuntimeError, AssertionError) as error:
+            yield fail("model.device", f"must be a CUDA device that works, got {config.model.device} ({error})")
+            return
+        yield _fits(config.model.device, [need for need in needs if need.on_device], free, "free")
+
+
+def _fits(name: str, needs: Sequence[Need], available: int, what: str) -> Check:
+    total = sum(need.total for need in needs)
+    text = f"about {human_bytes(total)} of {human_bytes(available)} {what}"
+    if not available:
+        return warn(name, f"about {human_bytes(total)}; what this machine has cannot be read")
+    if total > available:
+        largest = max(needs, key=lambda need: need.total)
+        return fail(name, f"must fit: needs {text}; the largest part is {largest.what}, {human_bytes(largest.total)}")
+    return warn(name, f"{text}: tight") if total > COMFORT * available else ok(name, text)
+
+
+def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+    parent = Path(config.run.dir)
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
+    text = (
+        f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} trajectories of {human_bytes(free)} free"
+    )
+    if checkpoints > free:
+        yield fail("disk", f"must hold the checkpoints: {text}")
+    elif checkpoints + trajectories > COMFORT * free:
+        yield warn("disk", f"{text}: tight")
+    else:
+        yield ok("disk", text)
+
+
+def _text(error: Exception) -> str:
+    return f"config.json must name {error}" if isinstance(error, KeyError) else str(error)

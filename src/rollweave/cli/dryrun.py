@@ -1,0 +1,86 @@
+"""Everything about a run that can be known before it costs anything. Without `deep`, only what takes no time to look at.
+
+Each check says for itself what is wrong; all are made, so that the user learns every problem at once.
+"""
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollweave.cli.checks import Check, fail, ok, warn
+from rollweave.cli.dryenvs import Domain, examine_domain
+from rollweave.cli.machine import cores
+from rollweave.live.rundir import RunDir
+from rollweave.live.sinks import missing_sinks
+from rollweave.schema.config import RunConfig
+
+
+def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True) -> list[Check]:
+    """All checks. `deep` also resets an environment of each domain with a task, and estimates memory and disk."""
+    checks = [*_run_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
+    domains: list[Domain] = []
+    for index in range(len(config.tasks)):
+        domain, found = examine_domain(config, index, deep=deep)
+        checks += found
+        if domain is not None:
+            domains.append(domain)
+    checks += _cpu(config)
+    if deep or config.model.path is not None:
+        from rollweave.cli.drymodel import examine_model  # needs torch, which a model from scratch can do without here
+
+        checks += examine_model(config, domains)
+    return checks
+
+
+def _run_directory(config: RunConfig, *, resume: bool, fresh: bool) -> Iterator[Check]:
+    path = Path(config.run.dir) / config.run.name
+    run = RunDir(path)
+    if resume:
+        if not run.config.exists():
+            yield fail("run.name", f"{path} must hold a run to resume, found no config.toml")
+        else:
+            yield ok("run.name", f"goes on in {path}")
+        return
+    holds = path.exists() and any(entry != run.lock for entry in path.iterdir())
+    if holds and not fresh:
+        yield fail(
+            "run.name", f"{path} holds a run already; go on with --resume, delete it with --fresh, or choose another name"
+        )
+        return
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        yield fail("run.dir", f"{parent} must be writable, got {error.strerror or error}")
+        return
+    yield ok("run.name", f"{path}{' (the former run is deleted)' if holds else ''}")
+
+
+def _sinks(config: RunConfig) -> Iterator[Check]:
+    missing = missing_sinks(config.run.sinks)
+    for name in config.run.sinks:
+        if name in missing:
+            yield fail("run.sinks", f"{name} must be installed (pip install 'rollweave[{name}]'), got none")
+        else:
+            yield ok("run.sinks", name)
+
+
+def _cpu(config: RunConfig) -> Iterator[Check]:
+    engines, trainer = config.engines, config.trainer
+    threads = engines.count * engines.threads + trainer.ranks * trainer.threads
+    text = (
+        f"{engines.count} engines × {engines.threads} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
+    )
+    yield ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will take turns")
+    if trainer.ranks > 1:
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+        except OSError as error:
+            yield fail("trainer.ranks", f"must have a local port for {trainer.ranks} ranks to meet, got {error}")
+        else:
+            yield ok("ports", "trainer ranks meet on a free local port; nothing else listens")

@@ -1,0 +1,80 @@
+"""`rollweave eval`: a checkpoint on held-out tasks, by the same loop with no training step."""
+
+import math
+from pathlib import Path
+
+from rich.table import Table
+
+from rollweave.cli.checks import human_seconds
+from rollweave.cli.console import err, error_lines, out
+from rollweave.cli.progress import display
+from rollweave.cli.runs import clear, exported_checkpoint, find_run
+from rollweave.codec.config import load
+from rollweave.live import launch
+from rollweave.live.summary import Summary
+from rollweave.schema.config import EvalConfig, ModelConfig, RunConfig, WarmupConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+
+DIRECTORY = "evaluations"
+"""Where evaluations of a run lie, each a run directory of its own."""
+
+
+def evaluate(name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool) -> None:
+    """Evaluate and print success by task. Raises ConfigError for a run or checkpoint that is not there."""
+    run = find_run(name)
+    if not run.config.exists():
+        raise ConfigError(f"{run.path} must hold config.toml, found none")
+    step, model = exported_checkpoint(run, checkpoint)
+    config = evaluation_config(
+        load(run.config), directory=run.path, step=step, model=model, episodes=episodes, temperature=temperature
+    )
+    clear(config)
+    with display(err, name=f"{run.path.name} at step {step}", steps=0) as progress:
+        summary = launch.train(config, inproc=inproc, progress=progress)
+    if summary.error:
+        raise RollweaveError(summary.error)
+    _show(summary, step, Path(config.run.dir) / config.run.name)
+
+
+def evaluation_config(
+    trained: RunConfig, *, directory: Path, step: int, model: Path, episodes: int | None, temperature: float | None
+) -> RunConfig:
+    """The configuration of a run that only evaluates `model`, on the tasks of `trained`."""
+    count = episodes if episodes is not None else trained.eval.final_episodes or trained.eval.episodes
+    warmth = temperature if temperature is not None else trained.eval.temperature
+    if count < 1:
+        raise ConfigError("--episodes must be given where the run has none of its own, got nothing")
+    section = trained.run.model_copy(
+        update={
+            "name": f"step-{step}-t{warmth:g}-n{count}",
+            "dir": str(directory / DIRECTORY),
+            "steps": 0,
+            "checkpoint_every": 0,
+            "sinks": (),
+        }
+    )
+    shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
+    evaluation = EvalConfig(every=0, final_episodes=count, temperature=warmth)
+    updates = {"run": section, "model": shape, "eval": evaluation, "warmup": WarmupConfig()}
+    return trained.model_copy(update=updates)
+
+
+def half_width(rate: float, count: int) -> float:
+    """Half the width of Wilson's 95 % interval of a success rate."""
+    z = 1.96
+    if count < 1:
+        return 0.0
+    return z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+
+
+def _show(summary: Summary, step: int, directory: Path) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("task", "success", "± 95 %", "episodes"):
+        table.add_column(heading, justify="left" if heading == "task" else "right")
+    for task, rate in summary.success_rate.items():
+        count = summary.eval_episodes.get(task, 0)
+        table.add_row(task, f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}", str(count))
+    out.print(table)
+    out.print(f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: rollweave trace {directory}[/]")
+    if not summary.success_rate:
+        error_lines("no episode was scored: see the stop reasons in the run's summary.json")

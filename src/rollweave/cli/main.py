@@ -1,0 +1,110 @@
+"""`rollweave`: the commands and their options. Each command is a line or two; the work is in the module of its name.
+
+Imports of the work are inside the commands: `rollweave --help` must not wait for torch.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollweave.cli.console import reported
+
+app = typer.Typer(
+    help="Train LLM agents with reinforcement learning, each trajectory at its own pace.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.")]
+Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; or a run directory, to go on with it.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Pacing: sync, one_step, stream, partial or bounded.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run where it ended or was killed.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete a former run of this name first.")] = False,
+    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+) -> None:
+    """Train an agent as CONFIG says."""
+    with reported():
+        from rollweave.cli.train import train as work
+
+        sets = [*(overrides or []), *([f"rollout.mode={mode}"] if mode is not None else [])]
+        work(config, sets, dry_run=dry_run, resume=resume, fresh=fresh, inproc=inproc)
+
+
+@app.command("eval")
+def evaluate(
+    run: Run,
+    episodes: Annotated[
+        int | None, typer.Option(min=1, help="Episodes of each task; the run's own number if not given.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; the run's own if not given.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
+    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+) -> None:
+    """Evaluate a checkpoint of RUN on held-out tasks, with the same loop and no training."""
+    with reported():
+        from rollweave.cli.evaluate import evaluate as work
+
+        work(run, episodes=episodes, temperature=temperature, checkpoint=checkpoint, inproc=inproc)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this installation and this machine."""
+    with reported():
+        from rollweave.cli.doctor import doctor as work
+
+        work()
+
+
+@app.command()
+def trace(
+    run: Run,
+    trajectory: Annotated[str | None, typer.Argument(metavar="[TRAJECTORY]", help="Show this one turn by turn.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
+    stop: Annotated[str | None, typer.Option(help="Only this stop reason.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Only these rewards: 1, '>0.5', '<=0'.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only those that weights of this step started.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Rows at most, the newest.")] = 40,
+) -> None:
+    """List the trajectories of RUN, or show one with its tokens, versions, log-probs, rewards and times."""
+    with reported():
+        from rollweave.cli.trace import trace as work
+
+        work(run, trajectory, task=task, stop=stop, reward=reward, step=step, limit=limit)
+
+
+@app.command()
+def report(run: Run) -> None:
+    """Write RUN's report: one HTML file that needs nothing else."""
+    with reported():
+        from rollweave.cli.report import report as work
+
+        work(run)
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo or modes.")],
+    json_: Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches.")] = None,
+) -> None:
+    """Measure, and compare with peers in the same run."""
+    with reported():
+        from rollweave.cli.bench import bench as work
+
+        work(name, as_json=json_, quick=quick, seeds=seeds)
+
+
+if __name__ == "__main__":
+    app()

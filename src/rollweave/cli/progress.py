@@ -1,0 +1,250 @@
+"""What a run looks like while it runs: a small panel on a terminal, one plain line now and then everywhere else.
+
+Invariants: implements `live.metrics.Progress`; never raises for a line it does not know; calm: a terminal is redrawn at most
+`REFRESH_PER_S` times a second, plain output says at most one step in `PLAIN_EVERY_S` seconds (warnings and evaluations
+always, the same warning at most `WARNINGS_SHOWN` times).
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollweave.cli.checks import human_seconds
+
+REFRESH_PER_S = 4
+PLAIN_EVERY_S = 5.0
+"""Seconds between two plain lines of steps: readable in a log that someone follows."""
+
+WARNINGS_SHOWN = 3
+SPARK = "▁▂▃▄▅▆▇█"
+CURVE_POINTS = 40
+AVERAGED = 10
+"""Steps over which the panel averages: single batches are too noisy to read."""
+
+
+class Display(Protocol):
+    """A `Progress` that is entered and left."""
+
+    def __enter__(self) -> Self:
+        """Begin to show."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Show the last state and stop."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl was written."""
+
+    def phase(self, text: str) -> None:
+        """What the run does now."""
+
+
+def display(console: Console, *, name: str, steps: int) -> Display:
+    """The display that fits the console."""
+    return Terminal(console, name=name, steps=steps) if console.is_terminal else Plain(console, steps=steps)
+
+
+class Plain:
+    """One line at a time, for logs and pipes."""
+
+    def __init__(self, console: Console, *, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._steps, self._clock = console, steps, clock
+        self._said_at = float("-inf")
+        self._warnings: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        match line.get("kind"):
+            case "step":
+                now = self._clock()
+                if now - self._said_at >= PLAIN_EVERY_S or line["step"] + 1 >= self._steps:
+                    self._said_at = now
+                    self._say(step_text(line, self._steps))
+            case "evaluation":
+                self._say(evaluation_text(line))
+            case "warning":
+                self._warn(line)
+            case _:
+                pass
+
+    def phase(self, text: str) -> None:
+        self._say(text)
+
+    def _warn(self, line: Mapping[str, Any]) -> None:
+        component = str(line["component"])
+        self._warnings[component] += 1
+        if self._warnings[component] <= WARNINGS_SHOWN:
+            self._say(f"warning: {component}: {line['message']}")
+        elif self._warnings[component] == WARNINGS_SHOWN + 1:
+            self._say(f"warning: {component}: more of these are in metrics.jsonl")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+class Terminal:
+    """A panel that is redrawn in place."""
+
+    def __init__(self, console: Console, *, name: str, steps: int) -> None:
+        self._console, self._name, self._steps = console, name, steps
+        self._phase = "starting"
+        self._began = time.monotonic()
+        self._recent: deque[Mapping[str, Any]] = deque(maxlen=AVERAGED)
+        self._curve: dict[str, list[float]] = {}
+        self._evaluation: Mapping[str, Any] | None = None
+        self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
+        self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._draw, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._live.__exit__(kind, error, traceback)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        match line.get("kind"):
+            case "step":
+                self._recent.append(line)
+                for name, value in line["success"].items():
+                    self._curve.setdefault(name, []).append(value)
+            case "evaluation":
+                self._evaluation = line
+                self._live.console.print(f"[cyan]{escape(evaluation_text(line))}[/]", soft_wrap=True)
+            case "warning":
+                self._warnings.append(f"{line['component']}: {line['message']}")
+            case _:
+                pass
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+
+    def _draw(self) -> RenderableType:
+        parts: list[RenderableType] = [self._head()]
+        if self._recent:
+            parts.append(self._figures())
+        parts.extend(Text(f"! {warning}", style="yellow", overflow="ellipsis", no_wrap=True) for warning in self._warnings)
+        return Panel(
+            Group(*parts), title=f"[bold]{escape(self._name)}[/]", title_align="left", border_style="dim", padding=(0, 1)
+        )
+
+    def _head(self) -> RenderableType:
+        done = int(self._recent[-1]["step"]) + 1 if self._recent else 0
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(width=28)
+        grid.add_column(no_wrap=True)
+        grid.add_row(
+            f"step [bold]{done}[/]/{self._steps}",
+            ProgressBar(total=max(1, self._steps), completed=done, width=28),
+            f"{human_seconds(time.monotonic() - self._began)}  [dim]{escape(self._phase)}[/]",
+        )
+        return grid
+
+    def _figures(self) -> RenderableType:
+        last = self._recent[-1]
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, values in self._curve.items():
+            recent = values[-AVERAGED:]
+            reward = _mean([line["reward"][name] for line in self._recent if name in line["reward"]])
+            grid.add_row(name, f"success [bold]{sum(recent) / len(recent):.2f}[/]  {sparkline(values)}  reward {reward:.2f}")
+        if self._evaluation is not None:
+            grid.add_row("held out", f"{_by_task(self._evaluation['success'])}  [dim]at step {self._evaluation['step']}[/]")
+        tokens_per_s = _mean([line["tokens_per_s"] for line in self._recent])
+        waiting, running = _in_flight(last)
+        grid.add_row("rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting")
+        grid.add_row("staleness", _staleness_text(self._recent))
+        for who in ("engines", "trainer"):
+            grid.add_row(who, _shares_text(self._recent, who))
+        return grid
+
+
+def step_text(line: Mapping[str, Any], steps: int) -> str:
+    """One step as one plain line."""
+    trainer = _shares(line["idle"].get("trainer", {}))
+    engines = _shares(line["idle"].get("engines", {}))
+    parts = [
+        f"step {line['step'] + 1}/{steps}",
+        f"{line['at']:.0f} s",
+        f"success {_by_task(line['success'])}",
+        f"reward {_by_task(line['reward'])}",
+        f"staleness {_staleness_text([line])}",
+        f"{line['tokens_per_s']:,.0f} tokens/s",
+        f"busy: engines {engines.get('busy', 0.0):.0%}, trainer {trainer.get('busy', 0.0):.0%}",
+    ]
+    return " | ".join(parts)
+
+
+def evaluation_text(line: Mapping[str, Any]) -> str:
+    """One evaluation as one line."""
+    what = "final evaluation" if line["final"] else "evaluation"
+    failed = sum(line["failed"].values())
+    more = f", {failed} episodes failed" if failed else ""
+    episodes = sum(line["episodes"].values())
+    return f"{what} at step {line['step']}: success {_by_task(line['success'])} over {episodes} held-out episodes{more}"
+
+
+def sparkline(values: list[float]) -> str:
+    """Values in [0, 1] as at most `CURVE_POINTS` blocks, each the mean of its share of the values."""
+    count = min(len(values), CURVE_POINTS)
+    blocks = []
+    for index in range(count):
+        part = values[index * len(values) // count : (index + 1) * len(values) // count]
+        mean = min(1.0, max(0.0, sum(part) / len(part)))
+        blocks.append(SPARK[round(mean * (len(SPARK) - 1))])
+    return "".join(blocks)
+
+
+def _by_task(values: Mapping[str, float]) -> str:
+    if len(values) == 1:
+        return f"{next(iter(values.values())):.2f}"
+    return ", ".join(f"{name} {value:.2f}" for name, value in values.items()) or "-"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _in_flight(line: Mapping[str, Any]) -> tuple[int, int]:
+    engines = line.get("engines", {}).values()
+    return sum(int(e.get("waiting", 0)) for e in engines), sum(int(e.get("running", 0)) for e in engines)
+
+
+def _staleness_text(lines: deque[Mapping[str, Any]] | list[Mapping[str, Any]]) -> str:
+    ages: Counter[int] = Counter()
+    for line in lines:
+        for age, count in line["staleness"].items():
+            ages[int(age)] += count
+    total = sum(ages.values())
+    if not total:
+        return "-"
+    return f"{sum(age * count for age, count in ages.items()) / total:.2f} (max {max(ages)})"
+
+
+def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    total = sum(seconds.values())
+    return {cause: value / total for cause, value in seconds.items()} if total > 0 else {}
+
+
+def _shares_text(lines: deque[Mapping[str, Any]], who: str) -> str:
+    summed: Counter[str] = Counter()
+    for line in lines:
+        summed.update(line["idle"].get(who, {}))
+    shares = sorted(_shares(summed).items(), key=lambda item: (item[0] != "busy", -item[1]))
+    return "  ".join(f"{cause} {share:.0%}" for cause, share in shares if share >= 0.005) or "-"

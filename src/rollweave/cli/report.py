@@ -1,0 +1,14 @@
+"""`rollweave report`: the run as one HTML file."""
+
+from rich.markup import escape
+
+from rollweave.cli.checks import human_bytes
+from rollweave.cli.console import out
+from rollweave.cli.runs import find_run
+from rollweave.report.page import write_report
+
+
+def report(name: str) -> None:
+    """Write `report.html` and say where it is."""
+    path = write_report(find_run(name))
+    out.print(f"{escape(str(path))} ({human_bytes(path.stat().st_size)})", soft_wrap=True)

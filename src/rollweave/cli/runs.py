@@ -1,0 +1,73 @@
+"""Finds what the user means by RUN and CHECKPOINT."""
+
+import difflib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rollweave.live.checkpoints import Checkpoints
+from rollweave.live.rundir import RunDir
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+RUNS = Path("runs")
+EXPORT = "hf"
+"""Directory of a checkpoint with the Hugging Face export."""
+
+
+def find_run(name: str) -> RunDir:
+    """The run directory that `name` means: a path, or a name under `runs/`. Raises ConfigError."""
+    for path in (Path(name), RUNS / name):
+        if (path / "config.toml").exists() or (path / "metrics.jsonl").exists():
+            return RunDir(path)
+    known = sorted(path.parent.name for path in RUNS.glob("*/config.toml"))
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"runs here: {', '.join(known[:8]) or 'none'}"
+    raise ConfigError(f"RUN must be a run directory or a name in {RUNS}/, got {name!r} ({hint})")
+
+
+def clear(config: RunConfig) -> None:
+    """`--fresh`: delete the run directory of `config`, if it is one and nobody uses it. Raises ConfigError otherwise."""
+    path = Path(config.run.dir) / config.run.name
+    if not path.exists() or not any(path.iterdir()):
+        return
+    if not RunDir(path).lock.exists():
+        raise ConfigError(f"--fresh: {path} must be a run directory to be deleted, found no lock file; remove it yourself")
+    if not RunDir(path).config.exists():
+        RunDir(path).config.touch()  # a run that died before it wrote its configuration: let `claim` take it over
+    with RunDir.claim(config, resume=True):
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != "lock":
+                entry.unlink()
+
+
+def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
+    """Step and export directory of checkpoint `best`, `last` or a step's number. Raises ConfigError."""
+    checkpoints = Checkpoints(run.checkpoints)
+    steps = [step for step in checkpoints.steps() if (checkpoints.path(step) / EXPORT / "config.json").exists()]
+    if not steps:
+        raise ConfigError(f"--checkpoint: {run.path} must hold a finished checkpoint with an export, found none yet")
+    best = run.path / "best"
+    if which == "last" or (which == "best" and not best.exists()):
+        step = steps[-1]
+    elif which == "best":
+        step = int(best.resolve().name.removeprefix("step-"))
+    elif which.isdecimal():
+        step = int(which)
+    else:
+        raise ConfigError(f"--checkpoint must be best, last or a step, got {which!r}")
+    if step not in steps:
+        raise ConfigError(f"--checkpoint must be one of {', '.join(map(str, steps))} in {run.path}, got {step}")
+    return step, checkpoints.path(step) / EXPORT
+
+
+def read_summary(run: RunDir) -> dict[str, Any]:
+    """`summary.json`. Raises ConfigError where the run has not finished."""
+    try:
+        loaded: dict[str, Any] = json.loads(run.summary.read_text())
+    except OSError as error:
+        raise ConfigError(f"{run.path} must hold a finished run, found no summary.json") from error
+    return loaded

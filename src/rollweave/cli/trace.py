@@ -1,0 +1,242 @@
+"""`rollweave trace`: what happened in a run, trajectory by trajectory, and one of them turn by turn."""
+
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from rich.markup import escape
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from rollweave.cli.checks import human_seconds
+from rollweave.cli.console import out
+from rollweave.cli.runs import find_run
+from rollweave.codec.config import load
+from rollweave.live.rundir import RunDir
+from rollweave.rollout.store import Entry, TrajectoryReader
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Purpose, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+    "=": operator.eq,
+}
+PIECES_A_ROW = 8
+"""Tokens in one row of the token table: fits 100 columns."""
+
+
+def trace(
+    name: str, trajectory: str | None, *, task: str | None, stop: str | None, reward: str | None, step: int | None, limit: int
+) -> None:
+    """List trajectories, or show `trajectory` (`g12.3`, or `g12.3/1` for its second attempt)."""
+    run = find_run(name)
+    if not run.trajectories.is_dir():
+        raise ConfigError(f"{run.path} must hold trajectories, found none yet")
+    reader = TrajectoryReader(run.trajectories)
+    if trajectory is not None:
+        _show(run, reader, trajectory)
+        return
+    wanted = _filter(task=task, stop=stop, reward=reward, step=step)
+    found: list[tuple[Entry, Trajectory]] = []
+    matching = 0
+    for entry in reversed(reader.entries):
+        loaded = reader.load(entry)
+        if wanted(loaded):
+            matching += 1
+            if len(found) < limit:
+                found.append((entry, loaded))
+    _list(found[::-1], matching, len(reader.entries))
+    out.print(
+        f"[dim]one of them: rollweave trace {escape(name)} {found[-1][1].id if found else 'TRAJECTORY'}[/]", soft_wrap=True
+    )
+    if run.trace.exists():
+        out.print(f"[dim]timeline: open {escape(str(run.trace.resolve()))} in https://ui.perfetto.dev[/]", soft_wrap=True)
+
+
+def parse_reward(text: str) -> Callable[[float], bool]:
+    """`1`, `>0.5`, `<=0` as a predicate. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(>=|<=|>|<|=|)\s*(-?\d+(?:\.\d*)?(?:e-?\d+)?)\s*", text)
+    if match is None:
+        raise ConfigError(f"--reward must be a number, or one behind >, >=, < or <=, got {text!r}")
+    compare, bound = COMPARISONS[match[1] or "="], float(match[2])
+    return lambda value: compare(value, bound)
+
+
+def _filter(*, task: str | None, stop: str | None, reward: str | None, step: int | None) -> Callable[[Trajectory], bool]:
+    if stop is not None and stop not in [reason.value for reason in StopReason]:
+        raise ConfigError(f"--stop must be one of {', '.join(StopReason)}, got {stop!r}")
+    compare = parse_reward(reward) if reward is not None else None
+
+    def wanted(trajectory: Trajectory) -> bool:
+        return (
+            (task is None or task in (trajectory.task.tag, trajectory.task.env))
+            and (stop is None or trajectory.stop_reason == stop)
+            and (compare is None or (trajectory.reward is not None and compare(trajectory.reward)))
+            and (step is None or trajectory.initiated_version == step)
+        )
+
+    return wanted
+
+
+def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("trajectory", "task", "for", "ended", "step", "weights", "turns", "tokens", "reward", "stop", "blame"):
+        right = heading in ("ended", "step", "turns", "tokens", "reward")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    for entry, trajectory in found:
+        table.add_row(
+            f"{trajectory.id}{f'/{trajectory.attempt}' if trajectory.attempt else ''}",
+            escape(trajectory.task.tag or trajectory.task.env),
+            "train" if entry.purpose is Purpose.TRAIN else "eval",
+            f"{entry.at:.1f} s",
+            str(trajectory.initiated_version),
+            _versions(trajectory),
+            str(sum(len(sequence.turns) for sequence in trajectory.sequences)),
+            str(sum(len(sequence.tokens) for sequence in trajectory.sequences)),
+            "-" if trajectory.reward is None else f"{trajectory.reward:.2f}",
+            trajectory.stop_reason.value,
+            trajectory.blame.value,
+        )
+    out.print(table)
+    shown = f"{len(found)} of {matching}" if len(found) < matching else str(matching)
+    out.print(f"[dim]{shown} shown, {total} attempts in the run[/]")
+
+
+def _versions(trajectory: Trajectory) -> str:
+    """Lowest and highest weight version that spoke."""
+    spans = [sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)]
+    if not spans:
+        return "-"
+    low, high = min(span[0] for span in spans), max(span[1] for span in spans)
+    return str(low) if low == high else f"{low}–{high}"
+
+
+def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
+    name, _, attempt = wanted.partition("/")
+    matching = [entry for entry in reader.entries if entry.trajectory_id == name]
+    if attempt:
+        matching = [entry for entry in matching if str(entry.attempt) == attempt]
+    if not matching:
+        last = f", the newest is {reader.entries[-1].trajectory_id}" if reader.entries else ""
+        raise ConfigError(f"TRAJECTORY must be one of this run's {len(reader.entries)} attempts, got {wanted!r}{last}")
+    trajectory = reader.load(matching[-1])
+    pieces = Pieces(_tokenizer(run))
+    _head(trajectory, matching[-1])
+    for sequence in trajectory.sequences:
+        for part in turns(sequence):
+            _segment(sequence, part, pieces)
+    out.print(Rule(style="dim"))
+    reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    success = "" if trajectory.success is None else f", success: {'yes' if trajectory.success else 'no'}"
+    out.print(f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward [bold]{reward}[/]{success}")
+    if trajectory.error:
+        out.print(f"[red]{escape(trajectory.error)}[/]")
+
+
+def _head(trajectory: Trajectory, entry: Entry) -> None:
+    timing, task = trajectory.timing, trajectory.task
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("trajectory", f"[bold]{trajectory.id}[/], attempt {trajectory.attempt}, of group {trajectory.group_id}")
+    table.add_row("task", escape(f"{task.tag or task.env}  {task.id}  {task.payload}"))
+    table.add_row("weights", f"initiated at {trajectory.initiated_version}, sampled by {_versions(trajectory)}")
+    table.add_row("engine", escape(trajectory.engine or "-"))
+    parts = [
+        f"init {human_seconds(timing.init_s)}",
+        f"generating {human_seconds(timing.generate_s)}",
+        f"environment {human_seconds(timing.env_s)}",
+        f"queued {human_seconds(timing.queue_s)}",
+        f"reward {human_seconds(timing.eval_s)}",
+    ]
+    table.add_row("time", ", ".join(parts) + f"; ended {entry.at:.1f} s into the run")
+    out.print(table)
+
+
+class Turn:
+    """Segments `[first, last)` of a sequence that belong together: the prompt, one observation, or one turn of the agent."""
+
+    def __init__(self, segments: list[Segment], *, number: int, reward: float) -> None:
+        self.segments, self.number, self.reward = segments, number, reward
+        self.kind = segments[0].kind
+
+
+def turns(sequence: TokenSequence) -> Iterator[Turn]:
+    """The sequence's parts in order. A weight update in the middle of a turn does not cut it in two."""
+    starts = {span.start: (number, span.reward) for number, span in enumerate(sequence.turns)}
+    held: list[Segment] = []
+    number, reward = -1, 0.0
+    for segment in sequence.segments:
+        begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not held
+        if held and (begins or held[0].kind is not segment.kind):
+            yield Turn(held, number=number, reward=reward)
+            held = []
+        if segment.start in starts:
+            number, reward = starts[segment.start]
+        held.append(segment)
+    if held:
+        yield Turn(held, number=number, reward=reward)
+
+
+class Pieces:
+    """Token ids as text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self.one = lru_cache(1 << 16)(self._one)
+
+    def text(self, tokens: tuple[int, ...]) -> str:
+        """The tokens' text, special tokens included."""
+        if self._tokenizer is None:
+            return "(no tokenizer in the run directory)"
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def _one(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def _tokenizer(run: RunDir) -> Tokenizer | None:
+    """The tokenizer of the run's model: built by the run, or the checkpoint's."""
+    places = [run.model]
+    if run.config.exists() and (path := load(run.config).model.path) is not None:
+        places.append(Path(path))
+    for place in places:
+        file = place / "tokenizer.json"
+        if file.exists():
+            return Tokenizer.from_file(str(file))
+    return None
+
+
+def _segment(sequence: TokenSequence, part: Turn, pieces: Pieces) -> None:
+    start, end = part.segments[0].start, part.segments[-1].end
+    tokens = sequence.tokens[start:end]
+    if part.kind is not SegmentKind.OUTPUT:
+        out.print(Rule(f"[dim]{part.kind} · tokens {start}–{end}[/]", align="left", style="dim"))
+        out.print(Text(pieces.text(tokens)))
+        return
+    versions = ", ".join(
+        f"{s.version} ({s.start}–{s.end})" if len(part.segments) > 1 else str(s.version) for s in part.segments
+    )
+    total = sum(sequence.logprobs[start:end])
+    title = f"turn {part.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · reward {part.reward:g}"
+    out.print(Rule(f"[cyan]{title}[/]", align="left", style="cyan"))
+    out.print(Text(pieces.text(tokens), style="bold"))
+    for row in range(start, end, PIECES_A_ROW):
+        cells = [
+            f"{sequence.tokens[at]}[dim]:{escape(json.dumps(pieces.one(sequence.tokens[at]), ensure_ascii=False)[1:-1])}[/]"
+            f" {sequence.logprobs[at]:.2f}"
+            for at in range(row, min(end, row + PIECES_A_ROW))
+        ]
+        out.print("  " + "   ".join(cells), soft_wrap=True)

@@ -1,0 +1,78 @@
+"""`rollweave train`: check, run, say what came of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from rollweave.cli import dryrun
+from rollweave.cli.checks import failures, human_seconds, show
+from rollweave.cli.console import FAILED, INTERRUPTED, WRONG_INPUT, err, error_lines, out
+from rollweave.cli.progress import display
+from rollweave.cli.runs import clear
+from rollweave.codec.config import load
+from rollweave.live import launch
+from rollweave.live.summary import Summary, describe
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+
+def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool) -> None:
+    """Train as the file at `path` says; a run directory stands for the configuration in it."""
+    if resume and fresh:
+        raise ConfigError("--resume and --fresh must not be given together: one goes on with a run, the other deletes it")
+    config = load(path / "config.toml" if path.is_dir() else path, overrides)
+    checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
+    if dry_run:
+        show(checks, out)
+    wrong = failures(checks)
+    if wrong:
+        error_lines("\n".join(f"{check.name}: {check.detail}" for check in wrong))
+        raise typer.Exit(WRONG_INPUT)
+    if dry_run:
+        out.print("[green]ready:[/] nothing speaks against this run")
+        return
+    if fresh:
+        clear(config)
+    run(config, resume=resume, inproc=inproc)
+
+
+def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:
+    """Run to the end and print the summary. Exits with 1 where the run failed, with 130 where the user ended it."""
+    with display(err, name=config.run.name, steps=config.run.steps) as progress:
+        summary = launch.train(config, resume=resume, inproc=inproc, progress=progress)
+    conclude(summary, Path(config.run.dir) / config.run.name)
+    return summary
+
+
+def conclude(summary: Summary, directory: Path) -> None:
+    """Print what a run came to."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, rate in summary.success_rate.items():
+        table.add_row(name, f"success [bold]{rate:.3f}[/] over {summary.eval_episodes.get(name, 0)} held-out episodes")
+    rate_per_s = summary.tokens / summary.wall_s if summary.wall_s else 0.0
+    table.add_row("steps", f"{summary.steps} in {human_seconds(summary.wall_s)}, {rate_per_s:,.0f} sampled tokens/s")
+    if summary.best_step is not None:
+        table.add_row("best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}")
+    table.add_row("trajectories", describe(summary.account))
+    table.add_row("stopped", _counts(summary.stop_reasons))
+    table.add_row("staleness", f"at most {summary.staleness_max} steps")
+    for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
+        if counts:
+            table.add_row(what, _counts(counts))
+    table.add_row("report", escape(f"rollweave report {directory}"))
+    out.print(table)
+    if summary.error:
+        error_lines(summary.error)
+        raise typer.Exit(FAILED)
+    if summary.interrupted:
+        err.print(f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} --resume goes on", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "-"

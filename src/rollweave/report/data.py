@@ -1,0 +1,151 @@
+"""Reads what a run wrote about itself, whole or killed in the middle.
+
+Invariants: needs only `metrics.jsonl`; what else is missing leaves its part of the report out. A torn last line is ignored.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollweave.live.rundir import RunDir
+from rollweave.live.trace import ENGINES, ENVIRONMENTS, TRAINER
+from rollweave.schema.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A box of the trace; seconds of the run's clock."""
+
+    row: int
+    lane: int
+    name: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """The first word: `turn`, `init`, `step`, `eval`, `train`, `publish`, `load`…"""
+        return self.name.split(" ", 1)[0]
+
+    @property
+    def engine(self) -> str:
+        """Of a turn: the engine that answered."""
+        parts = self.name.split(" ")
+        return parts[2] if parts[0] == "turn" and len(parts) > 2 else ""
+
+
+@dataclass(slots=True)
+class RunData:
+    """Everything that a report shows."""
+
+    name: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    best: int | None = None
+    lives: int = 0
+    summary: dict[str, Any] | None = None
+    config: str = ""
+    spans: list[Span] = field(default_factory=list)
+    lanes: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task domains in the order in which they came."""
+        names = [name for line in [*self.steps, *self.evaluations] for name in line["success"]]
+        return list(dict.fromkeys(names))
+
+    @property
+    def wall_s(self) -> float:
+        if self.summary is not None:
+            return float(self.summary["wall_s"])
+        return float(self.steps[-1]["at"]) if self.steps else 0.0
+
+    def staleness(self) -> Counter[int]:
+        """Trained trajectories by steps between the weights that started them and the step."""
+        ages: Counter[int] = Counter()
+        for line in self.steps:
+            for age, count in line["staleness"].items():
+                ages[int(age)] += count
+        return ages
+
+    def stop_reasons(self) -> Counter[str]:
+        if self.summary is not None:
+            return Counter(self.summary["stop_reasons"])
+        found: Counter[str] = Counter()
+        for line in self.steps:
+            found.update(line["stop_reasons"])
+        return found
+
+    def idle(self, who: str) -> dict[str, float]:
+        """Seconds of `engines` or `trainer` by what they did or waited for, over the whole run."""
+        if self.summary is not None and self.summary.get("idle"):
+            found: dict[str, float] = self.summary["idle"].get(who, {})
+            return found
+        summed: Counter[str] = Counter()
+        for line in self.steps:
+            summed.update(line["idle"].get(who, {}))
+        return dict(summed)
+
+
+def read_run(run: RunDir) -> RunData:
+    """Read the run's files. Raises ConfigError where there is nothing to report."""
+    if not run.metrics.exists():
+        raise ConfigError(f"{run.path} must hold metrics.jsonl, found none yet")
+    data = RunData(name=run.path.resolve().name)
+    for line in _json_lines(run.metrics):
+        _sort_in(data, line)
+    if run.summary.exists():
+        data.summary = json.loads(run.summary.read_text())
+    if run.config.exists():
+        data.config = run.config.read_text()
+    if run.trace.exists():
+        _read_trace(run.trace, data)
+    return data
+
+
+def _sort_in(data: RunData, line: dict[str, Any]) -> None:
+    match line.get("kind"):
+        case "step":
+            while data.steps and data.steps[-1]["step"] >= line["step"]:
+                data.steps.pop()  # of a lineage that was lost with its trainer
+            data.steps.append(line)
+        case "evaluation":
+            data.evaluations.append(line)
+        case "warning":
+            data.warnings.append(line)
+        case "best":
+            data.best = line["step"]
+        case "started" | "resumed":
+            data.lives += 1
+        case _:
+            pass
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def _read_trace(path: Path, data: RunData) -> None:
+    """Boxes and lane names of `trace.json`, which has one event a line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line.rstrip().rstrip(","))
+            except ValueError:
+                continue
+            if not isinstance(event, dict):
+                continue
+            if event.get("ph") == "M" and event["name"] == "thread_name":
+                data.lanes[event["pid"], event["tid"]] = event["args"]["name"]
+            elif event.get("ph") == "X" and event["pid"] in (ENGINES, ENVIRONMENTS, TRAINER):
+                start = event["ts"] / 1e6
+                data.spans.append(Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6))
