@@ -4,9 +4,12 @@ A prompt that begins with HOLD is answered only when it is aborted; with REFUSE,
 with DEAF it takes no further command. Weights whose digest is "bad" are refused. While suspended, answers wait.
 """
 
+import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
@@ -96,6 +99,10 @@ class EchoLoop:
 
     def _add(self, request: GenerateRequest) -> None:
         first = request.tokens[0]
+        if take_fault(self._spec.model, "kill-engine"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if take_fault(self._spec.model, "stick-engine"):
+            threading.Event().wait()
         if first == CRASH:
             raise RuntimeError("the fake engine crashed")
         if first == DEAF:
@@ -107,8 +114,8 @@ class EchoLoop:
         elif first == REFUSE:
             self._answer(request.id, (), Finish.ERROR)
         else:
-            last = request.tokens[-1]
-            self._answer(request.id, tuple(range(last + 1, last + 1 + request.sampling.max_tokens)), Finish.LENGTH)
+            last = request.tokens[-1] % 40
+            self._answer(request.id, tuple(range(last + 2, last + 2 + request.sampling.max_tokens)), Finish.LENGTH)
 
     def _answer(self, id: str, tokens: tuple[int, ...], finish: Finish) -> None:
         spans = (VersionSpan(start=0, end=len(tokens), version=self._version),) if tokens else ()
@@ -119,9 +126,26 @@ class EchoLoop:
         self._reply(Generated(result=result))
 
 
+def take_fault(model: str, name: str) -> bool:
+    """True once for each fault that a test has laid into the model's directory."""
+    try:
+        (Path(model) / name).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def sign_in(model: str) -> None:
+    """Tell the test our process id."""
+    if Path(model).is_dir():
+        with (Path(model) / "pids").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
 def main() -> None:
     parent = Parent.from_arguments()
     spec = decoder_of(EngineSpec)(parent.receive())
+    sign_in(spec.model)
     decode = decoder_of(EngineCommand)
     loop = EchoLoop(spec, lambda word: parent.send(encode(word)))
     parent.listen(lambda payload: loop.post(decode(payload)))

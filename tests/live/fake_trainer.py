@@ -9,8 +9,6 @@ import os
 import signal
 from pathlib import Path
 
-import msgspec
-
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.live.trainer_link import TrainerSpec
@@ -32,6 +30,8 @@ from rollweave.schema.training import (
     TrainOn,
 )
 from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Batch
+from tests.backends.echo_engine import sign_in, take_fault
 
 CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
 
@@ -42,8 +42,22 @@ class FakeTrainer:
     def __init__(self, spec: TrainerSpec) -> None:
         if spec.run_dir.endswith("broken"):
             raise RuntimeError("the fake trainer cannot start")
-        self._rank = spec.rank
+        self._rank, self._model = spec.rank, spec.model
         self.step = 0
+
+    def _take_faults(self, step: int) -> None:
+        if take_fault(self._model, f"kill-trainer-{step}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if take_fault(self._model, f"kill-controller-{step}"):
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+
+    def _log(self, batch: Batch) -> None:
+        ids = [trajectory.id for group in batch.groups for trajectory in group.trajectories]
+        assert all(trajectory.reward is not None for group in batch.groups for trajectory in group.trajectories)
+        if Path(self._model).is_dir():
+            with (Path(self._model) / "trained.jsonl").open("a") as file:
+                file.write(json.dumps({"step": batch.step, "ids": ids}) + "\n")
 
     def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
         match command:
@@ -52,8 +66,10 @@ class FakeTrainer:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if batch.step == RANK_1_DIES:
                     signal.pause()
-                if batch.step in (FAIL, NAN):
-                    return TrainFailed(error="no luck", nonfinite=batch.step == NAN)
+                self._take_faults(batch.step)
+                if batch.step in (FAIL, NAN) or take_fault(self._model, f"nan-{batch.step}"):
+                    return TrainFailed(error="no luck", nonfinite=batch.step != FAIL)
+                self._log(batch)
                 self.step = batch.step + 1
                 metrics = TrainMetrics(values={"loss": 0.5, "rank": float(self._rank)}, tokens=1, train_s=0.0)
                 return Trained(step=batch.step, part=batch.part, metrics=metrics)
@@ -63,7 +79,7 @@ class FakeTrainer:
                 )
                 return Published(manifest=manifest, publish_s=0.0)
             case Save(path=path):
-                if "full" in path:
+                if take_fault(self._model, "full-disk"):
                     return SaveFailed(path=path, error="no space left on device")
                 Path(path).mkdir(parents=True)
                 (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
@@ -84,12 +100,15 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, FakeTrainer]:
 
 def main() -> None:
     parent = Parent.from_arguments()
-    ready, trainer = build(decoder_of(TrainerSpec)(parent.receive()))
+    spec = decoder_of(TrainerSpec)(parent.receive())
+    sign_in(spec.model)
+    ready, trainer = build(spec)
     assert os.environ["RANK"] == str(trainer._rank)
     parent.send(encode(ready))
     decode = decoder_of(TrainerCommand)
-    while (reply := trainer.handle(decode(parent.receive()))) is not None:
-        parent.send(encode(msgspec.structs.replace(reply)))
+    commands = parent.queue()
+    while (reply := trainer.handle(decode(commands.get()))) is not None:
+        parent.send(encode(reply))
 
 
 if __name__ == "__main__":

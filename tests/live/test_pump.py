@@ -1,6 +1,7 @@
 """Events are handled in order, journaled before their commands are executed, and nothing is executed after the stop."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -30,7 +31,7 @@ class ListJournal:
         self._log = log
         self.records: list[tuple[float, Event]] = []
 
-    def append(self, now: float, event: Event) -> None:
+    def append(self, now: float, event: Event, commands: Sequence[Command], /) -> None:
         self.records.append((now, event))
         self._log.append(("journaled", type(event).__name__))
 

@@ -1,5 +1,7 @@
 """The process of one engine: `python -m rollweave.live.engine_process`, started by `backends/process.py`."""
 
+import os
+
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.engine.loop import EngineLoop
@@ -22,3 +24,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # nothing here outlives the process, and the interpreter takes a second to unload torch

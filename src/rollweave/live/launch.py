@@ -10,18 +10,19 @@ import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.codec.chat import ChatCodec
-from rollweave.codec.journal import JournalWriter
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
+from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics, Progress, Silent
-from rollweave.live.recover import recover
+from rollweave.live.recover import Beginning, recover
 from rollweave.live.rundir import RunDir
 from rollweave.live.sinks import open_sinks
 from rollweave.live.summary import Summary, describe, summarize, write_summary
@@ -31,49 +32,114 @@ from rollweave.live.world import World
 from rollweave.rollout.episode import Episode, Speech
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import StartInit
+from rollweave.schema.commands import StartInit, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.serving import EngineSpec, Sampling
 from rollweave.schema.work import Purpose
 
-ENGINE_MODULE = "rollweave.live.engine_process"
 BACKSTOP = 2.0
 """Our own limits on a silent child, as a multiple of the core's: the core acts first, with its own reasons."""
 
 
-def train(config: RunConfig, *, resume: bool = False, inproc: bool = False, progress: Progress | None = None) -> Summary:
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The modules that the children run. Tests put smaller ones in their place."""
+
+    engine: str = "rollweave.live.engine_process"
+    trainer: str = "rollweave.live.trainer_process"
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    inproc: bool = False,
+    progress: Progress | None = None,
+    programs: Programs | None = None,
+) -> Summary:
     """Run `config` to its end, or go on with it (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at once, and raises KeyboardInterrupt.
     Raises `ConfigError` for what the user must change. What goes wrong in the run itself is in the summary's `error`.
     """
-    progress = progress if progress is not None else Silent()
+    source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
-        return asyncio.run(_train(config, run, resume=resume, inproc=inproc, progress=progress))
+        start = _Start(config, run, source, inproc=inproc, progress=progress or Silent(), programs=programs or Programs())
+        return asyncio.run(start.run())
 
 
-async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, progress: Progress) -> Summary:
-    source = TaskSource(config, logs=run.logs)
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(TrajectoryStore(run.trajectories))
-        checkpoints = Checkpoints(run.checkpoints)
+class _Start:
+    """One life of a run, from its directory to its summary."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDir, source: TaskSource, *, inproc: bool, progress: Progress, programs: Programs
+    ) -> None:
+        self._config, self._run, self._source = config, run, source
+        self._inproc, self._progress, self._programs = inproc, progress, programs
+
+    async def run(self) -> Summary:
+        config, run = self._config, self._run
+        with contextlib.ExitStack() as stack:
+            store = stack.enter_context(TrajectoryStore(run.trajectories))
+            begun = recover(config, run, store)
+            clock, core = RunClock(begun.at), begun.core
+            journal = stack.enter_context(RunJournal(run.journal))
+            if begun.resumed:  # what follows happens under this configuration: the journal begins anew
+                journal.rotate(core.snapshot())
+            run.write_config(config)
+            sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
+            metrics = Metrics(run.metrics, clock=clock.now, state=lambda: core.state, progress=self._progress, sinks=sinks)
+            stack.callback(metrics.close)
+            trace = Trace(run.trace)
+            stack.callback(trace.close)
+            self._announce(metrics, begun)
+            world, engine_ids = self._world(begun, clock, journal, store, metrics, trace)
+            with _signals(world, self._progress):
+                try:
+                    await world.run(begun.first(engine_ids), engines=engine_ids, fresh=not begun.resumed)
+                finally:
+                    await self._source.close()
+            evaluation = metrics.final_evaluation or metrics.last_evaluation
+            summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
+            write_summary(run.summary, summary)
+            metrics.event("finished", error=summary.error, account=describe(summary.account))
+            self._progress.phase(f"finished: {describe(summary.account)}")
+            return summary
+
+    def _announce(self, metrics: Metrics, begun: Beginning) -> None:
+        if begun.resumed:
+            metrics.event("resumed", events=begun.events, differing=begun.differing, missing=len(begun.missing))
+            self._progress.phase("resuming")
+        else:
+            metrics.event("started", inproc=self._inproc, engines=self._config.engines.count)
+            self._progress.phase("starting engines and trainer")
+        if begun.differing:
+            text = f"{begun.differing} of {begun.events} replayed events were decided otherwise: the code has changed since"
+            metrics.warned(Warn(component="journal", message=text))
+
+    def _world(
+        self,
+        begun: Beginning,
+        clock: RunClock,
+        journal: RunJournal,
+        store: TrajectoryStore,
+        metrics: Metrics,
+        trace: Trace,
+    ) -> tuple[World, tuple[EngineId, ...]]:
+        config, source = self._config, self._source
+        checkpoints = Checkpoints(self._run.checkpoints)
         checkpoints.clear_unfinished()
-        begun = recover(config, run, store)
-        clock = RunClock(begun.at)
-        journal = stack.enter_context(JournalWriter(run.journal))
-        if begun.resumed:  # what follows happens under this configuration: the journal begins anew
-            journal.rotate(begun.core.snapshot())
-        run.write_config(config)
-        sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
-        core = begun.core
-        metrics = Metrics(run.metrics, clock=clock.now, state=lambda: core.state, progress=progress, sinks=sinks)
-        stack.callback(metrics.close)
-        trace = Trace(run.trace)
-        stack.callback(trace.close)
-        processes = Processes(config, run, words=source.words(), inproc=inproc, on_ready=lambda: progress.phase("training"))
+        processes = Processes(
+            config,
+            self._run,
+            words=source.words(),
+            inproc=self._inproc,
+            programs=self._programs,
+            on_ready=lambda: self._progress.phase("training"),
+        )
         world = World(
             config,
-            core=core,
+            core=begun.core,
             clock=clock,
             journal=journal,
             store=store,
@@ -84,31 +150,27 @@ async def _train(config: RunConfig, run: RunDir, *, resume: bool, inproc: bool, 
             make_engine=processes.engine,
             make_trainer=processes.trainer,
             make_episode=Episodes(config, processes.model_dir, source, clock).make,
-            progress=progress,
+            progress=self._progress,
         )
-        metrics.event("resumed" if begun.resumed else "started", inproc=inproc, engines=config.engines.count)
-        progress.phase("resuming" if begun.resumed else "starting engines and trainer")
-        with _signals(world, progress):
-            try:
-                await world.run(begun.first(processes.engine_ids), engines=processes.engine_ids, fresh=not begun.resumed)
-            finally:
-                await source.close()
-        evaluation = metrics.final_evaluation or metrics.last_evaluation
-        summary = summarize(core, evaluation=evaluation, wall_s=clock.now())
-        write_summary(run.summary, summary)
-        metrics.event("finished", error=summary.error, account=describe(summary.account))
-        progress.phase(f"finished: {describe(summary.account)}")
-        return summary
+        return world, processes.engine_ids
 
 
 class Processes:
     """Starts engines and trainers of one run. Where a model from scratch does not exist yet, the first trainer builds it."""
 
     def __init__(
-        self, config: RunConfig, run: RunDir, *, words: tuple[str, ...], inproc: bool, on_ready: Callable[[], None]
+        self,
+        config: RunConfig,
+        run: RunDir,
+        *,
+        words: tuple[str, ...],
+        inproc: bool,
+        programs: Programs,
+        on_ready: Callable[[], None],
     ) -> None:
         """`on_ready` is called whenever a trainer is ready."""
-        self._config, self._run, self._words, self._inproc, self._on_ready = config, run, words, inproc, on_ready
+        self._config, self._run, self._words, self._inproc = config, run, words, inproc
+        self._programs, self._on_ready = programs, on_ready
         self.model_dir = Path(config.model.path) if config.model.path is not None else run.model
         self.engine_ids = tuple(EngineId(f"e{number}") for number in range(config.engines.count))
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -138,7 +200,7 @@ class Processes:
         else:
             log = self._run.logs / f"{engine_id}.log"
             env = _threads(engines.threads)
-            link = in_process(spec, module=ENGINE_MODULE, log=log, env=env, model_ready=self._model_ready)
+            link = in_process(spec, module=self._programs.engine, log=log, env=env, model_ready=self._model_ready)
         name = f"engine {engine_id}.{epoch}"
         return EngineClient(name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s)
 
@@ -159,7 +221,14 @@ class Processes:
 
             return ThreadTrainer(spec, build, start_s=start_s, on_ready=self._trainer_ready)
         env = _threads(trainer.threads)
-        return ProcessTrainer(spec, logs=self._run.logs, env=env, start_s=start_s, on_ready=self._trainer_ready)
+        return ProcessTrainer(
+            spec,
+            module=self._programs.trainer,
+            logs=self._run.logs,
+            env=env,
+            start_s=start_s,
+            on_ready=self._trainer_ready,
+        )
 
     def _trainer_ready(self) -> None:
         if not self._model_ready.done():

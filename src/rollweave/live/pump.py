@@ -6,7 +6,7 @@ its commands is executed; a command is executed at most once, in the life that h
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rollweave.schema.commands import Command
@@ -27,7 +27,7 @@ class CoreLike(Protocol):
 class Recorder(Protocol):
     """What the pump needs of the journal."""
 
-    def append(self, now: float, event: Event) -> None:
+    def append(self, now: float, event: Event, commands: Sequence[Command], /) -> None:
         """Record one handled event. On return it survives our death."""
 
 
@@ -75,8 +75,9 @@ class Pump:
         for _ in range(count):
             event, then = self._inbox.popleft()
             now = self._clock()
-            commands.extend(self._core.handle(now, event))
-            self._journal.append(now, event)
+            caused = self._core.handle(now, event)
+            self._journal.append(now, event, caused)
+            commands.extend(caused)
             if then is not None:
                 followers.append(then)
         for follower in followers:

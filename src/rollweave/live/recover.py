@@ -7,24 +7,29 @@ the core believes to be scored and the store does not have is named, so that the
 from dataclasses import dataclass
 
 from rollweave.codec.config import load
-from rollweave.codec.journal import JournalReader
 from rollweave.core.core import Core
 from rollweave.core.state import Stage
+from rollweave.live.journal import Replay
 from rollweave.live.rundir import RunDir
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config import RunConfig
-from rollweave.schema.events import Event, RunStarted, WorldLost
+from rollweave.schema.events import RunStarted, WorldLost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The core to go on with, the run's time, and what its first event has to say."""
+    """The core to go on with, the run's time, and what its first event has to say.
+
+    `events` were replayed; `differing` of them led to other commands than in the former life: the code has changed since.
+    """
 
     core: Core
     at: float
     resumed: bool
     missing: tuple[TrajectoryId, ...] = ()
+    events: int = 0
+    differing: int = 0
 
     def first(self, engines: tuple[EngineId, ...]) -> RunStarted | WorldLost:
         """The event with which this life begins."""
@@ -40,24 +45,14 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
     """
     if not run.journal.exists():
         return Beginning(core=Core(config), at=0.0, resumed=False)
-    core, _ = replay(run, load(run.config))
+    replay = Replay(run.journal, load(run.config))
+    core = replay.finish()
     at = core.state.idle.clock
     if at is None:  # killed before its first event
         return Beginning(core=Core(config), at=0.0, resumed=False)
     core = Core.restore(core.snapshot(), config)
-    return Beginning(core=core, at=at, resumed=True, missing=_missing(core, store))
-
-
-def replay(run: RunDir, config: RunConfig) -> tuple[Core, int]:
-    """The core at the end of the run's journal, and how many events led there from the journal's snapshot."""
-    journal: JournalReader[Event] = JournalReader(run.journal, Event)
-    snapshot = journal.snapshot()
-    core = Core(config) if snapshot is None else Core.restore(snapshot, config)
-    events = 0
-    for now, event in journal:
-        core.handle(now, event)
-        events += 1
-    return core, events
+    missing = _missing(core, store)
+    return Beginning(core=core, at=at, resumed=True, missing=missing, events=replay.events, differing=replay.differing)
 
 
 def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:

@@ -39,7 +39,7 @@ class RunDir:
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
         run.path.mkdir(parents=True, exist_ok=True)
         run._take_lock()
-        if not resume and any(entry != run.lock for entry in run.path.iterdir()):
+        if not resume and any(entry != run.lock and not _empty_directory(entry) for entry in run.path.iterdir()):
             run.release()
             raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
         run.logs.mkdir(exist_ok=True)
@@ -75,3 +75,7 @@ class RunDir:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _empty_directory(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

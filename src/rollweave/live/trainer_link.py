@@ -28,7 +28,6 @@ from rollweave.schema.training import (
     TrainFailed,
 )
 
-MODULE = "rollweave.live.trainer_process"
 CLOSE_S = 5.0
 """Seconds that the trainer has to end by itself: an interpreter with torch shuts down."""
 
@@ -197,7 +196,7 @@ class ProcessTrainer:
         logs: Path,
         env: Mapping[str, str],
         start_s: float,
-        module: str = MODULE,
+        module: str,
         on_ready: Callable[[], None] = _nothing,
     ) -> None:
         self._start_s = start_s

@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from rollweave.backends.base import EngineBackend
-from rollweave.codec.journal import JournalWriter
 from rollweave.core.core import Core
 from rollweave.core.state import Phase
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws, Effects
 from rollweave.live.fleet import Fleet
+from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
@@ -57,7 +57,7 @@ class World:
         *,
         core: Core,
         clock: RunClock,
-        journal: JournalWriter,
+        journal: RunJournal,
         store: TrajectoryStore,
         checkpoints: Checkpoints,
         metrics: Metrics,
@@ -73,6 +73,8 @@ class World:
         self._journal, self._checkpoints, self._metrics, self._trace = journal, checkpoints, metrics, trace
         self._tasks = Tasks()
         self._error: str | None = None
+        self.ended_at = 0.0
+        """The run's time when the core said `Finish`."""
         self._compact_bytes = compact_bytes
         self._progress = progress
         self._phase = Phase.RUNNING
@@ -156,7 +158,7 @@ class World:
         self._effects.execute(command)
 
     def _finish(self, error: str) -> None:
-        self._error = error
+        self._error, self.ended_at = error, self.clock.now()
         self.pump.stop()
 
     def _compact(self) -> None:

@@ -1,0 +1,94 @@
+"""The run's journal: every handled event, its time, and a digest of what the core decided.
+
+Invariants: a record is handed to the operating system before any command that it caused is executed; replaying the events on
+a core like the one they happened to gives commands with the same digests. A difference says that the code has changed.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import xxhash
+
+from rollweave.codec.journal import JournalReader, JournalWriter
+from rollweave.core.core import Core
+from rollweave.schema.base import Noun
+from rollweave.schema.commands import Command
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import Event
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Handled(Noun, frozen=True, kw_only=True):
+    """One event, and the xxh3-64 of the commands that it caused."""
+
+    event: Event
+    digest: int
+
+
+def digest(commands: Sequence[Command]) -> int:
+    """Equal for equal commands in equal order."""
+    return xxhash.xxh3_64_intdigest(_encoder.encode(commands)) if commands else 0
+
+
+class RunJournal:
+    """Appends to the journal of one run."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CorruptJournalError, and OSError."""
+        self._writer = JournalWriter(path)
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._writer.size
+
+    def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
+        """Record one handled event. On return it survives our death. Raises OSError."""
+        self._writer.append(now, Handled(event=event, digest=digest(commands)))
+
+    def sync(self) -> None:
+        """On return all that was recorded survives a power loss."""
+        self._writer.sync()
+
+    def rotate(self, snapshot: bytes) -> None:
+        """Begin anew with the core's snapshot of this moment. Raises OSError, and the journal then goes on as it is."""
+        self._writer.rotate(snapshot)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Replay:
+    """Rebuilds the core from a journal. Iterate to the end; then `core` stands where the run stood."""
+
+    def __init__(self, path: Path, config: RunConfig) -> None:
+        """`config` is the one under which the events happened. Raises CorruptJournalError."""
+        self._journal: JournalReader[Handled] = JournalReader(path, Handled)
+        snapshot = self._journal.snapshot()
+        self.core = Core(config) if snapshot is None else Core.restore(snapshot, config)
+        self.events = 0
+        self.differing = 0
+        """Events whose commands are not those that were decided then."""
+
+    def __iter__(self) -> Iterator[tuple[float, Event, list[Command]]]:
+        """Every event with its time and the commands that it leads to."""
+        for now, handled in self._journal:
+            commands = self.core.handle(now, handled.event)
+            self.events += 1
+            self.differing += digest(commands) != handled.digest
+            yield now, handled.event, commands
+
+    def finish(self) -> Core:
+        """Replay all; the core at the end."""
+        for _ in self:
+            pass
+        return self.core

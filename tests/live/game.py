@@ -1,0 +1,25 @@
+"""A game for whole runs without a model: say anything `turns` times. `wait` names a file without which no step returns."""
+
+import asyncio
+from pathlib import Path
+
+from rollweave.envs.base import Observation, Step
+from rollweave.schema.work import Task
+
+
+class Game:
+    def __init__(self, *, turns: int = 2, wait: str = "") -> None:
+        self._left, self._wait = turns, wait
+        self._seed = 0
+
+    def reset(self, task: Task) -> Observation:
+        self._seed = task.seed
+        return Observation.of("go", state_key="start")
+
+    async def step(self, action: str) -> Step:
+        while self._wait and not Path(self._wait).exists():  # noqa: ASYNC110, ASYNC240 (a test opens the gate)
+            await asyncio.sleep(0.01)
+        self._left -= 1
+        if self._left:
+            return Step.of("on", reward=0.25)
+        return Step(reward=float(self._seed % 2), done=True, success=self._seed % 2 == 1)

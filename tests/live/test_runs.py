@@ -1,0 +1,231 @@
+"""Whole runs through real processes: what they leave behind, and that every fault ends in a run that accounts for all."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollweave.live.rundir import RunDir
+from rollweave.live.trace import ENGINES
+from rollweave.rollout.store import TrajectoryReader
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from tests.live.whole import ROOT, fault, lines, make_config, pids, replay, run, run_dir, trained, write
+
+
+def assert_trained_once(config: RunConfig) -> None:
+    """Every step of the surviving lineage trained a whole batch, and no trajectory is in two of them."""
+    steps = trained(config)
+    assert sorted(steps) == list(range(config.run.steps))
+    ids = [trajectory for batch in steps.values() for trajectory in batch]
+    assert len(ids) == len(set(ids)) == 4 * config.run.steps
+
+
+def assert_gone(config: RunConfig) -> None:
+    """No child of any life is left. The kernel takes a moment to end them."""
+    deadline = time.monotonic() + 10
+    left = set(pids(config))
+    assert left
+    while left and time.monotonic() < deadline:
+        for pid in list(left):
+            with contextlib.suppress(FileNotFoundError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    continue
+            left.remove(pid)
+        time.sleep(0.01)
+    assert not left
+
+
+def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:
+    config = make_config(tmp_path, eval={"every": 2, "episodes": 2})
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.interrupted) == ("", 4, False)
+    assert summary.account.balanced
+    assert (summary.account.in_flight, summary.account.trained) == (0, 16)
+    assert summary.eval_episodes == {"game": 4}
+    written = json.loads((run_dir(config) / "summary.json").read_text())
+    assert {name: written[name] for name in ("steps", "success_rate", "staleness_max")} == {
+        "steps": 4,
+        "success_rate": summary.success_rate,
+        "staleness_max": summary.staleness_max,
+    }
+    assert summary.staleness_max <= config.rollout.alpha
+    steps = lines(config, "step")
+    assert [line["step"] for line in steps] == [0, 1, 2, 3]
+    assert sum(sum(line["staleness"].values()) for line in steps) == 16
+    assert sum(line["started"] for line in steps) <= summary.trajectories
+    assert [line["final"] for line in lines(config, "evaluation")][-1] is True
+    assert (run_dir(config) / "best").resolve().parent == run_dir(config) / "checkpoints"
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    scored = [entry for entry in reader.entries if entry.score is not None and entry.score.reward is not None]
+    assert {entry.trajectory_id for entry in scored} >= {name for ids in trained(config).values() for name in ids}
+    assert all(reader.load(entry).sequences[0].versions()[0] >= 0 for entry in scored)
+    spans = json.loads((run_dir(config) / "trace.json").read_text())
+    assert {span["pid"] for span in spans if span.get("ph") == "X"} >= {ENGINES}
+    assert_trained_once(config)
+    assert_gone(config)
+
+
+def test_the_journal_replays_to_identical_commands(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    summary = run(config)
+    found = replay(config)
+    assert found.events > 100
+    assert found.differing == 0
+    found.core.check()
+    assert found.core.account() == summary.account
+    assert found.core.finished
+
+
+def test_a_killed_engine_fails_its_turns_and_comes_back(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fault(config, "kill-engine")
+    summary = run(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.watchdog["engine_restarted"] == 1
+    (warning,) = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    assert "SIGKILL" in warning["message"]
+    assert summary.account.balanced
+    assert_trained_once(config)
+    assert replay(config).differing == 0
+    assert_gone(config)
+
+
+def test_a_stuck_engine_is_named_and_replaced(tmp_path: Path) -> None:
+    config = make_config(tmp_path, watchdog={"turn_s": 1.0}, engines={"count": 1})
+    fault(config, "stick-engine")
+    summary = run(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.watchdog["engine_restarted"] == 1
+    assert_trained_once(config)
+
+
+def test_a_killed_trainer_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fault(config, "kill-trainer-2")
+    summary = run(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.watchdog["trainer_restarted"] == 1
+    assert summary.account.balanced
+    assert_trained_once(config)
+    assert replay(config).differing == 0
+    assert_gone(config)
+
+
+def test_a_full_disk_fails_one_checkpoint_and_not_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fault(config, "full-disk")
+    summary = run(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.watchdog["checkpoint_failed"] == 1
+    assert any("no space left" in line["message"] for line in lines(config, "warning"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_batch(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fault(config, "nan-2")
+    summary = run(config)
+    assert summary.steps == 2
+    assert "no luck; batch of groups g" in summary.error
+    assert "last good checkpoint: step 2" in summary.error
+    assert (run_dir(config) / "checkpoints" / "step-000002" / "trainer.json").exists()
+    assert summary.account.balanced
+    assert summary.account.in_flight == 0
+    assert_gone(config)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: int) -> None:
+    config = make_config(tmp_path)
+    fault(config, f"kill-controller-{step}")
+    died = controller(config)
+    assert died.wait(60) == -signal.SIGKILL
+    assert_gone(config)
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.account.balanced
+    assert (summary.account.trained, summary.account.in_flight) == (16, 0)
+    assert_trained_once(config)
+    assert lines(config, "resumed")[0]["differing"] == 0
+    assert [line["step"] for line in lines(config, "step")][-1] == 3
+    times = [line["at"] for kind in ("started", "step", "resumed", "finished") for line in lines(config, kind)]
+    assert max(times) == lines(config, "finished")[0]["at"]
+    assert_gone(config)
+
+
+def test_a_run_that_is_over_may_go_on_with_more_steps(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    assert run(config, resume=True).steps == 2  # nothing is left to do
+    longer = make_config(tmp_path, steps=4)
+    summary = run(longer, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    assert_trained_once(longer)
+
+
+def test_an_interrupt_ends_in_order(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = make_config(tmp_path, steps=10_000, options={"wait": str(gate)})
+    process = controller(config)
+    wait_for(lambda: (tmp_path / "model" / "pids").exists() and len(pids(config)) == 3)
+    gate.touch()
+    wait_for(lambda: (tmp_path / "model" / "trained.jsonl").exists())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    said = json.loads((tmp_path / "printed").read_text())
+    assert (said["interrupted"], said["error"]) == (True, "")
+    written = json.loads((run_dir(config) / "summary.json").read_text())
+    account = written["account"]
+    ends = account["trained"] + sum(account["dropped"].values()) + account["cancelled"] + account["buffered"]
+    assert account["started"] == ends
+    assert (run_dir(config) / "checkpoints" / f"step-{said['steps']:06d}").is_dir()
+    assert_gone(config)
+
+
+def test_a_second_interrupt_ends_at_once_and_the_run_can_be_resumed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, options={"wait": str(tmp_path / "gate")})
+    process = controller(config)
+    wait_for(lambda: (tmp_path / "model" / "pids").exists() and len(pids(config)) == 3)
+    wait_for(lambda: (run_dir(config) / "checkpoints" / "step-000000").exists())
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert_gone(config)
+    (tmp_path / "gate").touch()
+    assert run(config, resume=True).steps == 4
+    assert_trained_once(config)
+
+
+def test_a_run_directory_belongs_to_one_controller(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with RunDir.claim(config, resume=False), pytest.raises(ConfigError, match=f"in use by .* process {os.getpid()}"):
+        RunDir.claim(config, resume=False)
+    RunDir.claim(config, resume=False).release()  # nothing was written: still fresh
+    with pytest.raises(ConfigError, match="found no config"):
+        RunDir.claim(config, resume=True)
+    run(config)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run(config)
+
+
+def controller(config: RunConfig) -> subprocess.Popen[bytes]:
+    """A controller in a process of its own. What it prints goes to a file beside the run."""
+    command = [sys.executable, "-m", "tests.live.whole", str(write(config))]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with (Path(config.run.dir) / "printed").open("wb") as printed:
+        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+
+
+def wait_for(condition: object) -> None:
+    """Until another process has come so far."""
+    assert callable(condition)
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the other process did not come so far"
+        time.sleep(0.01)

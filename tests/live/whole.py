@@ -1,0 +1,106 @@
+"""Whole runs with fake engines and a fake trainer, so that they take a second. Also a controller of its own:
+
+`python -m tests.live.whole CONFIG [resume]`.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rollweave.codec.config import dumps, load
+from rollweave.live.journal import Replay
+from rollweave.live.launch import Programs, train
+from rollweave.live.summary import Summary
+from rollweave.schema.config import RunConfig
+from tests.rollout.worlds import TEMPLATE
+
+FAKES = Programs(engine="tests.backends.echo_engine", trainer="tests.live.fake_trainer")
+ROOT = Path(__file__).parents[2]
+
+
+def make_model(directory: Path) -> Path:
+    """A model directory with a tokenizer and nothing else; fakes look for faults in it, and log to it."""
+    directory.mkdir()
+    special = ["<|im_start|>", "<|im_end|>"]
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "⁂"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*special, *characters])}, unk_token=" "))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+def make_config(directory: Path, *, steps: int = 4, options: Mapping[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """A run of `steps` steps of 2 groups of 2."""
+    model = directory / "model"
+    if not model.exists():
+        make_model(model)
+    data: dict[str, Any] = {
+        "run": {"name": "run", "dir": str(directory), "steps": steps, "seed": 5, "checkpoint_every": 1},
+        "model": {"path": str(model)},
+        "tasks": [{"env": "tests.live.game:Game", "tag": "game", "max_turn_tokens": 4, "options": dict(options or {})}],
+        "rollout": {"groups_per_step": 2, "group_size": 2, "max_running": 8},
+        "eval": {"episodes": 0, "final_episodes": 4},
+        "engines": {"count": 2},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values}
+    return RunConfig.model_validate(data)
+
+
+def run(config: RunConfig, *, resume: bool = False) -> Summary:
+    return train(config, resume=resume, programs=FAKES)
+
+
+def fault(config: RunConfig, name: str) -> None:
+    """Ask the fakes for a fault, once."""
+    assert config.model.path is not None
+    (Path(config.model.path) / name).touch()
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind."""
+    found = [json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
+def trained(config: RunConfig) -> dict[int, list[str]]:
+    """Trajectories by step, as the fake trainer trained them last: the surviving lineage."""
+    assert config.model.path is not None
+    log = (Path(config.model.path) / "trained.jsonl").read_text().splitlines()
+    return {entry["step"]: entry["ids"] for entry in map(json.loads, log)}
+
+
+def pids(config: RunConfig) -> list[int]:
+    """Every child that ever started."""
+    assert config.model.path is not None
+    return [int(line) for line in (Path(config.model.path) / "pids").read_text().split()]
+
+
+def replay(config: RunConfig) -> Replay:
+    """The run's journal, replayed."""
+    found = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
+    found.finish()
+    return found
+
+
+def write(config: RunConfig) -> Path:
+    """The config as a file beside the run."""
+    path = Path(config.run.dir) / "config.toml"
+    path.write_text(dumps(config))
+    return path
+
+
+if __name__ == "__main__":
+    summary = train(load(sys.argv[1]), resume="resume" in sys.argv[2:], programs=FAKES)
+    print(json.dumps({"steps": summary.steps, "interrupted": summary.interrupted, "error": summary.error}))
