@@ -39,7 +39,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Group:
-    """A padded rectangle, `sequences` by `queries`. `real` are its queries that exist, `scatter` their flat positions."""
+    """A padded rectangle, `sequences` by `queries`. `real` are those that exist (None: all), `scatter` their flat positions."""
 
     sequences: int
     queries: int
@@ -47,7 +47,7 @@ class Group:
     gather: torch.Tensor
     blocks: torch.Tensor
     mask: torch.Tensor
-    real: torch.Tensor
+    real: torch.Tensor | None
     scatter: torch.Tensor
 
 
@@ -85,6 +85,7 @@ class Attention:
         self.scale = shape.head_dim**-0.5
         self.device, self.dtype = pool.data.device, pool.data.dtype
         self._rows = torch.arange(0, device=self.device)
+        self._zero, self._hidden = (torch.tensor(value, device=self.device, dtype=self.dtype) for value in (0.0, float("-inf")))
 
     def plan(self, chunks: Sequence[Chunk], *, mirrored: int) -> AttentionPlan:
         """Lay out one step. The first `mirrored` chunks are the mirror's rows, in order, one token each."""
@@ -150,7 +151,7 @@ class Attention:
             tables[row, : len(held)] = held
         context = blocks * self.pool.block_tokens
         seen = torch.arange(context, device=self.device) <= self._tensor(positions)[:, :, None]
-        mask = torch.zeros(seen.shape, device=self.device, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+        mask = torch.where(seen, self._zero, self._hidden)
         return Group(
             sequences=len(pieces),
             queries=queries,
@@ -158,7 +159,7 @@ class Attention:
             gather=self._tensor(gather.ravel()),
             blocks=self._tensor(tables.ravel()),
             mask=mask.repeat(1, self.shared, 1)[:, None],
-            real=self._tensor(np.flatnonzero(real)),
+            real=None if real.all() else self._tensor(np.flatnonzero(real)),
             scatter=self._tensor(gather[real]),
         )
 
@@ -172,7 +173,7 @@ class Attention:
         """
         width = self.query_width
         q, kv = qkv.split_with_sizes((width, qkv.shape[1] - width), dim=1)
-        self.pool.data[layer].index_copy_(0, plan.slots, kv)
+        self.pool.layer_tokens[layer].index_copy_(0, plan.slots, kv)
         decoded = self._decode(layer, qkv, plan.dense) if plan.dense is not None else None
         if decoded is not None and not plan.groups:
             return decoded
@@ -200,11 +201,12 @@ class Attention:
         count, queries = group.sequences, group.queries
         padded = q.index_select(0, group.gather).view(count, queries, self.kv_heads, self.shared, self.head_dim)
         folded = padded.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, self.shared * queries, self.head_dim)
-        gathered = self.pool.by_block[layer].index_select(0, group.blocks)
+        gathered = self.pool.layer_blocks[layer].index_select(0, group.blocks)
         kv = gathered.view(count, group.context, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
         out = scaled_dot_product_attention(folded, kv[:, : self.kv_heads], kv[:, self.kv_heads :], attn_mask=group.mask)
         unfolded = out.transpose(1, 2).reshape(count, self.shared, queries, self.kv_heads, self.head_dim).permute(0, 2, 3, 1, 4)
-        return unfolded.reshape(count * queries, self.query_width).index_select(0, group.real)
+        flat = unfolded.reshape(count * queries, self.query_width)
+        return flat if group.real is None else flat.index_select(0, group.real)
 
 
 def _tiles(chunk: Chunk) -> list[Chunk]:

@@ -31,6 +31,7 @@ class PagedPool:
         self.width = 2 * shape.kv_heads * shape.head_dim
         self.data = torch.zeros(shape.layers, blocks * block_tokens, self.width, device=device, dtype=dtype)
         self.by_block = self.data.view(shape.layers, blocks, block_tokens * self.width)
+        self.layer_tokens, self.layer_blocks = self.data.unbind(0), self.by_block.unbind(0)
 
     def clear(self) -> None:
         self.data.zero_()
@@ -53,6 +54,7 @@ class DenseMirror:
         self._size = (0, 0)
         self._keys, self._values, self.mask = self._empty(0, 0)
         self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
+        self._edge = self.mask.new_zeros(0)
 
     def _empty(self, rows: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layers, like = self.pool.data.shape[0], self.pool.data
@@ -88,8 +90,10 @@ class DenseMirror:
         self._keys[:, :kept, :, :, :length] = old_keys[:, :kept, :, :, :length]
         self._values[:, :kept, :, :length] = old_values[:, :kept, :, :length]
         self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
+        # Its `capacity` entries from `capacity - n` on are n zeros and then -inf: the mask of a row of n tokens.
+        self._edge = torch.cat((self.mask.new_zeros(capacity), self.mask.new_full((capacity,), float("-inf"))))
         for row, entry in enumerate(self.rows):
-            self.mask[row, ..., : entry.computed] = 0.0
+            self.mask[row] = self._edge[capacity - entry.computed : 2 * capacity - entry.computed]
 
     def place(self, entries: list[Entry]) -> bool:
         """Give every one of `entries`, which decode now, its row, and take the others' away. False where they do not fit."""
@@ -135,8 +139,7 @@ class DenseMirror:
         row, length, size = len(self.rows), entry.computed, self.pool.block_tokens
         self.rows.append(entry)
         self._row_of[entry] = row
-        self.mask[row, ..., :length] = 0.0
-        self.mask[row, ..., length:] = float("-inf")
+        self.mask[row] = self._edge[self._size[1] - length : 2 * self._size[1] - length]
         if length:
             blocks = torch.tensor(entry.blocks[: -(-length // size)], device=self.pool.data.device)
             gathered = self.pool.by_block.index_select(1, blocks)

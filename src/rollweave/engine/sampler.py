@@ -32,7 +32,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Draws:
-    """The rows' uniform numbers, [rows, 1] at a time. Computed for `AHEAD` positions at once: rows mostly advance together."""
+    """The rows' uniform numbers. Rows mostly advance together, so from the second time on many positions are hashed at once."""
 
     AHEAD = 32
 
@@ -40,17 +40,17 @@ class Draws:
         self._seeds = seeds[:, None]
         self._device = device
         self._first: list[int] = []
-        self._columns: tuple[torch.Tensor, ...] = ()
+        self._table = np.empty((0, 0), dtype=np.float32)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """One number for each row, at its position; fp32, [rows, 1]."""
         ahead = positions[0] - self._first[0] if self._first else -1
-        if not 0 <= ahead < self.AHEAD or any(p - f != ahead for p, f in zip(positions, self._first, strict=True)):
+        columns = self._table.shape[1]
+        if not 0 <= ahead < columns or any(p - f != ahead for p, f in zip(positions, self._first, strict=True)):
             self._first, ahead = list(positions), 0
-            block = np.add.outer(np.array(positions, dtype=np.uint64), np.arange(self.AHEAD, dtype=np.uint64))
-            table = torch.from_numpy(uniforms(self._seeds, block)).to(self._device, torch.float32)
-            self._columns = torch.split(table, 1, dim=1)
-        return self._columns[ahead]
+            steps = np.arange(self.AHEAD if columns else 1, dtype=np.uint64)
+            self._table = uniforms(self._seeds, np.add.outer(np.array(positions, dtype=np.uint64), steps)).astype(np.float32)
+        return torch.from_numpy(self._table[:, ahead : ahead + 1]).to(self._device)
 
 
 @dataclass(slots=True)
