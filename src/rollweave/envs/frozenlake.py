@@ -1,7 +1,8 @@
 """Gymnasium's FrozenLake (4×4, not slippery) in words: find the goal, avoid the holes.
 
 Invariants: with `maps = "random"` a map belongs to exactly one split by its own hash, so no training map is ever held out;
-the tasks of a held-out split are distinct maps until all (more than 400) have come; equal arguments give equal tasks.
+the tasks of a held-out split are distinct maps until all (more than 400) have come; equal arguments give equal tasks. Held-out
+tasks always begin at the map's start.
 """
 
 import functools
@@ -29,7 +30,10 @@ DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's action numbers
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
-TRANSCRIPT_TURNS = 12
+AWAY = 0.3
+"""Share of training tasks on random maps that begin at some other cell that has a way to the goal: so that the agent also meets
+places which its own habits would avoid."""
+TRANSCRIPT_TURNS = 14
 
 _ACTION = re.compile(r"\s*<(left|down|right|up)>\s*")
 
@@ -39,7 +43,8 @@ Map = tuple[str, ...]
 class FrozenLake:
     """` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the agent answers `<down>`. Reward 1 at the goal.
 
-    Words that are no move cost 0.1 and a turn. Holes are named in the first message only; columns are letters, rows numbers.
+    Words that are no move cost 0.1 and a turn. Holes are named in the first message only, cells that were visited in this
+    episode are `seen`; columns are letters, rows numbers.
     """
 
     def __init__(self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False) -> None:
@@ -47,36 +52,39 @@ class FrozenLake:
             raise ConfigError(f"options.maps must be random or fixed, got {maps!r}")
         self._lake: Any = None
         self._map: Map = ()
+        self._visited: set[tuple[int, int]] = set()
 
     def reset(self, task: Task) -> Observation:
-        self._map = tuple(payload_of(task)["map"])
+        payload = payload_of(task)
+        self._map = tuple(payload["map"])
         made = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False, disable_env_checker=True)
         self._lake = made.unwrapped
         self._lake.reset(seed=task.seed % 2**31)
+        self._lake.s = payload.get("start", 0)
+        self._visited = {self._place()}
         holes = "".join(f" hole={_name(row, column)}" for row, column in _cells(self._map, "H"))
-        return Observation.of(holes + self._look(), state_key=self._key())
+        return Observation.of(holes + self._look(), state_key=self._look())
 
     def step(self, action: str) -> Step:
         found = _ACTION.fullmatch(action)
         if found is None:
-            return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._key())
+            return Step.of(" invalid" + self._look(), reward=INVALID_REWARD, state_key=self._look())
         _, reward, done, _, _ = self._lake.step(DIRECTIONS.index(found[1]))
+        self._visited.add(self._place())
         if not done:
-            return Step.of(self._look(), state_key=self._key())
+            return Step.of(self._look(), state_key=self._look())
         return Step.of(" goal" if reward > 0 else " fell", reward=float(reward), done=True, success=reward > 0)
 
     def _place(self) -> tuple[int, int]:
         return divmod(int(self._lake.s), SIZE)
 
-    def _key(self) -> str:
-        return _name(*self._place())
-
     def _look(self) -> str:
+        """Where the agent is and what lies around; also what two situations on one map must share to be equal."""
         row, column = self._place()
-        around = "".join(
-            f" {direction}={_seen(self._map, row + down, column + right)}"
-            for direction, (down, right) in zip(DIRECTIONS, MOVES, strict=True)
-        )
+        around = ""
+        for direction, (down, right) in zip(DIRECTIONS, MOVES, strict=True):
+            place = (row + down, column + right)
+            around += f" {direction}={'seen' if place in self._visited else _seen(self._map, *place)}"
         return f" at={_name(row, column)}{around}"
 
     @classmethod
@@ -85,7 +93,9 @@ class FrozenLake:
         if options.get("maps", "random") == "fixed":
             return new_task(seed=mix(seed, index), map=FIXED)
         if split is Split.TRAIN:
-            return new_task(map=_training_map(random.Random(mix(seed, split, index))))
+            rng = random.Random(mix(seed, split, index))
+            lake = _training_map(rng)
+            return new_task(map=lake, start=_somewhere(lake, rng) if rng.random() < AWAY else 0)
         held_out = _held_out_maps(seed, split)
         return new_task(map=held_out[index % len(held_out)])
 
@@ -94,7 +104,7 @@ class FrozenLake:
         cells = [_name(row, column) for row in range(SIZE) for column in range(SIZE)]
         return [
             *(f" {what}={cell}" for what in ("at", "hole") for cell in cells),
-            *(f" {direction}={what}" for direction in DIRECTIONS for what in ("wall", "ice", "hole", "goal")),
+            *(f" {direction}={what}" for direction in DIRECTIONS for what in ("wall", "ice", "hole", "goal", "seen")),
             *(f"<{direction}>" for direction in DIRECTIONS),
             *(" invalid", " goal", " fell"),
         ]
@@ -133,15 +143,27 @@ def _seen(lake: Map, row: int, column: int) -> str:
 
 def solvable(lake: Map) -> bool:
     """True if a path of ice leads from the start to the goal."""
-    frontier, reached = [(0, 0)], {(0, 0)}
+    return (0, 0) in _ways_to_goal(lake)
+
+
+def _ways_to_goal(lake: Map) -> set[tuple[int, int]]:
+    """Every cell from which the goal can be reached, the goal included."""
+    goal = (SIZE - 1, SIZE - 1)
+    frontier, reached = [goal], {goal}
     while frontier:
         row, column = frontier.pop()
         for down, right in MOVES:
             place = (row + down, column + right)
-            if place not in reached and _seen(lake, *place) in ("ice", "goal"):
+            if place not in reached and _seen(lake, *place) == "ice":
                 reached.add(place)
                 frontier.append(place)
-    return (SIZE - 1, SIZE - 1) in reached
+    return reached
+
+
+def _somewhere(lake: Map, rng: random.Random) -> int:
+    """A random cell with a way to the goal, by gymnasium's number."""
+    row, column = rng.choice(sorted(_ways_to_goal(lake) - {(SIZE - 1, SIZE - 1)}))
+    return row * SIZE + column
 
 
 def _random_map(rng: random.Random) -> Map:

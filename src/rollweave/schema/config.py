@@ -39,6 +39,7 @@ class ScratchModel(Section):
     head_dim: PositiveInt = 16
     ffn: PositiveInt = 192
     init_std: Positive = 0.06
+    rope_theta: Positive = 10000.0
     context: PositiveInt = 2048
 
     @model_validator(mode="after")
@@ -132,7 +133,7 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "gigpo"] = Field(
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "gigpo", "gigpo_no_std"] = Field(
         "grpo", description="Advantage estimator (train/advantages.py)."
     )
     gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per turn, where rewards come per turn.")
@@ -145,7 +146,16 @@ class AlgorithmConfig(Section):
         "tis: to recomputed ones, weighted by the truncated token ratio.",
     )
     is_cap: Positive = Field(2.0, description="Cap of the importance weight of `decoupled` and `tis`.")
-    kl: NotNegative = Field(0.0, description="Coefficient of the k3 KL to the starting weights.")
+    kl: NotNegative = Field(0.0, description="Coefficient of the KL divergence to the starting weights.")
+    kl_direction: Literal["reverse", "forward"] = Field(
+        "reverse",
+        description="reverse: k3 estimate of KL(policy, start) on sampled tokens; forward: exact KL(start, policy) over the "
+        "vocabulary, which keeps alive every choice that the start had.",
+    )
+    kl_until: Share = Field(
+        1.0,
+        description="Share of the run after which the KL term is gone; it falls linearly from half of that on; 1: constant.",
+    )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
 
 
@@ -217,7 +227,7 @@ class RunConfig(Section):
         rollout = self.rollout
         if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
-        relative = self.algorithm.advantage in ("grpo", "grpo_no_std", "rloo", "gigpo")
+        relative = self.algorithm.advantage != "reinforce_pp"
         if relative and rollout.group_size < 2:
             raise ValueError(f"rollout.group_size must be at least 2 for {self.algorithm.advantage}, got {rollout.group_size}")
         if rollout.min_members > rollout.group_size:
