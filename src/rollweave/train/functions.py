@@ -17,20 +17,41 @@ LOWEST_SCORE = -40.0
 """The same for attention, nearer because many sum up: exp(-40) vanishes in the rounding of a sum that holds a 1."""
 
 
-class _Normalize(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
-        scale: torch.Tensor = torch.linalg.vecdot(x, x, dim=-1).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
-        y = x * scale
-        ctx.save_for_backward(y, scale)
-        return y
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.linalg.vecdot(x, x, dim=-1).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        normal = x * scale
+        ctx.save_for_backward(normal, scale, weight)
+        out: torch.Tensor = normal * weight
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        normal, scale, weight = ctx.saved_tensors
+        d_weight = (grad * normal).flatten(0, -1 - weight.dim()).sum(0)
+        grad = grad * weight
+        along = torch.linalg.vecdot(grad, normal, dim=-1).div_(-normal.shape[-1]).unsqueeze(-1)
+        return torch.addcmul(grad, normal, along).mul_(scale), d_weight, None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(turns)
+        return _as_pairs(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * turns)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        y, scale = ctx.saved_tensors
-        along = torch.linalg.vecdot(grad, y, dim=-1).div_(-y.shape[-1]).unsqueeze(-1)
-        return torch.addcmul(grad, y, along).mul_(scale), None
+        (turns,) = ctx.saved_tensors
+        pairs = torch.view_as_complex(grad.contiguous().view(*grad.shape[:-1], -1, 2))
+        return _as_pairs(pairs * turns.conj_physical()), None
+
+
+def _as_pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x).flatten(-2)
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -108,7 +129,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 _apply_tokenlogprobs = cast(Callable[..., tuple[torch.Tensor, torch.Tensor]], _TokenLogprobs.apply)
-_apply_normalize = cast(Callable[..., torch.Tensor], _Normalize.apply)
+_apply_rmsnorm = cast(Callable[..., torch.Tensor], _RmsNorm.apply)
+_apply_rotate = cast(Callable[..., torch.Tensor], _Rotate.apply)
 _apply_swiglu = cast(Callable[..., torch.Tensor], _SwiGlu.apply)
 _apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
 
@@ -121,9 +143,14 @@ def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return _apply_tokenlogprobs(logits, labels)
 
 
-def normalize(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x divided by its root mean square over the last axis: RMSNorm without its weight."""
-    return _apply_normalize(x, eps)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., D] over its root mean square along the last axis, times weight: [D], or [heads, D] for x [..., heads, D]."""
+    return _apply_rmsnorm(x, weight, eps)
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) as complex numbers by `turns` [..., D / 2], which is broadcast, constant."""
+    return _apply_rotate(x, turns)
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ the last layer computes keys and values for all rows but everything else only fo
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.functions import attend, normalize, swiglu, token_logprobs
+from rollweave.train.functions import attend, rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.packing import Grid, Packed
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -33,12 +35,10 @@ MAX_LOGITS = 1 << 26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """What all layers of one forward pass share: rotary tables and additive masks by grid."""
+    """What all layers of one forward pass share: rotations as complex numbers, and additive masks, by grid."""
 
-    cos: torch.Tensor  # [B, T, 1, D]
-    sin: torch.Tensor
-    query_cos: torch.Tensor  # [B, Q, 1, D]
-    query_sin: torch.Tensor
+    turns: torch.Tensor  # [1, T, D / 2]
+    query_turns: torch.Tensor  # [B, Q, D / 2]
     bias: torch.Tensor  # [1 or B, T, T], 0 where visible and -inf elsewhere
     query_bias: torch.Tensor  # [B, Q, T]
 
@@ -52,7 +52,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return normalize(x.float(), self.eps).to(x.dtype) * self.weight.to(x.dtype)
+        return rms_norm(x.float(), self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -60,6 +60,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.max_scores = MAX_SCORES
         self.kv_heads = config.num_key_value_heads
         self.heads = config.num_attention_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
@@ -78,25 +79,38 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
         """x [N, H] to the attention's output: [N, H], or [M, H] for the predicting rows in the `last` layer."""
         keys, queries = packed.keys, packed.queries if last else packed.keys
-        batch, length = keys.positions.shape
+        device, dim = x.device, self.head_dim
+        key_value = [(self.k_proj, _pairs(self.kv_heads, dim, device)), (self.v_proj, None)]
         if last:
-            q = _to_grid(_joined(x.index_select(0, packed.predicting), self.q_proj), queries, packed.predicting)
-            k, v = torch.split(_to_grid(_joined(x, self.k_proj, self.v_proj), keys, None), self.k_proj.out_features, -1)
+            query = [(self.q_proj, _pairs(self.heads, dim, device))]
+            q = _to_grid(_joined(x.index_select(0, packed.predicting), query), queries, packed.predicting)
+            q = self._placed(torch.unflatten(q, -1, (-1, dim)), self.heads, shared.query_turns)
+            kv = torch.unflatten(_to_grid(_joined(x, key_value), keys, None), -1, (-1, dim))
+            k = self._placed(kv[:, :, : self.kv_heads], 0, shared.turns)
         else:
-            sizes = [self.q_proj.out_features, self.k_proj.out_features, self.v_proj.out_features]
-            q, k, v = torch.split(_to_grid(_joined(x, self.q_proj, self.k_proj, self.v_proj), keys, None), sizes, -1)
-        width = q.shape[1]
-        q = q.view(batch, width, self.heads, self.head_dim)
-        k = k.reshape(batch, length, self.kv_heads, self.head_dim)
-        v = v.reshape(batch, length, self.kv_heads, self.head_dim)
-        cos, sin = (shared.query_cos, shared.query_sin) if last else (shared.cos, shared.sin)
-        q = _rotate(q, self.q_norm, cos, sin)
-        k = _rotate(k, self.k_norm, shared.cos, shared.sin)
-        out = self._attend(q, k, v, shared.query_bias if last else shared.bias)
-        out = out.reshape(batch * width, -1)
+            every = [(self.q_proj, _pairs(self.heads, dim, device)), *key_value]
+            kv = torch.unflatten(_to_grid(_joined(x, every), keys, None), -1, (-1, dim))
+            qk = self._placed(kv[:, :, : self.heads + self.kv_heads], self.heads, shared.turns)
+            q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
+        out = self._attend(q, k, kv[:, :, -self.kv_heads :], shared.query_bias if last else shared.bias)
+        out = out.reshape(len(q) * q.shape[1], -1)
         if not queries.dense:
             out = out.index_select(0, queries.flat)
-        return _joined(out, self.o_proj)
+        return _joined(out, [(self.o_proj, None)])
+
+    def _placed(self, x: torch.Tensor, queries: int, turns: torch.Tensor) -> torch.Tensor:
+        """Heads [B, W, heads, D], in pairs, of which `queries` are queries and the others keys.
+
+        They are normalised where the architecture does, and turned to their position by `turns` [1 or B, W, D / 2].
+        """
+        heads = x.shape[-2]
+        if self.q_norm is not None and self.k_norm is not None:
+            order = _pairs(1, self.head_dim, x.device)
+            rows = [self.q_norm.weight[order].expand(queries, -1), self.k_norm.weight[order].expand(heads - queries, -1)]
+            x = rms_norm(x.float(), torch.cat(rows).float(), self.q_norm.eps).to(x.dtype)
+        # Tables as wide as the rows let one loop run over all heads.
+        turned = rotate(x.float().flatten(-2), turns.repeat(1, 1, heads))
+        return turned.to(x.dtype).view(x.shape)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """q [B, Q, heads, D], k and v [B, T, kv_heads, D], bias [1 or B, Q, T] to [B, Q, heads, D]."""
@@ -104,7 +118,7 @@ class Attention(nn.Module):
         length, groups = k.shape[1], self.kv_heads
         repeat = heads // groups
         scale = dim**-0.5
-        if q.device.type != "cpu" or q.dtype != torch.float32 or batch * heads * width * length > MAX_SCORES:
+        if q.device.type != "cpu" or q.dtype != torch.float32 or batch * heads * width * length > self.max_scores:
             out = functional.scaled_dot_product_attention(
                 q.transpose(1, 2),
                 k.transpose(1, 2),
@@ -115,7 +129,7 @@ class Attention(nn.Module):
             )
             return out.transpose(1, 2)
         # The heads that share keys become further queries of one matrix product.
-        q = q.view(batch, width, groups, repeat, dim).permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * width, dim)
+        q = torch.unflatten(q, 2, (groups, repeat)).permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * width, dim)
         k = k.transpose(1, 2).reshape(batch * groups, length, dim)
         v = v.transpose(1, 2).reshape(batch * groups, length, dim)
         bias = bias[:, None, None].expand(-1, groups, repeat, -1, -1) if bias.shape[0] == batch else bias.repeat(1, repeat, 1)
@@ -136,7 +150,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _joined(swiglu(_joined(x, self.gate_proj, self.up_proj)), self.down_proj)
+        return _joined(swiglu(_joined(x, [(self.gate_proj, None), (self.up_proj, None)])), [(self.down_proj, None)])
 
 
 class Layer(nn.Module):
@@ -173,6 +187,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.max_logits = MAX_LOGITS
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -187,7 +202,7 @@ class Model(nn.Module):
         for index, layer in enumerate(self.model.layers):
             x = layer(x, packed, shared, index == final)
         x = self.model.norm(x)
-        rows = max(1, MAX_LOGITS // self.lm_head.out_features)
+        rows = max(1, self.max_logits // self.lm_head.out_features)
         if len(x) <= rows:
             return self._head(x, packed.labels, temperature)
         # More logits than that are made, and made again for the gradient, a part at a time.
@@ -198,23 +213,18 @@ class Model(nn.Module):
         return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
     def _head(self, x: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _joined(x, self.lm_head).float()
+        logits = _joined(x, [(self.lm_head, None)]).float()
         return token_logprobs(logits if temperature == 1.0 else logits / temperature, labels)
 
     def _shared(self, packed: Packed, x: torch.Tensor) -> Shared:
         length = packed.keys.positions.shape[1]
         places = torch.arange(length, device=x.device)
-        cos, sin = self.rotary(x, places[None])  # [1, T, D]
+        cos, sin = self.rotary(x.float(), places[None])  # [1, T, D], both halves alike
+        half = cos.shape[-1] // 2
+        turns = torch.complex(cos[..., :half], sin[..., :half])
         at = packed.queries.positions
         hidden = torch.full((length, length), float("-inf"), device=x.device).triu(1)
-        return Shared(
-            cos=cos[:, :, None],
-            sin=sin[:, :, None],
-            query_cos=cos[0][at][:, :, None],
-            query_sin=sin[0][at][:, :, None],
-            bias=hidden[None],
-            query_bias=hidden[at],
-        )
+        return Shared(turns=turns, query_turns=turns[0][at], bias=hidden[None], query_bias=hidden[at])
 
 
 def load_model(path: Path, *, dtype: str, device: str) -> Model:
@@ -227,7 +237,7 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
         raise TrainerError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {config.model_type!r} in {path}")
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise TrainerError(f"sliding-window attention is not supported, but {path} asks for it")
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.device("meta"):
         model = Model(config, getattr(torch, dtype))
@@ -240,15 +250,24 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
     return model.to(device)
 
 
-def _joined(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
-    """Several linear layers of the same input as one matrix product: [N, in] to [N, sum of outs]."""
-    if len(layers) == 1:
-        weight: torch.Tensor = layers[0].weight
-        bias: torch.Tensor | None = layers[0].bias
-    else:
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = torch.cat([layer.bias for layer in layers]) if layers[0].bias is not None else None
-    return functional.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+def _joined(x: torch.Tensor, layers: Sequence[tuple[nn.Linear, torch.Tensor | None]]) -> torch.Tensor:
+    """Several linear layers of the same input as one product, each with its outputs in the given order: [N, sum of outs]."""
+    weights = [layer.weight if order is None else layer.weight.index_select(0, order) for layer, order in layers]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if layers[0][0].bias is None:
+        return functional.linear(x, weight.to(x.dtype))
+    biases = [layer.bias if order is None else layer.bias.index_select(0, order) for layer, order in layers]
+    return functional.linear(x, weight.to(x.dtype), torch.cat(biases).to(x.dtype))
+
+
+@functools.cache
+def _pairs(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """The order of a projection's outputs that puts the two numbers which a rotation mixes side by side.
+
+    Checkpoints hold them half a head apart. Queries and keys in the same order have the same products.
+    """
+    one = torch.arange(head_dim).view(2, -1).t().flatten()
+    return (torch.arange(heads)[:, None] * head_dim + one).flatten().to(device)
 
 
 def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
@@ -260,11 +279,3 @@ def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> t
         return x.index_select(0, grid.rows).view(batch, width, -1)
     out = x.new_zeros(batch * width, x.shape[-1])
     return out.index_copy(0, grid.flat, x).view(batch, width, -1)
-
-
-def _rotate(x: torch.Tensor, norm: RmsNorm | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Normalise where the architecture does, then rotate by position. x [B, W, heads, D], tables [1 or B, W, 1, D]."""
-    if norm is not None:
-        x = norm(x)
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin

@@ -59,7 +59,7 @@ def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str],
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     with new_directory(path) as directory:
         model.save_pretrained(directory)
         tokenizer.save(str(directory / "tokenizer.json"))

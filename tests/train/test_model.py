@@ -1,0 +1,134 @@
+"""transformers' forward is the oracle: log-probs, entropies and gradients of packed sequences equal those of each alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rollweave.schema.errors import TrainerError
+from rollweave.train.model import Attention, Model, load_model
+from rollweave.train.packing import Example, pack
+from tests.train.builders import make_examples, make_model
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+}
+
+
+def llama_scaling() -> dict[str, object]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "llama3-bias"])
+def checkpoint_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("oracle") / request.param
+    torch.manual_seed(0)
+    match request.param:
+        case "qwen3":
+            return make_model(path, layers=3)
+        case "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True))
+        case "llama":
+            model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
+        case _:
+            extra = {"attention_bias": True, "mlp_bias": True, "rope_parameters": llama_scaling(), "head_dim": 16}
+            model = LlamaForCausalLM(LlamaConfig(**SMALL, **extra, tie_word_embeddings=False))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight", "layernorm.weight")):  # else ones and zeros, which hide mistakes
+            torch.nn.init.normal_(parameter, 0.9, 0.3)
+    model.save_pretrained(path)
+    return path
+
+
+def oracle(
+    path: Path, examples: list[Example], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, entropies, and the gradient of their weighted sum, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    chosen, entropies = [], []
+    for example in examples:
+        logits = model(input_ids=example.tokens[None]).logits[0] / temperature
+        logprobs = logits[example.targets - 1].log_softmax(-1)
+        chosen.append(logprobs.gather(1, example.tokens[example.targets][:, None]).squeeze(1))
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+    found, entropy = torch.cat(chosen), torch.cat(entropies)
+    loss_of(found, entropy).backward()  # type: ignore[no-untyped-call]
+    return found.detach(), entropy.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def loss_of(chosen: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(-1, 1, len(chosen))
+    return (chosen * weights).sum() + 0.1 * (entropy * weights.flip(0)).sum()
+
+
+def compare(model: Model, path: Path, examples: list[Example], temperature: float = 1.0) -> None:
+    chosen, entropy = model(pack(examples), temperature)
+    loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]
+    wanted, wanted_entropy, gradients = oracle(path, examples, temperature)
+    torch.testing.assert_close(chosen.detach(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.detach(), wanted_entropy, atol=1e-5, rtol=1e-5)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        scale = gradient.abs().max().clamp(min=1e-2)
+        torch.testing.assert_close(parameters[name].grad / scale, gradient / scale, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_equals_each_alone(checkpoint_dir: Path, temperature: float) -> None:
+    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, make_examples(7), temperature)
+
+
+def test_equal_lengths_need_no_padding(checkpoint_dir: Path) -> None:
+    tokens = torch.randint(4, 100, (3, 9), generator=torch.Generator().manual_seed(0))
+    examples = [Example(tokens=row, targets=torch.arange(1, 9)) for row in tokens]
+    assert pack(examples).keys.dense
+    assert pack(examples).queries.dense
+    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
+
+
+def test_one_token_sequences(checkpoint_dir: Path) -> None:
+    examples = [Example(tokens=torch.tensor(pair), targets=torch.tensor([1])) for pair in ([5, 6], [7, 9], [8, 5])]
+    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
+
+
+def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(checkpoint_dir: Path) -> None:
+    model = load_model(checkpoint_dir, dtype="float32", device="cpu")
+    model.max_logits = 500
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.max_scores = 0
+    compare(model, checkpoint_dir, make_examples(5, seed=1))
+
+
+def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
+    examples = make_examples(4)
+    chosen, _ = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(pack(examples), 1.0)
+    exact, _ = load_model(checkpoint_dir, dtype="float32", device="cpu")(pack(examples), 1.0)
+    assert chosen.dtype == torch.float32
+    assert (chosen - exact).abs().mean() < 0.1
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    GPT2Config().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(TrainerError, match="model_type must be one of"):
+        load_model(tmp_path / "gpt2", dtype="float32", device="cpu")
+    config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    config.save_pretrained(tmp_path / "sliding")
+    with pytest.raises(TrainerError, match="sliding"):
+        load_model(tmp_path / "sliding", dtype="float32", device="cpu")

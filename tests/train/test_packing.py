@@ -1,0 +1,49 @@
+"""Every target appears once, nothing is padded but attention's grid, and micro-batches keep their bounds."""
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+
+from rollweave.train.packing import Example, pack, split
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> list[Example]:
+    made = []
+    for _ in range(draw(st.integers(1, 5))):
+        length = draw(st.integers(2, 9))
+        targets = draw(st.sets(st.integers(1, length - 1), min_size=1))
+        made.append(Example(tokens=torch.arange(length) + 10 * len(made), targets=torch.tensor(sorted(targets))))
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(given=examples())
+def test_labels_follow_their_inputs(given: list[Example]) -> None:
+    packed = pack(given)
+    wanted = [(int(e.tokens[t - 1]), int(e.tokens[t])) for e in given for t in e.targets.tolist()]
+    assert list(zip(packed.tokens[packed.predicting].tolist(), packed.labels.tolist(), strict=True)) == wanted
+    assert len(packed.tokens) == sum(int(e.targets[-1]) for e in given)
+
+
+@settings(max_examples=80, deadline=None)
+@given(given=examples())
+def test_grids_lead_there_and_back(given: list[Example]) -> None:
+    packed = pack(given)
+    for grid, rows in ((packed.keys, torch.arange(len(packed.tokens))), (packed.queries, packed.predicting)):
+        assert torch.equal(grid.rows[grid.flat], rows)
+        assert grid.dense == (len(grid.flat) == grid.positions.numel())
+        sequence = torch.arange(grid.positions.numel())[grid.flat] // grid.positions.shape[1]
+        starts = torch.tensor([0, *(int(e.targets[-1]) for e in given[:-1])]).cumsum(0)
+        assert torch.equal(grid.positions.flatten()[grid.flat] + starts[sequence], rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 60), max_size=30), max_tokens=st.integers(1, 100))
+def test_split_keeps_its_bounds(lengths: list[int], max_tokens: int) -> None:
+    batches = split(lengths, max_tokens=max_tokens)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        chosen = [lengths[index] for index in batch]
+        assert sum(chosen) <= max_tokens or len(chosen) == 1
+        assert 2 * sum(chosen) >= max(chosen) * len(chosen)
