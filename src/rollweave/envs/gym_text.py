@@ -1,0 +1,88 @@
+"""Any gymnasium environment whose observations can be written and whose actions can be named."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import gymnasium
+from gymnasium.spaces import Discrete, Text
+
+from rollweave.envs.base import Observation, Options, Step
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Task
+
+INVALID_REWARD = -0.1
+INVALID = " invalid"
+
+_NUMBER = re.compile(r"\s*(\d{1,9})\s*", re.ASCII)
+
+
+class GymText:
+    """`gymnasium.make(id, **make)` in words.
+
+    With a `Discrete` action space the agent answers one of `actions` (by place), or the number itself where none are named;
+    with a `Text` space its words are the action. Observations are written as they are, or as the environment renders itself
+    (`observe = "render"`, with `make = { render_mode = "ansi" }`). `prompt` is said first. What is no action costs 0.1.
+    An episode that the environment terminates succeeds where `info["success"]` says so, else where its last reward is positive.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        make: Options | None = None,
+        actions: Sequence[str] = (),
+        prompt: str = "",
+        observe: Literal["value", "render"] = "value",
+    ) -> None:
+        if observe not in ("value", "render"):
+            raise ConfigError(f"options.observe must be value or render, got {observe!r}")
+        try:
+            self._env: gymnasium.Env[Any, Any] = gymnasium.make(id, disable_env_checker=True, **(make or {}))
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"options.id must be an environment of gymnasium, got {id!r}: {error}") from error
+        self._actions, self._prompt, self._observe = tuple(actions), prompt, observe
+        space = self._env.action_space
+        if not isinstance(space, Discrete | Text):
+            raise ConfigError(f"options.id must have Discrete or Text actions, {id} has {type(space).__name__}")
+        if actions and (not isinstance(space, Discrete) or len(actions) != space.n):
+            raise ConfigError(f"options.actions must name every action of {space}, got {len(actions)} names")
+
+    def reset(self, task: Task) -> Observation:
+        value, _ = self._env.reset(seed=task.seed % 2**31)
+        text = self._written(value)
+        return Observation.of(f"{self._prompt}{text}", state_key=text)
+
+    def step(self, action: str) -> Step:
+        parsed = self._parsed(action)
+        if parsed is None:
+            return Step.of(INVALID, reward=INVALID_REWARD)
+        value, reward, terminated, truncated, info = self._env.step(parsed)
+        text, earned = self._written(value), float(reward)
+        if not (terminated or truncated):
+            return Step.of(text, reward=earned, state_key=text)
+        success = info.get("success", bool(terminated) and earned > 0)
+        return Step.of(text, reward=earned, done=True, success=bool(success))
+
+    def close(self) -> None:
+        self._env.close()
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        """The names of the actions. What the environment writes is not known beforehand."""
+        return [*options.get("actions", ()), INVALID]
+
+    def _written(self, value: Any) -> str:
+        shown = self._env.render() if self._observe == "render" else value
+        return shown if isinstance(shown, str) else str(shown)
+
+    def _parsed(self, action: str) -> Any:
+        """The action in the environment's own terms; None for words that are none."""
+        space, words = self._env.action_space, action.strip()
+        if isinstance(space, Text):
+            return next((text for text in (action, words) if space.contains(text)), None)
+        assert isinstance(space, Discrete), "checked when it was made"
+        if self._actions:
+            return int(space.start) + self._actions.index(words) if words in self._actions else None
+        number = _NUMBER.fullmatch(action)
+        return int(number[1]) if number is not None and space.contains(int(number[1])) else None
