@@ -1,0 +1,129 @@
+"""Advantages against slow, obvious definitions; flat groups give zeros; other tokens than outputs get none."""
+
+import math
+import random
+import statistics
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.work import ScoredGroup, Trajectory
+from rollweave.train.advantages import token_advantages
+from tests.train.builders import make_group, make_sequence, make_trajectory
+
+REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.2, 1.0]), min_size=1, max_size=6)
+
+
+def groups_of(rewards: list[list[float]], seed: int) -> list[ScoredGroup]:
+    rng = random.Random(seed)
+    return [make_group(f"g{index}", row, rng) for index, row in enumerate(rewards)]
+
+
+def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
+    """The one advantage of all output tokens; checks that the others have 0."""
+    values = set()
+    for sequence, tensor in zip(trajectory.sequences, tensors, strict=True):
+        for sampled, value in zip(sequence.output_mask(), tensor.tolist(), strict=True):
+            if sampled:
+                values.add(value)
+            else:
+                assert value == 0
+    assert len(values) == 1
+    return float(values.pop())
+
+
+@settings(max_examples=60, deadline=None)
+@given(rewards=st.lists(REWARDS, min_size=1, max_size=4), seed=st.integers(0, 99))
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
+def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator: str) -> None:
+    groups = groups_of(rewards, seed)
+    found = token_advantages(groups, AlgorithmConfig(advantage=estimator))  # type: ignore[arg-type]
+    flat = [reward for row in rewards for reward in row]
+    wanted = []
+    for row in rewards:
+        for index, reward in enumerate(row):
+            others = row[:index] + row[index + 1 :]
+            match estimator:
+                case "grpo":
+                    deviation = statistics.pstdev(row)
+                    wanted.append((reward - statistics.fmean(row)) / deviation if deviation > 1e-6 else 0.0)
+                case "grpo_no_std":
+                    wanted.append(reward - statistics.fmean(row))
+                case "rloo":
+                    wanted.append(reward - statistics.fmean(others) if others else 0.0)
+                case _:
+                    deviation = statistics.pstdev(flat)
+                    wanted.append((reward - statistics.fmean(flat)) / deviation if deviation > 1e-6 else 0.0)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    values = [value_of(trajectory, tensors) for trajectory, tensors in zip(trajectories, found, strict=True)]
+    assert values == pytest.approx(wanted, abs=1e-5)
+
+
+def random_group(rng: random.Random, size: int) -> ScoredGroup:
+    """Trajectories of one or two sequences, rewards by turn, and something added at the end."""
+    trajectories = []
+    for index in range(size):
+        sequences = []
+        for _ in range(rng.randint(1, 2)):
+            turns = rng.randint(1, 4)
+            sequences.append(make_sequence(rng, turns=turns, rewards=[rng.choice([0.0, 1.0, -0.1]) for _ in range(turns)]))
+        total = sum(span.reward for sequence in sequences for span in sequence.turns) + rng.choice([0.0, 2.0])
+        trajectories.append(make_trajectory(f"t{index}", tuple(sequences), total))
+    return ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=tuple(trajectories))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 5), gamma=st.sampled_from([0.5, 0.9, 1.0]))
+def test_gigpo(seed: int, size: int, gamma: float) -> None:
+    group = random_group(random.Random(seed), size)
+    turns = []  # (trajectory, sequence, span, return)
+    for which, trajectory in enumerate(group.trajectories):
+        spans = [(index, span) for index, sequence in enumerate(trajectory.sequences) for span in sequence.turns]
+        rewards = [span.reward for _, span in spans]
+        assert trajectory.reward is not None
+        rewards[-1] += trajectory.reward - sum(rewards)
+        for turn, (index, span) in enumerate(spans):
+            discounted = sum(reward * gamma**delay for delay, reward in enumerate(rewards[turn:]))
+            turns.append((which, index, span, discounted))
+    deviation = statistics.pstdev([discounted for *_, discounted in turns])
+    found = token_advantages([group], AlgorithmConfig(advantage="gigpo", gamma=gamma))
+    for which, index, span, discounted in turns:
+        alike = [other for _, _, another, other in turns if another.state_key == span.state_key]
+        wanted = (discounted - statistics.fmean(alike)) / deviation if deviation > 1e-6 else 0.0
+        assert found[which][index][span.start : span.end].tolist() == pytest.approx(
+            [wanted] * (span.end - span.start), abs=1e-5
+        )
+    for trajectory, tensors in zip(group.trajectories, found, strict=True):
+        for sequence, tensor in zip(trajectory.sequences, tensors, strict=True):
+            assert not tensor[~torch.tensor(sequence.output_mask())].any()
+
+
+def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
+    rng = random.Random(0)
+    bare = [msgspec.structs.replace(make_sequence(rng), turns=()) for _ in range(2)]
+    trajectories = tuple(make_trajectory(f"t{i}", (sequence,), float(i)) for i, sequence in enumerate(bare))
+    group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
+    found = token_advantages([group], AlgorithmConfig(advantage="gigpo"))
+    assert [value_of(t, tensors) for t, tensors in zip(trajectories, found, strict=True)] == [-1.0, 1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(reward=st.floats(-10, 10), size=st.integers(1, 6), seed=st.integers(0, 99))
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
+def test_a_flat_group_gives_zeros(reward: float, size: int, seed: int, estimator: str) -> None:
+    groups = groups_of([[reward] * size], seed)
+    for tensors in token_advantages(groups, AlgorithmConfig(advantage=estimator)):  # type: ignore[arg-type]
+        for tensor in tensors:
+            assert not math.isnan(float(tensor.sum()))
+            assert float(tensor.abs().max()) < 1e-6
+
+
+def test_a_trajectory_without_reward_is_an_error() -> None:
+    group = groups_of([[1.0, 0.0]], 0)[0]
+    missing = msgspec.structs.replace(group.trajectories[0], reward=None)
+    with pytest.raises(ValueError, match="no reward"):
+        token_advantages([msgspec.structs.replace(group, trajectories=(missing,))], AlgorithmConfig())

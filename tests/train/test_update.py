@@ -1,0 +1,170 @@
+"""Whole batches against a slow trainer: transformers' forward, one sequence at a time, a loss written out, torch's AdamW."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollweave.schema.config import AlgorithmConfig, RunConfig
+from rollweave.schema.training import Publish, Published, Trained, TrainOn
+from rollweave.schema.work import Batch
+from rollweave.train.advantages import token_advantages
+from rollweave.train.trainer import Trainer
+from rollweave.weights.store import read_tensors
+from tests.train.builders import make_batch, make_config, make_model
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def slow_logprobs(model: Any, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob and entropy of every position, 0 for the first: [T]."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / TEMPERATURE
+    table = logits.log_softmax(-1)
+    chosen = table.gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+    entropy = -(table.exp() * table).sum(-1)
+    start = torch.zeros(1)
+    return torch.cat([start, chosen]), torch.cat([start, entropy])
+
+
+def slow_token(
+    logprob: torch.Tensor,
+    entropy: torch.Tensor,
+    behaviour: float,
+    advantage: float,
+    proximal: torch.Tensor,
+    reference: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> torch.Tensor:
+    old = torch.tensor(behaviour) if algorithm.correction == "bypass" else proximal
+    ratio = torch.exp(logprob - old)
+    bounded = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    loss = -torch.minimum(ratio * advantage, bounded * advantage)
+    importance = torch.exp(proximal - behaviour)
+    if algorithm.correction == "decoupled":
+        loss = loss * (importance if importance <= algorithm.is_cap else 0.0)
+    elif algorithm.correction == "tis":
+        loss = loss * torch.clamp(importance, max=algorithm.is_cap)
+    difference = reference - logprob
+    return loss + algorithm.kl * (difference.exp() - difference - 1) - algorithm.entropy * entropy
+
+
+def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[str, torch.Tensor]:
+    """Weights after `config.trainer.epochs` full-batch updates on each batch."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    trainer = config.trainer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=trainer.lr, betas=(0.9, trainer.beta2), weight_decay=trainer.weight_decay
+    )
+    for batch in batches:
+        trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+        advantages = token_advantages(batch.groups, config.algorithm)
+        sequences = [
+            (sequence, advantage)
+            for trajectory, tensors in zip(trajectories, advantages, strict=True)
+            for sequence, advantage in zip(trajectory.sequences, tensors, strict=True)
+        ]
+        with torch.no_grad():
+            proximal = [slow_logprobs(model, sequence.tokens)[0] for sequence, _ in sequences]
+            reference = [slow_logprobs(frozen, sequence.tokens)[0] for sequence, _ in sequences]
+        for _ in range(trainer.epochs):
+            rows = []
+            for (sequence, advantage), near, far in zip(sequences, proximal, reference, strict=True):
+                chosen, entropy = slow_logprobs(model, sequence.tokens)
+                losses = [
+                    slow_token(
+                        chosen[i],
+                        entropy[i],
+                        sequence.logprobs[i],
+                        float(advantage[i]),
+                        near[i],
+                        far[i],
+                        config.algorithm,
+                    )
+                    for i, sampled in enumerate(sequence.output_mask())
+                    if sampled
+                ]
+                rows.append(torch.stack(losses))
+            mean = torch.cat(rows).mean()
+            if config.algorithm.aggregate == "sequence_mean":
+                mean = torch.stack([row.mean() for row in rows]).mean()
+            optimizer.zero_grad()
+            mean.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.max_grad_norm)
+            optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def sampled_by(path: Path, batch: Batch, noise: float) -> Batch:
+    """The batch with behaviour log-probs near those of the model in `path`, as slightly other weights would give."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rng = random.Random(1)
+    groups = []
+    for group in batch.groups:
+        trajectories = []
+        for trajectory in group.trajectories:
+            sequence = trajectory.sequences[0]
+            with torch.no_grad():
+                exact = slow_logprobs(model, sequence.tokens)[0].tolist()
+            logprobs = tuple(
+                value + rng.uniform(-noise, noise) if sampled else 0.0
+                for value, sampled in zip(exact, sequence.output_mask(), strict=True)
+            )
+            sequence = msgspec.structs.replace(sequence, logprobs=logprobs)
+            trajectories.append(msgspec.structs.replace(trajectory, sequences=(sequence,)))
+        groups.append(msgspec.structs.replace(group, trajectories=tuple(trajectories)))
+    return msgspec.structs.replace(batch, groups=tuple(groups))
+
+
+def configured(**algorithm: Any) -> RunConfig:
+    config = make_config(trainer={"epochs": 3, "lr": 3e-3, "micro_tokens": 60, "weight_decay": 0.01}, **algorithm)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})
+
+
+CASES: list[dict[str, Any]] = [
+    {"correction": "bypass"},
+    {"correction": "decoupled", "is_cap": 1.3},
+    {"correction": "tis", "is_cap": 1.3},
+    {"correction": "decoupled", "kl": 0.2, "entropy": 0.02, "aggregate": "sequence_mean"},
+    {"correction": "bypass", "kl": 0.2, "entropy": 0.02, "advantage": "gigpo", "gamma": 0.9},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_training_equals_the_slow_trainer(model_dir: Path, tmp_path: Path, case: dict[str, Any]) -> None:
+    config = configured(**case)
+    batches = [sampled_by(model_dir, make_batch(step, step=step, groups=2), noise=0.5) for step in range(2)]
+    trainer = Trainer(config, model_dir, tmp_path)
+    for batch in batches:
+        assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
+    reply = trainer.handle(Publish(version=2, weights_id=2))
+    assert isinstance(reply, Published)
+    found = read_tensors(reply.manifest)
+    wanted = slow_training(model_dir, batches, config)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_on_policy_the_corrections_agree(model_dir: Path, tmp_path: Path) -> None:
+    """Where behaviour is the very policy that trains, decoupled and tis are bypass."""
+    batch = sampled_by(model_dir, make_batch(3), noise=0.0)
+    found = []
+    for correction in ("bypass", "decoupled", "tis"):
+        trainer = Trainer(configured(correction=correction), model_dir, tmp_path / correction)
+        reply = trainer.handle(TrainOn(batch=batch))
+        assert isinstance(reply, Trained)
+        assert reply.metrics.values["mask_fraction"] == 0
+        assert reply.metrics.values["logprob_gap_max"] < 1e-5
+        found.append((reply.metrics.values["loss"], reply.metrics.values["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-3, abs=1e-5)
