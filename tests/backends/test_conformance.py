@@ -117,7 +117,7 @@ async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind
     client = connect(kind)
     await client.ready()
     await client.suspend()
-    waiting = asyncio.create_task(client.generate(request("r0", 5)))
+    waiting = client.generate(request("r0", 5))
     stats = await client.stats()  # taken after the request: the engine has seen it, and holds it
     assert stats.kv_total_tokens > 0
     assert not waiting.done()
@@ -133,7 +133,7 @@ async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> Non
     with pytest.raises(EngineError):
         await client.generate(request("r0", first))
     await client.suspend()
-    waiting = asyncio.create_task(client.generate(request("r1", 5)))
+    waiting = client.generate(request("r1", 5))
     await client.stats()
     with pytest.raises(EngineError, match="must be unique"):
         await client.generate(request("r1", 5))
@@ -147,8 +147,8 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
     await client.ready()
     await client.suspend()
     first = HOLD if "fake" in kind else 5
-    aborted = asyncio.create_task(client.generate(request("r0", first, count=200)))
-    cancelled = asyncio.create_task(client.generate(request("r1", first, count=200)))
+    aborted = client.generate(request("r0", first, count=200))
+    cancelled = client.generate(request("r1", first, count=200))
     await client.stats()
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -188,7 +188,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later(connect: Conne
     client = connect(kind)
     await client.ready()
     await client.suspend()
-    waiting = asyncio.create_task(client.generate(request("r0", 5)))
+    waiting = client.generate(request("r0", 5))
     await client.stats()
     client.kill()
     with pytest.raises(EngineLostError, match="killed"):
@@ -230,7 +230,7 @@ async def test_an_engine_that_cannot_start_says_why(connect: Connect, kind: str)
 async def test_an_engine_that_does_not_answer_is_killed(connect: Connect, kind: str) -> None:
     client = connect(kind, reply_s=0.3)
     await client.ready()
-    deaf = asyncio.create_task(client.generate(request("r0", DEAF)))
+    deaf = client.generate(request("r0", DEAF))
     await asyncio.sleep(0)
     with pytest.raises(EngineLostError, match=r"did not suspend within 0\.3 s and was killed"):
         await client.suspend()

@@ -141,8 +141,11 @@ class OneWordEngine:
     def lost(self) -> asyncio.Future[str]:
         return self._lost
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
+        return asyncio.ensure_future(self._generate(request))
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
         self.live += 1
         try:
             answer = await _play(self.answer)

@@ -22,8 +22,11 @@ class EngineBackend(Protocol):
     async def ready(self) -> Ready:
         """Wait until the engine serves."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Continue `request.tokens`. Raises `EngineError` where the engine refuses; cancelling aborts the request there."""
+    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+        """Continue `request.tokens`: sent on return, in order with all other calls.
+
+        The future raises `EngineError` where the engine refuses; cancelling it aborts the request there.
+        """
 
     def abort(self, request_id: str) -> None:
         """Let `generate` return now, with finish `aborted` and what there is. Unknown ids are ignored."""

@@ -65,17 +65,16 @@ class Child:
         return self._process.pid
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame; it leaves at once if the socket takes it. Dropped if the child is gone."""
+        """Queue one frame; it leaves with all others of this turn of the event loop. Dropped if the child is gone."""
         if self._closed:
             return
-        idle = not self._unsent
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
         for piece in frame(payload):
             self._unsent.append(memoryview(piece))
             self._unsent_bytes += len(piece)
         if self._unsent_bytes > UNREAD_BYTES:
             self._fail(f"does not read: more than {UNREAD_BYTES} bytes wait")
-        elif idle:
-            self._writable()
 
     def kill(self) -> None:
         """SIGKILL, at once. `on_gone` follows."""
@@ -102,6 +101,10 @@ class Child:
                     self._on_frame(payload)
         except WireError as error:
             self._fail(f"sent what is no frame of ours: {error}")
+
+    def _flush(self) -> None:
+        if not self._closed:
+            self._writable()
 
     def _writable(self) -> None:
         try:

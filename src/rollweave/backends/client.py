@@ -48,9 +48,9 @@ class EngineClient:
     def __init__(self, name: str, open_link: OpenLink, *, start_s: float, reply_s: float) -> None:
         self._name = name
         self._start_s, self._reply_s = start_s, reply_s
-        loop = asyncio.get_running_loop()
-        self._lost: asyncio.Future[str] = loop.create_future()
-        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
@@ -65,23 +65,22 @@ class EngineClient:
     async def ready(self) -> Ready:
         return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        self._must_live()
-        if request.id in self._generating:
-            raise EngineError(f"request ids must be unique among live requests, got {request.id} again")
-        waiter: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
-        self._generating[request.id] = waiter
-        self._link.send(Add(request=request))
-        try:
-            result = await waiter
-        except asyncio.CancelledError:
-            self._link.send(Abort(id=request.id))
-            raise
-        finally:
-            self._generating.pop(request.id, None)
-        if result.finish is Finish.ERROR:
-            raise EngineError(result.error or "the engine gave no reason")
-        return result
+    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+        waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
+        if self._lost.done():
+            waiter.set_exception(EngineLostError(self._lost.result()))
+        elif request.id in self._generating:
+            waiter.set_exception(EngineError(f"request ids must be unique among live requests, got {request.id} again"))
+        else:
+            self._generating[request.id] = waiter
+            waiter.add_done_callback(lambda done: self._cancelled(request.id, done))
+            self._link.send(Add(request=request))
+        return waiter
+
+    def _cancelled(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:
+        if waiter.cancelled() and self._generating.get(request_id) is waiter:
+            del self._generating[request_id]
+            self._link.send(Abort(id=request_id))
 
     def abort(self, request_id: str) -> None:
         if request_id in self._generating:
@@ -133,7 +132,7 @@ class EngineClient:
     def _on_reply(self, reply: EngineReply) -> None:
         match reply:
             case Generated(result=result):
-                _give(self._generating.get(result.id), result)  # none waits for it: aborted, and forgotten here
+                self._generated(result)
             case Suspended():
                 _give(self._suspending.popleft() if self._suspending else None, reply)
             case Loaded() | LoadFailed():
@@ -148,6 +147,15 @@ class EngineClient:
             case _:
                 assert_never(reply)
 
+    def _generated(self, result: GenerateResult) -> None:
+        waiter = self._generating.pop(result.id, None)
+        if waiter is None or waiter.done():
+            return  # cancelled, and forgotten here
+        if result.finish is Finish.ERROR:
+            waiter.set_exception(EngineError(result.error or "the engine gave no reason"))
+        else:
+            waiter.set_result(result)
+
     def _on_lost(self, reason: str) -> None:
         if self._lost.done():
             return
@@ -158,6 +166,7 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_exception(error)
                 waiter.exception()  # whoever still waits sees it; nobody has to
+        self._generating.clear()
         self._suspending.clear()
         self._loading.clear()
         self._sampling.clear()

@@ -67,7 +67,21 @@ class _OpenTurn:
     tokens: tuple[int, ...]
     sampling: Sampling
     answer: asyncio.Future[Answer]
-    generating: asyncio.Task[None] | None = None
+    generating: asyncio.Future[GenerateResult] | None = None
+
+    def forget(self) -> None:
+        """Stop the generation, if any; its answer is not wanted."""
+        generating, self.generating = self.generating, None
+        if generating is not None:
+            generating.cancel()
+
+    def out_of_time(self) -> None:
+        """The active time ran out while the agent spoke."""
+        if not self.answer.done():
+            text = f"the active time ran out in turn {self.number}"
+            self.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
+        self.forget()
+
     try_number: int = -1
 
 
@@ -120,6 +134,7 @@ class Pipeline:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
         self._waiting_limit = waiting_limit
+        self._loop = asyncio.get_running_loop()
 
     @property
     def alive(self) -> int:
@@ -150,16 +165,25 @@ class Pipeline:
             self._turn_failed(command, "the engine is gone")
             return
         name = f"{attempt.lane}/{command.turn}/{command.try_number}"
-        turn.generating = self._spawn(self._generate(attempt, turn, command, backend, name), f"turn {name}")
+        request = GenerateRequest(id=name, tokens=turn.tokens, sampling=turn.sampling, rank=command.rank)
+        generating = turn.generating = backend.generate(request)
+        started = self._clock()
+        budget = self._loop.call_later(max(0.0, attempt.episode.budget_s), turn.out_of_time)
+
+        def done(future: asyncio.Future[GenerateResult]) -> None:
+            budget.cancel()
+            if turn.generating is future:  # else aborted, and forgotten
+                turn.generating = None
+                self._generated(attempt, turn, command, started, future)
+
+        generating.add_done_callback(done)
 
     def abort_turn(self, command: AbortTurn) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         turn = attempt.turn if attempt is not None else None
         if turn is None or (turn.number, turn.try_number) != (command.turn, command.try_number):
             return
-        if turn.generating is not None:
-            turn.generating.cancel()
-            turn.generating = None
+        turn.forget()
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -246,7 +270,7 @@ class Pipeline:
     # Turns.
 
     async def _turn(self, attempt: _Attempt, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = self._loop.create_future()
         turn = attempt.turn = _OpenTurn(number=number, tokens=tokens, sampling=sampling, answer=answer)
         command = attempt.command
         self._post(
@@ -256,34 +280,24 @@ class Pipeline:
             return await answer
         finally:
             attempt.turn = None
-            if turn.generating is not None:
-                turn.generating.cancel()
+            turn.forget()
 
-    async def _generate(
-        self, attempt: _Attempt, turn: _OpenTurn, command: StartTurn, backend: EngineBackend, name: str
+    def _generated(
+        self, attempt: _Attempt, turn: _OpenTurn, command: StartTurn, started: float, future: asyncio.Future[GenerateResult]
     ) -> None:
-        started = self._clock()
-        request = GenerateRequest(id=name, tokens=turn.tokens, sampling=turn.sampling, rank=command.rank)
-        budget_s = attempt.episode.budget_s
-        try:
-            async with asyncio.timeout(max(0.0, budget_s)):
-                result = await backend.generate(request)
-            error = _flaw(result)
-        except TimeoutError:
-            if not turn.answer.done():
-                turn.answer.set_exception(
-                    EpisodeStopError(StopReason.TIME_BUDGET, f"the active time ran out in turn {turn.number}")
-                )
+        """The engine answered, refused, or is lost."""
+        if future.cancelled() or turn.answer.done():
             return
-        except EngineLostError:
-            turn.generating = None
+        raised = future.exception()
+        if isinstance(raised, EngineLostError):
             return  # EngineLost fails all turns of the engine at once
-        except EngineError as raised:
-            error = str(raised)
-        turn.generating = None
-        ended = self._clock()
-        if error:
-            self._turn_failed(command, error)
+        if isinstance(raised, EngineError):
+            self._turn_failed(command, str(raised))
+            return
+        result, ended = future.result(), self._clock()
+        flaw = _flaw(result)
+        if flaw:
+            self._turn_failed(command, flaw)
             return
         self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, ended)
         self._post(
@@ -297,9 +311,8 @@ class Pipeline:
                 version=result.versions[-1].version,
             )
         )
-        if not turn.answer.done():
-            active_s = max(0.0, ended - started - result.queue_s)
-            turn.answer.set_result(Answer(result=result, engine_id=command.engine_id, active_s=active_s))
+        active_s = max(0.0, ended - started - result.queue_s)
+        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id, active_s=active_s))
 
     def _turn_failed(self, command: StartTurn, error: str) -> None:
         self._post(
