@@ -64,8 +64,10 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`7.5 s`, `2 min 05 s`, `3 h 12 min`."""
-    if seconds < 60:
+    """`35 ms`, `7.5 s`, `2 min 05 s`, `3 h 12 min`."""
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

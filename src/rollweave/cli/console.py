@@ -5,7 +5,9 @@ code 1; what the user stopped ends with 130.
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -16,7 +18,10 @@ from rollweave.schema.errors import ConfigError, RollweaveError
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 """Exit codes. 130 is what shells give to a program that Ctrl-C ended."""
 
-out = Console(highlight=False)
+PIPED_WIDTH = 140
+"""Columns where nobody's terminal says how many there are: tables in files should not be cut."""
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 err = Console(stderr=True, highlight=False)
 
 
@@ -26,9 +31,17 @@ def error_lines(text: str) -> None:
         err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
 
 
+def see_own_modules() -> None:
+    """Let `package.module:Class` in a configuration mean a module of the working directory, as in the child processes."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Turn what a command raises into error lines and an exit code."""
+    see_own_modules()
     try:
         yield
     except ConfigError as error:

@@ -91,9 +91,12 @@ def _first_look(config: RunConfig, task: TaskConfig, where: str) -> Check:
             drawn = await asyncio.to_thread(source.draw, task.name, 0, Purpose.TRAIN)
             env = await source.worlds(task.name).open(drawn, seed=0)
             try:
-                return await env.reset(drawn)
+                async with asyncio.timeout(task.step_s):
+                    return await env.reset(drawn)
+            except TimeoutError:
+                raise BrokenError(f"reset must answer within step_s, got nothing in {task.step_s:g} s") from None
             finally:
-                await env.close()
+                env.kill()
         finally:
             await source.close()
 
@@ -122,7 +125,7 @@ def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
     if fine:
         found: T = value
         return found
-    if isinstance(value, ConfigError):
+    if isinstance(value, ConfigError | BrokenError):
         raise value
     text = str(value) if isinstance(value, RollweaveError) else f"{type(value).__name__}: {value}"
     raise BrokenError(f"{rule}, got {text}") from value

@@ -107,7 +107,7 @@ class Terminal:
         self._curve: dict[str, list[float]] = {}
         self._evaluation: Mapping[str, Any] | None = None
         self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
-        self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._draw, transient=True)
+        self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self.draw, transient=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -133,7 +133,8 @@ class Terminal:
     def phase(self, text: str) -> None:
         self._phase = text
 
-    def _draw(self) -> RenderableType:
+    def draw(self) -> RenderableType:
+        """The panel as it stands."""
         parts: list[RenderableType] = [self._head()]
         if self._recent:
             parts.append(self._figures())

@@ -88,14 +88,13 @@ def _filter(*, task: str | None, stop: str | None, reward: str | None, step: int
 
 def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("trajectory", "task", "for", "ended", "step", "weights", "turns", "tokens", "reward", "stop", "blame"):
+    for heading in ("trajectory", "task", "ended", "step", "weights", "turns", "tokens", "reward", "stop"):
         right = heading in ("ended", "step", "turns", "tokens", "reward")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for entry, trajectory in found:
         table.add_row(
             f"{trajectory.id}{f'/{trajectory.attempt}' if trajectory.attempt else ''}",
-            escape(trajectory.task.tag or trajectory.task.env),
-            "train" if entry.purpose is Purpose.TRAIN else "eval",
+            escape(trajectory.task.tag or trajectory.task.env) + (" [dim]eval[/]" if entry.purpose is Purpose.EVAL else ""),
             f"{entry.at:.1f} s",
             str(trajectory.initiated_version),
             _versions(trajectory),
@@ -103,7 +102,6 @@ def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> N
             str(sum(len(sequence.tokens) for sequence in trajectory.sequences)),
             "-" if trajectory.reward is None else f"{trajectory.reward:.2f}",
             trajectory.stop_reason.value,
-            trajectory.blame.value,
         )
     out.print(table)
     shown = f"{len(found)} of {matching}" if len(found) < matching else str(matching)

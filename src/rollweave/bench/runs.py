@@ -1,0 +1,75 @@
+"""Runs a configuration for a bench, in a directory that is thrown away, and reads how long what took."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollweave.codec.config import load
+from rollweave.live import launch
+from rollweave.live.rundir import RunDir
+from rollweave.live.summary import Summary
+from rollweave.live.trace import TRAINER
+from rollweave.report.data import RunData, read_run
+from rollweave.schema.errors import ConfigError, RollweaveError
+
+EXAMPLES = "examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One finished run. `ready_s` is when the trainer was up and warmed up, in seconds from the run's start."""
+
+    summary: Summary
+    data: RunData
+    ready_s: float
+
+    @property
+    def trained_s(self) -> float:
+        """When the last training step ended."""
+        return float(self.data.steps[-1]["at"]) if self.data.steps else self.ready_s
+
+    def reached_s(self, success: float) -> float | None:
+        """Seconds from readiness to the first periodic evaluation in which every task had `success`; None if none had."""
+        for line in self.data.evaluations:
+            if not line["final"] and line["success"] and min(line["success"].values()) >= success:
+                return float(line["at"]) - self.ready_s
+        return None
+
+
+def example(name: str) -> Path:
+    """A configuration of the repository. Raises ConfigError where the bench is not run from a clone."""
+    for root in (Path.cwd(), Path(__file__).parents[3]):
+        path = root / EXAMPLES / name
+        if path.exists():
+            return path
+    raise ConfigError(f"{EXAMPLES}/{name} must be here: run this bench in a clone of the repository")
+
+
+def measure(config: Path, overrides: Sequence[str]) -> Measured:
+    """Train as `config` says, and throw the directory away. Raises RollweaveError where the run fails or is stopped."""
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        made = load(config, [*overrides, f"run.dir={_quoted(scratch)}", "run.sinks=[]"])
+        summary = launch.train(made)
+        if summary.interrupted:
+            raise KeyboardInterrupt
+        if summary.error:
+            raise RollweaveError(f"{config.name}: {summary.error}")
+        data = read_run(RunDir(Path(scratch) / made.run.name))
+    starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
+    return Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
+
+
+def shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by cause as shares of their sum."""
+    total = sum(seconds.values())
+    return {cause: round(value / total, 4) for cause, value in seconds.items()} if total else {}
+
+
+def conditions_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    return {"config": path.name, "set": list(overrides)}
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,60 @@
+"""`rollweave bench`: a table for people, and with `--json` one line for programs at the end."""
+
+import sys
+from collections.abc import Callable
+
+from rich.markup import escape
+from rich.table import Table
+
+from rollweave.bench.contract import Figure, Result, json_line
+from rollweave.cli.console import err, out
+from rollweave.cli.machine import describe
+from rollweave.schema.errors import ConfigError
+
+NAMES = ("engine", "demo", "modes")
+
+
+def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
+    """Run bench `name`. Raises ConfigError for a name that there is not."""
+    if name not in NAMES:
+        raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
+    if name == "engine" and seeds is not None:
+        raise ConfigError(f"--seeds must be left out for bench engine, which trains nothing, got {seeds}")
+    result = _run(name, quick=quick, seeds=seeds)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", overflow="fold")
+    for figure, value in result.figures.items():
+        table.add_row(escape(figure), shown(value))
+    out.print(table)
+    for what, why in result.conditions.items():
+        if isinstance(why, str):
+            out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
+    if as_json:
+        sys.stdout.write(json_line(result, describe()) + "\n")
+
+
+def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
+    say: Callable[[str], None] = lambda text: err.print(text, markup=False, soft_wrap=True)  # noqa: E731
+    if name == "engine":
+        from rollweave.engine.bench import bench_engine
+
+        return Result(bench=name, **bench_engine(quick=quick))
+    if name == "demo":
+        from rollweave.bench.demo import bench_demo
+
+        return bench_demo(seeds=seeds, quick=quick, say=say)
+    from rollweave.bench.modes import bench_modes
+
+    return bench_modes(seeds=seeds, quick=quick, say=say)
+
+
+def shown(value: Figure) -> str:
+    """A figure for people."""
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(shown(item) for item in value) or "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.1e}"

@@ -1,0 +1,160 @@
+"""Each problem that can be known before a run is one failed check that names field, rule and value."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollweave.cli import dryrun
+from rollweave.cli.checks import Status, failures
+from rollweave.codec.config import loads
+from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.train.scratch import build_checkpoint
+from tests.cli import envs
+
+CONFIG = """
+[run]
+name = "dry"
+steps = 3
+[model.scratch]
+hidden = 16
+layers = 1
+heads = 2
+kv_heads = 1
+ffn = 32
+[[tasks]]
+env = "tests.cli.envs:Fine"
+tag = "fine"
+step_s = 0.3
+[warmup]
+steps = 2
+[engines]
+kv_tokens = 2048
+"""
+
+
+def config(tmp_path: Path, *overrides: str) -> RunConfig:
+    return loads(CONFIG, [f'run.dir="{tmp_path}"', *overrides])
+
+
+def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -> None:
+    checks = dryrun.examine(config(tmp_path))
+    assert failures(checks) == []
+    said = {check.name: check.detail for check in checks}
+    assert said["tasks.0.env"] == "fine: tests.cli.envs.Fine"
+    assert said["tasks.0 task"] == "begins with 'hello'"
+    assert said["tasks.0 warm-up"] == "Says yes or no by chance."
+    assert "about" in said["memory"]
+    assert "checkpoints" in said["disk"]
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "words"),
+    [
+        ("tasks.0.env=lake", "tasks.0", "must be one of"),
+        ("tasks.0.env=no.such.module:Env", "tasks.0", "cannot import no.such.module"),
+        ("tasks.0.env=tests.cli.envs:Fina", "tasks.0", "did you mean Fine?"),
+        ("tasks.0.env=tests.cli.envs:Voiceless", "tasks.0", "has no step"),
+        ("tasks.0.env=tests.cli.envs:Untaught", "tasks.0", "must have transcript() where warmup.steps is set"),
+        ("tasks.0.env=tests.cli.envs:Raises", "tasks.0", "ValueError: out of cheese"),
+        ("tasks.0.env=tests.cli.envs:Hangs", "tasks.0", "must answer within step_s, got nothing in 0.3 s"),
+        ("tasks.0.env=tests.cli.envs:Undrawable", "tasks.0", "make_task raised LookupError: no tasks today"),
+        ("tasks.0.env=tests.cli.envs:Garbage", "tasks.0", "reset must return Observation, got 'hello'"),
+        ("tasks.0.env=tests.cli.envs:BadWords", "tasks.0", "words must return non-empty strings, got ''"),
+        ("tasks.0.options.sings=1", "tasks.0", "unexpected keyword argument 'sings'"),
+        ("engines.kv_tokens=1000000000000", "memory", "the largest part is engines: KV cache"),
+        ("model.scratch.hidden=400000000", "disk", "must hold the checkpoints"),
+    ],
+)
+def test_a_problem_is_a_failure_that_says_what_to_change(tmp_path: Path, override: str, name: str, words: str) -> None:
+    wrong = failures(dryrun.examine(config(tmp_path, override)))
+    assert name in [check.name for check in wrong]
+    assert any(words in check.detail for check in wrong), wrong
+
+
+def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None:
+    checks = dryrun.examine(config(tmp_path, "tasks.0.env=tests.cli.envs:Raises"), deep=False)
+    assert failures(checks) == []
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    wrong = failures(dryrun.examine(config(tmp_path, "tasks.0.env=lake", 'run.sinks=["wandb"]'), resume=True))
+    assert [check.name for check in wrong][:1] == ["run.name"]
+    assert "tasks.0" in [check.name for check in wrong]
+
+
+def test_a_directory_that_holds_a_run_needs_resume_or_fresh(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    (tmp_path / "dry").mkdir()
+    (tmp_path / "dry" / "config.toml").touch()
+
+    def names(*, resume: bool = False, fresh: bool = False) -> list[str]:
+        return [check.name for check in failures(dryrun.examine(made, deep=False, resume=resume, fresh=fresh))]
+
+    assert names() == ["run.name"]
+    assert names(resume=True) == []
+    assert names(fresh=True) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    wrong = failures(dryrun.examine(config(tmp_path, "model.device=cuda")))
+    assert [check.name for check in wrong] == ["model.device"]
+
+
+class TestModelPath:
+    """A checkpoint directory instead of a model from scratch."""
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> Path:
+        path = tmp_path / "model"
+        shape = ScratchModel(hidden=16, layers=1, heads=2, kv_heads=1, ffn=32, context=2048)
+        build_checkpoint(path, scratch=shape, words=list(envs.Fine.words({})), seed=0)
+        return path
+
+    def examine(self, tmp_path: Path, model: Path, *overrides: str) -> list[tuple[str, str]]:
+        begin, end = CONFIG.index("[model.scratch]"), CONFIG.index("[[tasks]]")
+        text = f'{CONFIG[:begin]}[model]\npath = "{model}"\n{CONFIG[end:]}'
+        made = loads(text, [f'run.dir="{tmp_path}"', *overrides])
+        return [(check.name, check.detail) for check in dryrun.examine(made) if check.status is Status.FAIL]
+
+    def test_a_good_one_has_no_failure(self, tmp_path: Path, model: Path) -> None:
+        assert self.examine(tmp_path, model) == []
+
+    def test_none(self, tmp_path: Path) -> None:
+        ((name, detail),) = self.examine(tmp_path, tmp_path / "nowhere")
+        assert name == "model"
+        assert "model.path must be a checkpoint directory, got" in detail
+
+    def test_without_weights(self, tmp_path: Path, model: Path) -> None:
+        (model / "model.safetensors").unlink()
+        ((name, detail),) = self.examine(tmp_path, model)
+        assert name == "model.path"
+        assert "must hold model.safetensors" in detail
+
+    def test_another_architecture(self, tmp_path: Path, model: Path) -> None:
+        self.edit(model / "config.json", architectures=["GPT2LMHeadModel"])
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert "architectures must name one of" in detail
+
+    def test_a_context_that_is_too_short(self, tmp_path: Path, model: Path) -> None:
+        self.edit(model / "config.json", max_position_embeddings=512)
+        assert self.examine(tmp_path, model) == [("tasks.max_tokens", "must be at most the model's context (512), got 1024")]
+
+    def test_no_chat_template(self, tmp_path: Path, model: Path) -> None:
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+        self.edit(model / "tokenizer_config.json", chat_template=None)
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert "must have a chat template" in detail
+
+    def test_a_template_that_cannot_grow(self, tmp_path: Path, model: Path) -> None:
+        template = "{{ messages[-1]['content'] }}"
+        (model / "chat_template.jinja").unlink(missing_ok=True)
+        self.edit(model / "tokenizer_config.json", chat_template=template)
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert "cannot be extended turn by turn" in detail
+
+    @staticmethod
+    def edit(path: Path, **changes: object) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))

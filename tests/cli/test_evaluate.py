@@ -1,0 +1,43 @@
+"""An evaluation is a run of the same configuration that does not train."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rollweave.cli.evaluate import evaluation_config, half_width
+from rollweave.schema.config import RunConfig
+from tests.report.synthetic import config_of
+
+
+def made(tmp_path: Path, *, episodes: int | None = None, temperature: float | None = None) -> RunConfig:
+    trained = config_of(tmp_path / "run")
+    return evaluation_config(
+        trained, directory=tmp_path / "run", step=7, model=tmp_path / "hf", episodes=episodes, temperature=temperature
+    )
+
+
+def test_it_trains_nothing_and_keeps_the_tasks(tmp_path: Path) -> None:
+    config = made(tmp_path)
+    assert config.run.steps == 0
+    assert config.warmup.steps == 0
+    assert config.model.path == str(tmp_path / "hf")
+    assert config.model.scratch is None
+    assert config.tasks == config_of(tmp_path / "run").tasks
+    assert config.eval.final_episodes == 200
+
+
+def test_its_directory_says_what_was_evaluated(tmp_path: Path) -> None:
+    config = made(tmp_path, episodes=50, temperature=0.7)
+    assert config.run.name == "step-7-t0.7-n50"
+    assert Path(config.run.dir) == tmp_path / "run" / "evaluations"
+    assert config.eval.temperature == 0.7
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])
+def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
+    """The ends of the interval are the p whose distance to the rate is 1.96 standard deviations under p."""
+    z = 1.96
+    centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
+    for end in (centre - half_width(rate, count), centre + half_width(rate, count)):
+        assert abs(end - rate) == pytest.approx(z * math.sqrt(max(0.0, end * (1 - end)) / count), abs=1e-9)

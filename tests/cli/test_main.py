@@ -1,0 +1,180 @@
+"""Exit codes and error lines, as a shell sees them; and one small run from `train` to `report`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollweave.cli.main import app
+
+CONFIG = """
+[run]
+name = "small"
+steps = 2
+[model.scratch]
+hidden = 16
+layers = 1
+heads = 2
+kv_heads = 1
+head_dim = 8
+ffn = 32
+context = 128
+[[tasks]]
+env = "tests.cli.envs:Fine"
+tag = "fine"
+max_turns = 2
+max_tokens = 64
+max_turn_tokens = 4
+[rollout]
+groups_per_step = 2
+group_size = 2
+[engines]
+kv_tokens = 1024
+[warmup]
+steps = 2
+batch = 2
+[eval]
+final_episodes = 6
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def say(*arguments: str) -> tuple[int, str, list[str]]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["train", "none.toml"], ["config must be a readable text file"]),
+        (["train", "small.toml", "--set", "rollout.alpha"], ["must be key=value"]),
+        (["train", "small.toml", "--mode", "wild"], ["rollout.mode must be"]),
+        (
+            ["train", "small.toml", "--set", "run.steps=-1", "--set", "engines.cuont=2"],
+            ["run.steps must be greater than or equal to 0", "unknown key engines.cuont (did you mean count?)"],
+        ),
+        (["train", "small.toml", "--set", "tasks.0.env=lake"], ["tasks.0: environment must be one of"]),
+        (["train", "small.toml", "--resume", "--fresh"], ["--resume and --fresh must not be given together"]),
+        (["train", "small.toml", "--resume"], ["must hold a run to resume"]),
+        (["eval", "nothing"], ["RUN must be a run directory"]),
+        (["report", "nothing"], ["RUN must be a run directory"]),
+        (["trace", "nothing"], ["RUN must be a run directory"]),
+        (["bench", "nothing"], ["NAME must be one of engine, demo, modes, got 'nothing'"]),
+        (["bench", "engine", "--seeds", "3"], ["--seeds must be left out for bench engine"]),
+    ],
+)
+@pytest.mark.usefixtures("config")
+def test_wrong_input_is_one_line_a_problem_and_exit_code_2(arguments: list[str], lines: list[str]) -> None:
+    code, _, errors = say(*arguments)
+    assert code == 2
+    assert len(errors) == len(lines)
+    assert all(error.startswith("error: ") for error in errors)
+    assert all(any(line in error for error in errors) for line in lines)
+
+
+Shell = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def shell() -> Iterator[Shell]:
+    """`rollweave` as a process of its own, with this repository's tests to import environments from."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "rollweave.cli.main", *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def test_a_shell_sees_the_exit_code_and_no_traceback(config: Path, shell: Shell) -> None:
+    process = shell("train", str(config), "--set", "run.steps=none")
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "run.steps must be" in errors
+    assert "Traceback" not in errors
+    assert text == ""
+
+
+@pytest.mark.usefixtures("config")
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    code, text, _ = say("train", "small.toml", "--dry-run")
+    assert code == 0
+    assert "ready: nothing speaks against this run" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_names_every_command() -> None:
+    _, text, _ = say("--help")
+    for command in ("train", "eval", "doctor", "trace", "report", "bench"):
+        assert f"  {command} " in text
+
+
+@pytest.mark.usefixtures("config")
+def test_from_training_to_the_report(tmp_path: Path) -> None:
+    code, text, errors = say("train", "small.toml", "--inproc")
+    assert code == 0, (text, errors)
+    summary = json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())
+    account = summary["account"]
+    assert f"{account['started']} started = {account['trained']} trained" in text
+    assert summary["steps"] == 2
+    assert "held-out episodes" in text
+
+    assert say("train", "small.toml", "--inproc")[0] == 2  # it does not write over a run
+
+    code, text, errors = say("eval", "small", "--episodes", "5", "--inproc")
+    assert code == 0, (text, errors)
+    assert "checkpoint of step 2" in text
+    evaluated = json.loads((tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text())
+    assert evaluated["eval_episodes"] == {"fine": 5}
+    assert evaluated["steps"] == 0
+    assert evaluated["account"]["started"] == 0
+
+    assert "fine" in say("trace", "small")[1]
+    assert say("report", "small")[0] == 0
+    page = (tmp_path / "runs" / "small" / "report.html").read_text()
+    assert "every trajectory is accounted for" in page
+
+
+def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:
+    process = shell("train", str(config), "--inproc", "--set", "run.steps=100000")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    text, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopped in order" in errors
+    summary = json.loads(Path("runs/small/summary.json").read_text())
+    assert summary["interrupted"]
+    assert summary["account"]["in_flight"] == 0
+    assert f"{summary['account']['started']} started = " in text
+
+
+def test_a_run_that_fails_says_why_and_exits_with_1(config: Path, shell: Shell) -> None:
+    process = shell("train", str(config), "--inproc", "--set", "tasks.0.env=tests.cli.envs:Undrawable")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert errors.splitlines()[-1].startswith("error: ")
+    assert "no tasks today" in errors
+    assert "Traceback" not in errors

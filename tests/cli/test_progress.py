@@ -1,0 +1,133 @@
+"""The display shows what the run says, and no more often than a person can read."""
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from rollweave.cli.progress import CURVE_POINTS, PLAIN_EVERY_S, WARNINGS_SHOWN, Plain, Terminal, display, sparkline
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    line = {
+        "kind": "step",
+        "step": number,
+        "at": 10.0 + number,
+        "success": {"lake": 0.5, "nim": 0.25},
+        "reward": {"lake": 0.4, "nim": -0.1},
+        "staleness": {"0": 3, "2": 1},
+        "tokens_per_s": 1234.0,
+        "idle": {"engines": {"busy": 3.0, "window": 1.0}, "trainer": {"busy": 1.0, "batch": 3.0}},
+        "engines": {"e0": {"running": 7, "waiting": 2}},
+    }
+    return line | changes
+
+
+def evaluation(**changes: Any) -> dict[str, Any]:
+    line = {
+        "kind": "evaluation",
+        "step": 4,
+        "at": 20.0,
+        "final": False,
+        "success": {"lake": 0.75},
+        "episodes": {"lake": 64},
+        "failed": {},
+    }
+    return line | changes
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def text() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def plain(text: io.StringIO, clock: Clock) -> Plain:
+    return Plain(Console(file=text, width=200), steps=10, clock=clock)
+
+
+def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> None:
+    plain.line(step(2))
+    assert text.getvalue() == (
+        "step 3/10 | 12 s | success lake 0.50, nim 0.25 | reward lake 0.40, nim -0.10 | staleness 0.50 (max 2) "
+        "| 1,234 tokens/s | busy: engines 75%, trainer 25%\n"
+    )
+
+
+def test_steps_are_told_every_few_seconds_and_the_last_one_always(plain: Plain, text: io.StringIO, clock: Clock) -> None:
+    for number in range(4):
+        plain.line(step(number))
+        clock.now += PLAIN_EVERY_S / 2
+    plain.line(step(9))
+    assert [line.split(" |")[0] for line in text.getvalue().splitlines()] == ["step 1/10", "step 3/10", "step 10/10"]
+
+
+def test_evaluations_are_always_told(plain: Plain, text: io.StringIO) -> None:
+    plain.line(evaluation())
+    plain.line(evaluation(final=True, failed={"lake": 2}))
+    assert text.getvalue().splitlines() == [
+        "evaluation at step 4: success 0.75 over 64 held-out episodes",
+        "final evaluation at step 4: success 0.75 over 64 held-out episodes, 2 episodes failed",
+    ]
+
+
+def test_a_component_that_warns_without_end_is_cut_off(plain: Plain, text: io.StringIO) -> None:
+    for number in range(20):
+        plain.line({"kind": "warning", "component": "engine e0", "message": f"lost {number}"})
+    plain.line({"kind": "warning", "component": "disk", "message": "full [bold]"})
+    said = text.getvalue().splitlines()
+    assert len(said) == WARNINGS_SHOWN + 2
+    assert said[-1] == "warning: disk: full [bold]"
+
+
+def test_unknown_lines_are_passed_over(plain: Plain, text: io.StringIO) -> None:
+    plain.line({"kind": "something new"})
+    assert text.getvalue() == ""
+
+
+def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> None:
+    console = Console(file=text, width=110, force_terminal=True, color_system=None)
+    with Terminal(console, name="my run", steps=10) as shown:
+        shown.phase("training")
+        shown.line(step(2))
+        shown.line(evaluation())
+        shown.line({"kind": "warning", "component": "engine e0", "message": "lost"})
+        console.print(shown.draw())
+    found = text.getvalue()
+    for expected in ("my run", "step 3/10", "training", "success 0.50", "1,234 tokens/s", "7 generating, 2 waiting"):
+        assert expected in found
+    for expected in ("0.50 (max 2)", "busy 75%  window 25%", "busy 25%  batch 75%", "engine e0: lost", "0.75"):
+        assert expected in found
+
+
+def test_the_display_fits_the_console(text: io.StringIO) -> None:
+    assert isinstance(display(Console(file=text), name="run", steps=1), Plain)
+    assert isinstance(display(Console(file=text, force_terminal=True), name="run", steps=1), Terminal)
+
+
+@given(st.lists(st.floats(0, 1), max_size=200))
+@settings(max_examples=50, deadline=None)
+def test_a_sparkline_is_as_long_as_the_values_until_it_must_average(values: list[float]) -> None:
+    line = sparkline(values)
+    assert len(line) == min(len(values), CURVE_POINTS)
+    if values and len(set(values)) == 1:
+        assert len(set(line)) == 1
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

@@ -1,0 +1,77 @@
+"""A name finds its run, and nothing but a run is ever deleted."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.cli.runs import clear, exported_checkpoint, find_run
+from rollweave.live.rundir import RunDir
+from rollweave.schema.errors import ConfigError
+from tests.report.synthetic import config_of, write_run
+
+
+def test_a_run_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "lake", steps=1)
+    assert find_run("lake").path == Path("runs/lake")
+    assert find_run(str(tmp_path / "runs" / "lake")).path == tmp_path / "runs" / "lake"
+    with pytest.raises(ConfigError, match=r"got 'lane' \(did you mean lake\?\)"):
+        find_run("lane")
+
+
+def test_fresh_deletes_a_run_and_keeps_its_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "old", steps=1)
+    clear(config_of(run.path))
+    assert [entry.name for entry in run.path.iterdir()] == ["lock"]
+    with RunDir.claim(config_of(run.path), resume=False):
+        pass  # a new run may begin here
+
+
+def test_fresh_does_not_delete_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="must be a run directory to be deleted"):
+        clear(config_of(tmp_path / "home"))
+    assert (tmp_path / "home" / "thesis.txt").exists()
+
+
+def test_fresh_does_not_delete_a_run_that_runs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "busy", steps=1)
+    with RunDir.claim(config_of(run.path), resume=True), pytest.raises(ConfigError, match="in use by another controller"):
+        clear(config_of(run.path))
+    assert run.metrics.exists()
+
+
+def test_fresh_of_nothing_is_nothing(tmp_path: Path) -> None:
+    clear(config_of(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+class TestCheckpoints:
+    """Which checkpoint `--checkpoint` means."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunDir:
+        run = write_run(tmp_path / "run", steps=1)
+        for step, exported in ((5, True), (10, True), (12, False)):
+            directory = run.checkpoints / f"step-{step:06d}"
+            (directory / "hf").mkdir(parents=True)
+            if exported:
+                (directory / "hf" / "config.json").touch()
+        return run
+
+    def test_last_is_the_newest_with_an_export(self, run: RunDir) -> None:
+        assert exported_checkpoint(run, "last") == (10, run.checkpoints / "step-000010" / "hf")
+
+    def test_best_follows_the_link_and_is_last_without_one(self, run: RunDir) -> None:
+        assert exported_checkpoint(run, "best")[0] == 10
+        (run.path / "best").symlink_to("checkpoints/step-000005")
+        assert exported_checkpoint(run, "best")[0] == 5
+
+    def test_a_step(self, run: RunDir) -> None:
+        assert exported_checkpoint(run, "5")[0] == 5
+
+    @pytest.mark.parametrize(("which", "message"), [("12", "one of 5, 10"), ("7", "got 7"), ("newest", "best, last or a step")])
+    def test_wrong_ones(self, run: RunDir, which: str, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            exported_checkpoint(run, which)

@@ -1,0 +1,133 @@
+"""What a store holds is what a reader sees: filters, turns, tokens and versions."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from rollweave.cli.main import app
+from rollweave.cli.trace import parse_reward, turns
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
+from tests.report.synthetic import write_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "made-up", steps=3).path
+
+
+def say(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["trace", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line.startswith("g")]
+
+
+def test_all_trajectories_are_listed_and_the_timeline_is_named(run: Path) -> None:
+    code, text, _ = say(str(run), "--limit", "100")
+    assert code == 0
+    assert len(rows(text)) == 3 * 16
+    assert "48 shown, 48 attempts in the run" in text
+    assert "trace.json in https://ui.perfetto.dev" in text
+
+
+def test_the_newest_are_shown_where_there_are_too_many(run: Path) -> None:
+    _, text, _ = say(str(run), "--limit", "2")
+    assert [row[0] for row in rows(text)] == ["g11.2", "g11.3"]
+    assert "2 of 48 shown" in text
+
+
+def test_filters_narrow_the_list(run: Path) -> None:
+    found = rows(say(str(run), "--limit", "100", "--task", "calculator", "--step", "0")[1])
+    assert found
+    assert {row[1] for row in found} == {"calculator"}
+    assert {row[4] for row in found} == {"0"}
+    good = rows(say(str(run), "--limit", "100", "--reward", ">0.5")[1])
+    stopped = rows(say(str(run), "--limit", "100", "--stop", "finished")[1])
+    assert good == stopped
+    assert 0 < len(good) < 48
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stop", "bored"], "--stop must be one of finished, "),
+        (["--reward", "high"], "--reward must be a number, or one behind >"),
+        (["g99.0"], "TRAJECTORY must be one of this run's 48 attempts, got 'g99.0'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(run: Path, arguments: list[str], message: str) -> None:
+    code, _, errors = say(str(run), *arguments)
+    assert code == 2
+    assert message in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_one_trajectory_is_shown_turn_by_turn(run: Path) -> None:
+    code, text, _ = say(str(run), "g9.1")
+    assert code == 0
+    assert "trajectory  g9.1, attempt 0, of group g9" in text
+    assert "turn 0 · tokens 2–5 · weights 1 (2–3), 2 (3–5) · log-prob -1.500 · reward 0.25" in text
+    assert "turn 1 · tokens 6–7 · weights 2 · log-prob -0.500 · reward 0.75" in text
+    assert ":<down> -0.50" in text
+    assert "(blame: " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "expected"),
+    [
+        ("1", 1.0, True),
+        ("1", 0.9, False),
+        (">0.5", 0.5, False),
+        (">=0.5", 0.5, True),
+        ("<= -1", -1.5, True),
+        ("<0", 0.0, False),
+    ],
+)
+def test_a_reward_filter_compares(text: str, value: float, expected: bool) -> None:
+    assert parse_reward(text)(value) is expected
+
+
+def test_a_reward_filter_that_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="--reward must be a number"):
+        parse_reward("!1")
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKind, int, int]]]:
+    """A sequence, and its parts as they were said."""
+    segments, spans, parts, at = [], [], [], 0
+
+    def add(kind: SegmentKind, versions: list[int]) -> None:
+        nonlocal at
+        begin = at
+        for version in versions:
+            length = draw(st.integers(1, 3))
+            segments.append(Segment(start=at, end=at + length, kind=kind, version=version))
+            at += length
+        if kind is SegmentKind.OUTPUT:
+            spans.append(TurnSpan(start=begin, end=at, reward=float(len(spans))))
+        parts.append((kind, begin, at))
+
+    add(SegmentKind.PROMPT, [-1])
+    for number in range(draw(st.integers(0, 4))):
+        if number:
+            add(SegmentKind.OBSERVATION, [-1])
+        add(SegmentKind.OUTPUT, sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=3))))
+    sequence = TokenSequence(tokens=(0,) * at, segments=tuple(segments), logprobs=(0.0,) * at, turns=tuple(spans))
+    return sequence, parts
+
+
+@given(conversations())
+@settings(max_examples=60, deadline=None)
+def test_turns_are_the_parts_as_they_were_said(made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]]) -> None:
+    sequence, parts = made
+    found = list(turns(sequence))
+    assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in found] == parts
+    said = [part for part in found if part.kind is SegmentKind.OUTPUT]
+    assert [(part.number, part.reward) for part in said] == [(index, float(index)) for index in range(len(said))]
