@@ -1,0 +1,191 @@
+"""A checkpoint is complete or recognisably not one; a failing disk leaves what was there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.training import Restore, Restored, Save, Saved, SaveFailed, Trained, TrainFailed, TrainOn
+from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
+from rollweave.train.trainer import Trainer
+from tests.train.builders import make_batch, make_config, make_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def some(step: int) -> Checkpoint:
+    return Checkpoint(
+        step=step,
+        model={"w": torch.full((50,), float(step))},
+        optimizer={"step.w": torch.tensor(3.0)},
+        rng={"cpu": torch.get_rng_state()},
+    )
+
+
+def write(path: Path, step: int) -> None:
+    save(path, some(step), export_dtype=torch.float32)
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    write(tmp_path / "c", 7)
+    found = load(tmp_path / "c")
+    assert found.step == 7
+    assert torch.equal(found.model["w"], torch.full((50,), 7.0))
+    assert found.optimizer["step.w"] == 3
+    assert torch.equal(found.rng["cpu"], torch.get_rng_state())
+    assert found.reference is None
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "digests.json"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+def test_any_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
+    write(tmp_path / "good", 1)
+    write(tmp_path / "bad", 2)
+    file = tmp_path / "bad" / name
+    whole = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    else:
+        whole[len(whole) // 2] ^= 1
+        file.write_bytes({"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage])
+    with pytest.raises(TrainerError, match="torn"):
+        verify(tmp_path / "bad")
+    with pytest.raises(TrainerError, match="torn"):
+        load(tmp_path / "bad")
+    assert latest(tmp_path) == tmp_path / "good"
+    assert load(tmp_path).step == 1
+
+
+def test_the_newest_complete_one_is_found_whatever_its_name(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    for name, step in (("z", 3), ("a", 12), ("m", 9)):
+        write(tmp_path / name, step)
+    (tmp_path / "b.partial-77").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    assert latest(tmp_path) == tmp_path / "a"
+
+
+def test_an_empty_directory_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="no complete checkpoint"):
+        load(tmp_path)
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "c", 1)
+    (tmp_path / "c" / "state.json").write_text(json.dumps({"format": 99, "step": 1}))
+    digests = json.loads((tmp_path / "c" / "digests.json").read_text())
+    digests.pop("state.json")
+    (tmp_path / "c" / "digests.json").write_text(json.dumps(digests))
+    with pytest.raises(TrainerError, match="format 99"):
+        load(tmp_path / "c")
+
+
+def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    write(tmp_path / "c", 1)
+    (tmp_path / "c" / "core.msgpack").write_bytes(b"x")
+    assert load(tmp_path / "c").step == 1
+    write(tmp_path / "c", 2)
+    assert load(tmp_path / "c").step == 2
+    assert not (tmp_path / "c" / "core.msgpack").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(model_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_config(), model_dir, tmp_path)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"))), Saved)
+    trainer.handle(TrainOn(batch=make_batch()))
+    file = tmp_path / "c" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    reply = trainer.handle(Restore(path=str(tmp_path / "c")))
+    assert isinstance(reply, TrainFailed)
+    assert "torn" in reply.error
+    assert trainer.step == 1
+    other = make_model(tmp_path / "other", ffn=32)
+    assert isinstance(Trainer(make_config(), other, tmp_path).handle(Save(path=str(tmp_path / "o"))), Saved)
+    reply = trainer.handle(Restore(path=str(tmp_path / "o")))
+    assert isinstance(reply, TrainFailed)
+    assert "shape" in reply.error
+    assert isinstance(trainer.handle(TrainOn(batch=make_batch(1, step=1))), Trained)
+
+
+def test_an_export_is_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(make_config(), model_dir, tmp_path)
+    trainer.handle(TrainOn(batch=make_batch()))
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=True)), Saved)
+    exported = tmp_path / "c" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    weights = load_file(tmp_path / "c" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name])
+    text = " at=a1<up> and more"
+    before, after = AutoTokenizer.from_pretrained(model_dir), AutoTokenizer.from_pretrained(exported)
+    assert after(text).input_ids == before(text).input_ids
+    assert after.chat_template == before.chat_template
+    again = Trainer(make_config(), exported, tmp_path)  # and can be trained further
+    assert again.step == 0
+    (exported / "model.safetensors").write_bytes(b"")
+    assert isinstance(trainer.handle(Restore(path=str(tmp_path / "c"))), TrainFailed)
+
+
+# A file-size limit acts like a full disk, and needs no privileges. SIGXFSZ is ignored, so that writes fail with an OSError.
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+from rollweave.schema.training import Save
+from rollweave.train.trainer import Trainer
+from tests.train.builders import make_config
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+trainer = Trainer(make_config(), Path(sys.argv[1]), Path(sys.argv[2]))
+for name, limit in (("c", -1), ("c", 200), ("c", 20000), ("d", -1)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    print(type(trainer.handle(Save(path=f"{sys.argv[2]}/{name}"))).__name__)
+"""
+
+
+def test_a_write_that_fails_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(model_dir), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.stdout.split() == ["Saved", "SaveFailed", "SaveFailed", "Saved"]
+    assert load(tmp_path / "c").step == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"]
+
+
+def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path) -> None:
+    """On a real file system of 250 kB, where one may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        trainer = Trainer(make_config(), model_dir, tmp_path)
+        assert isinstance(trainer.handle(Save(path=str(disk / "c"))), Saved)
+        assert isinstance(
+            trainer.handle(TrainOn(batch=make_batch())), Trained
+        )  # now there are moments, which do not fit beside the first checkpoint
+        reply = trainer.handle(Save(path=str(disk / "d")))
+        assert isinstance(reply, SaveFailed)
+        assert "space" in reply.error
+        assert [path.name for path in disk.iterdir()] == ["c"]
+        assert trainer.handle(Restore(path=str(disk))) == Restored(step=0)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
