@@ -19,7 +19,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
 }
 LARGEST = 9
 MOST = 20
-"""Greatest `largest`: every number up to its square is a word of its own."""
+"""Greatest `largest`: every number that can come up is a word of its own."""
 
 CALL_REWARD = 0.2
 INVALID_REWARD = -0.1
@@ -61,7 +61,7 @@ class Calculator:
             return Step(reward=float(right), done=True, success=right)
         call = _CALL.fullmatch(action)
         asked = (int(call[1]), call[2], int(call[3])) if call is not None else None
-        if asked is None or max(asked[0], asked[2]) > self._largest:
+        if asked is None or max(asked[0], asked[2]) > self._largest or asked[1] not in self._operators:
             return Step.of(" error", role="tool", reward=INVALID_REWARD, state_key=" error")
         exact = asked == self._question and not self._called
         self._called = self._called or exact
@@ -79,11 +79,13 @@ class Calculator:
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        largest = cls(**options)._largest
+        env = cls(**options)
+        operands = range(env._largest + 1)
+        numbers = {_result((a, operator, b)) for a in operands for operator in env._operators for b in operands}
         return [
             *("<tool>", "</tool>", "<answer>", "</answer>", " =?", " result", " error"),
-            *(f" {operator}" for operator in OPERATIONS),
-            *(f" {number}" for number in range(-largest, max(2 * largest, largest**2) + 1)),
+            *(f" {operator}" for operator in env._operators),
+            *(f" {number}" for number in sorted(numbers.union(operands))),
         ]
 
     @classmethod

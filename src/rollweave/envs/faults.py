@@ -7,6 +7,7 @@ import asyncio
 import math
 import random
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollweave.envs.base import mix
@@ -23,8 +24,16 @@ class InjectedError(RuntimeError):
 class Faulty:
     """An environment with faults. `block`: a hang blocks the thread, as a real one does, instead of waiting politely."""
 
-    def __init__(self, env: Any, faults: FaultsConfig, *, seed: int, block: bool) -> None:
-        self._env, self._faults, self._seed, self._block = env, faults, seed, block
+    def __init__(
+        self,
+        env: Any,
+        faults: FaultsConfig,
+        *,
+        seed: int,
+        block: bool,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._env, self._faults, self._seed, self._block, self._sleep = env, faults, seed, block, sleep
         self._calls = 0
 
     async def reset(self, task: Task) -> Any:
@@ -42,7 +51,7 @@ class Faulty:
         rng, faults = random.Random(mix(self._seed, "call", self._calls)), self._faults
         self._calls += 1
         if latency and faults.latency_s:
-            await asyncio.sleep(rng.lognormvariate(math.log(faults.latency_s), faults.latency_sigma))
+            await self._sleep(rng.lognormvariate(math.log(faults.latency_s), faults.latency_sigma))
         fate = rng.random()
         if fate < faults.env_error:
             raise InjectedError("injected by faults.env_error")

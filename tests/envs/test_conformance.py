@@ -1,0 +1,207 @@
+"""What every environment owes, checked on every environment."""
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.envs.base import Observation, Step
+from rollweave.envs.registry import BUILT_IN, resolve
+from rollweave.schema.chat import Message
+from rollweave.schema.work import Purpose, Task
+
+from .worlds import HERE, GuessGym, draw, source
+
+gymnasium.register("TestGuess-v0", entry_point=GuessGym)
+
+
+@dataclass(frozen=True)
+class Case:
+    env: str
+    options: dict[str, Any] = field(default_factory=dict)
+    actions: tuple[str, ...] = ()
+    closed: bool = True
+    """All its text is made of its words."""
+    splits: bool = True
+    """Its held-out tasks differ from its training tasks."""
+
+
+LAKE = tuple(f"<{direction}>" for direction in ("left", "down", "right", "up"))
+CALC = ("<tool> 3 + 4</tool>", "<tool>3*4</tool>", "<answer> 7</answer>", "<answer>-2</answer>", "<tool> 99 * 1</tool>")
+CASES = {
+    "frozenlake": Case("frozenlake", actions=LAKE),
+    "frozenlake fixed": Case("frozenlake", {"maps": "fixed"}, LAKE, splits=False),
+    "calculator": Case("calculator", actions=CALC),
+    "calculator large": Case("calculator", {"largest": 20, "operators": "+"}, CALC),
+    "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
+    "gym_text named": Case(
+        "gym_text", {"id": "TestGuess-v0", "actions": ["<a>", "<b>", "<c>"]}, ("<a>", "<b>", "<c>"), closed=False, splits=False
+    ),
+    "gym_text numbers": Case("gym_text", {"id": "TestGuess-v0"}, ("1", "2", " 3 "), closed=False, splits=False),
+    "gym_text text": Case(
+        "gym_text", {"id": "TestGuess-v0", "make": {"text": True}}, ("a", "b", "c"), closed=False, splits=False
+    ),
+    "gym_text render": Case(
+        "gym_text",
+        {"id": "FrozenLake-v1", "make": {"render_mode": "ansi"}, "observe": "render", "prompt": "Walk.\n"},
+        tuple("0123"),
+        closed=False,
+        splits=False,
+    ),
+    "reasoning": Case("reasoning", {"dataset": "basic_arithmetic"}, ("<answer>3</answer>", "no idea"), closed=False),
+    "jsonl": Case("jsonl", {"path": "DATA", "reward": f"{__name__}:reward"}, ("yes",), closed=False),
+    "echo": Case(f"{HERE}Echo", actions=("a", "end"), closed=False, splits=False),
+}
+
+
+def reward(record: dict[str, Any], answer: str) -> float:
+    return float(record["answer"] == answer)
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+    found = CASES[request.param]
+    if "path" in found.options:
+        return Case(found.env, {**found.options, "path": dataset(tmp_path)}, found.actions, found.closed, found.splits)
+    return found
+
+
+def dataset(directory: Path, count: int = 200) -> str:
+    path = directory / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"question {i}", "answer": "yes"}) for i in range(count)))
+    return str(path)
+
+
+def play(case: Case, task: Task, actions: list[str]) -> list[Any]:
+    env = resolve(case.env)(**case.options)
+    said: list[Any] = [env.reset(task)]
+    for action in actions:
+        said.append(env.step(action))
+        if said[-1].done:
+            break
+    close = getattr(env, "close", None)
+    if close is not None:
+        close()
+    return said
+
+
+def test_every_built_in_environment_is_here() -> None:
+    assert {case.env for case in CASES.values()} >= set(BUILT_IN)
+
+
+def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:
+    domain = {"env": case.env, "tag": "t", "options": case.options, "max_turns": 5, "step_s": 3.0}
+    first, second = source(tmp_path, domain), source(tmp_path, domain)
+    tasks = [draw(first, "t", index) for index in range(20)]
+    assert tasks == [draw(second, "t", index) for index in range(20)]
+    assert len({(task.seed, task.payload) for task in tasks}) > 10
+    assert {(task.env, task.tag, task.limits.max_turns, task.limits.step_s) for task in tasks} == {(case.env, "t", 5, 3.0)}
+    other = source(tmp_path, domain, seed=1)
+    assert [draw(other, "t", index) for index in range(20)] != tasks
+
+
+def test_splits_share_no_task(case: Case, tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
+    train = [draw(of, "t", index) for index in range(60)]
+    validation = [draw(of, "t", index, Purpose.EVAL) for index in range(30)]
+    test = [draw(of, "t", FINAL_TASKS_FROM + index, Purpose.EVAL) for index in range(30)]
+    assert len({task.id for task in [*train, *validation, *test]}) == 120
+    if case.splits:
+        contents = [{content(task) for task in tasks} for tasks in (train, validation, test)]
+        assert all(contents)
+        assert not (contents[0] & contents[1] or contents[0] & contents[2] or contents[1] & contents[2])
+
+
+def content(task: Task) -> str:
+    payload = json.loads(task.payload)
+    payload.pop("start", None)
+    return json.dumps(payload) if payload else str(task.seed)
+
+
+def test_the_same_task_and_actions_give_the_same_answers(case: Case, tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
+    for index in range(5):
+        actions = random.Random(index).choices(case.actions, k=12)
+        task = draw(of, "t", index)
+        assert play(case, task, actions) == play(case, task, actions)
+
+
+def test_life(case: Case, tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
+    ends = 0
+    for index in range(40):
+        first, *steps = play(case, draw(of, "t", index), random.Random(index).choices(case.actions, k=60))
+        assert isinstance(first, Observation)
+        assert first.messages
+        for step in steps:
+            assert isinstance(step, Step)
+            assert step.messages or step.done
+            assert step.success is None or step.done
+        ends += steps[-1].done
+    assert ends > 10
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.text(max_size=30) | st.text("<>tolansweruptake-123 /+\n٣²", max_size=20), min_size=1, max_size=6),
+    index=st.integers(0, 50),
+    name=st.sampled_from(sorted(name for name in CASES if name != "jsonl")),
+)
+def test_no_words_of_the_agent_make_it_raise(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], index: int, name: str
+) -> None:
+    case = CASES[name]
+    of = source(tmp_path_factory.getbasetemp(), {"env": case.env, "tag": "t", "options": case.options})
+    for step in play(case, draw(of, "t", index), texts)[1:]:
+        assert isinstance(step, Step)
+
+
+def test_its_words_cover_all_it_says(case: Case, tmp_path: Path) -> None:
+    if not case.closed:
+        pytest.skip("its text is not known beforehand")
+    of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
+    words = of.words()
+    whole = re.compile(f"(?:{'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})*")
+    spoken: list[Message] = []
+    for index in range(40):
+        actions = random.Random(index).choices([*case.actions, "nonsense"], k=30)
+        for answer in play(case, draw(of, "t", index), actions):
+            spoken += answer.messages
+    kind = resolve(case.env)
+    for number in range(150):
+        spoken += kind.transcript(random.Random(number), case.options)
+    for message in spoken:
+        assert whole.fullmatch(message.content), message
+    used = {word for word in words for message in spoken if word in message.content}
+    assert len(used) > len(words) / 2
+
+
+def test_a_transcript_is_a_conversation(case: Case) -> None:
+    kind = resolve(case.env)
+    if not hasattr(kind, "transcript"):
+        pytest.skip("has no transcripts")
+    assert kind.transcript.__doc__
+    seen = set()
+    for number in range(30):
+        said = list(kind.transcript(random.Random(number), case.options))
+        assert said == list(kind.transcript(random.Random(number), case.options))
+        roles = ["agent" if message.role == "assistant" else "environment" for message in said]
+        assert roles == [("environment", "agent")[place % 2] for place in range(len(said))]
+        assert "agent" in roles
+        seen.add(tuple(message.content for message in said))
+    assert len(seen) > 10
+
+
+def test_a_grammar_is_made_of_words(tmp_path: Path) -> None:
+    for name in ("frozenlake", "nim"):
+        of = source(tmp_path, {"env": name, "tag": "on", "options": {"grammar": True}}, {"env": name, "tag": "off"})
+        assert of.allowed_words("off") == ()
+        assert set(of.allowed_words("on")) < set(of.words())

@@ -1,0 +1,213 @@
+"""Datasets of questions: reasoning-gym's, JSONL files; and gymnasium's environments in words."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+
+from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.envs.base import Episode, Score, Split, Step, new_task
+from rollweave.envs.gym_text import GymText
+from rollweave.envs.jsonl import Jsonl
+from rollweave.envs.reasoning import Reasoning, answer_in
+from rollweave.envs.tasks import TaskSource
+from rollweave.schema.errors import ConfigError, RewardError
+from rollweave.schema.work import Purpose, Task
+
+from .worlds import GuessGym, draw, episode, source
+
+gymnasium.register("TestGuess-v1", entry_point=GuessGym)
+
+REWARD = f"{__name__}:reward"
+
+
+def reward(record: dict[str, Any], answer: str) -> float:
+    return 1.0 if answer == record["answer"] else 0.0
+
+
+async def slow_reward(record: dict[str, Any], answer: str) -> Score:
+    await asyncio.sleep(0)
+    return Score(reward=len(answer) / 10, success=False)
+
+
+def bad_reward(record: dict[str, Any], answer: str) -> float:
+    raise ZeroDivisionError("no")
+
+
+def score(of: TaskSource, task: Task, *said: str) -> Score:
+    return asyncio.run(of.worlds(task.tag).score(episode(task, *said), seed=0))
+
+
+def write(path: Path, *records: Any) -> str:
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    return str(path)
+
+
+def questions(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"what is {number}?", "answer": str(number)} for number in range(count)]
+
+
+def data(tmp_path: Path, **options: Any) -> TaskSource:
+    return source(tmp_path, {"env": "jsonl", "tag": "data", "options": {"reward": REWARD, **options}})
+
+
+def test_jsonl_asks_and_scores(tmp_path: Path) -> None:
+    of = data(tmp_path, path=write(tmp_path / "a.jsonl", *questions(100)), system="be exact")
+    task = draw(of, "data")
+    env = Jsonl(path=str(tmp_path / "a.jsonl"), reward=REWARD, system="be exact")
+    first = env.reset(task)
+    assert [message.role for message in first.messages] == ["system", "user"]
+    number = first.messages[1].content.removeprefix("what is ").removesuffix("?")
+    assert env.step(number) == Step(done=True)
+    assert score(of, task, number) == Score(reward=1.0)
+    assert score(of, task, number, "wrong") == score(of, task) == Score(reward=0.0)
+
+
+def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    path = write(tmp_path / "a.jsonl", {"ask": said})
+    held_out = write(tmp_path / "b.jsonl", {"ask": "other"})
+    of = data(tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:slow_reward")
+    env = Jsonl(path=path, held_out=held_out, reward=f"{__name__}:slow_reward", prompt="ask")
+    assert [message.content for message in env.reset(draw(of, "data", 0)).messages] == ["a", "b", "c"]
+    for index in (0, FINAL_TASKS_FROM):
+        assert env.reset(draw(of, "data", index, Purpose.EVAL)).messages[0].content == "other"
+    assert score(of, draw(of, "data"), "12345") == Score(reward=0.5, success=False)
+    failing = data(tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:bad_reward")
+    with pytest.raises(RewardError, match="ZeroDivisionError: no"):
+        score(failing, draw(failing, "data"), "x")
+
+
+def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:
+    of = data(tmp_path, path=write(tmp_path / "a.jsonl", *questions(80)))
+    size = len({draw(of, "data", index).payload for index in range(200)})
+    assert 45 < size < 75
+    epochs = [[draw(of, "data", epoch * size + place).payload for place in range(size)] for epoch in range(3)]
+    assert all(len(set(epoch)) == size for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ('{"prompt": "a"}\n{broken', r"a\.jsonl:2: must be a JSON object with 'prompt'"),
+        ('{"prompt": "a"}\n\n{"question": "b"}', r"a\.jsonl:3: .*KeyError"),
+        ('{"prompt": [{"role": "judge", "content": "x"}]}', r"a\.jsonl:1: .*judge"),
+        ('{"prompt": []}', r"a\.jsonl:1: .*no messages"),
+        ("[1]", r"a\.jsonl:1: .*TypeError"),
+        ("", "must have records"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, lines: str, problem: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ConfigError, match=problem):
+        Jsonl(path=str(tmp_path / "a.jsonl"), reward=REWARD)
+
+
+def test_jsonl_options_that_cannot_work(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "only one"})
+    with pytest.raises(ConfigError, match="must be a readable file"):
+        Jsonl(path="nowhere.jsonl", reward=REWARD)
+    with pytest.raises(ConfigError, match="options.reward: .* has no nothing"):
+        Jsonl(path=path, reward=f"{__name__}:nothing")
+    with pytest.raises(ConfigError, match="options.reward must be a function"):
+        Jsonl(path=path, reward=f"{__name__}:REWARD")
+    of = data(tmp_path, path=path)
+    empty = [split for split in Split if split is not Split.TRAIN]
+    with pytest.raises(ConfigError, match=f"must have records for split ({'|'.join(empty)}|train)"):
+        for index, purpose in ((0, Purpose.TRAIN), (0, Purpose.EVAL), (FINAL_TASKS_FROM, Purpose.EVAL)):
+            draw(of, "data", index, purpose)
+
+
+def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
+    return source(tmp_path, {"env": "reasoning", "tag": "r", "options": {"dataset": dataset, **options}})
+
+
+def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
+    of = reasoning(tmp_path, "chain_sum", config={"min_terms": 2, "max_terms": 2}, instruction=" Answer!")
+    task = draw(of, "r")
+    env = Reasoning(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, instruction=" Answer!")
+    asked = env.reset(task).messages[0].content
+    assert asked.endswith(" Answer!")
+    terms = asked.split(": ")[1].split(" = ")[0].split()
+    answer = sum(int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True))
+    assert env.step("anything") == Step(done=True)
+    assert score(of, task, f"I think <answer>0</answer>, no: <answer> {answer} </answer>.") == Score(reward=1.0, success=True)
+    assert score(of, task, str(answer)) == Score(reward=1.0, success=True)
+    assert score(of, task, "<answer>no</answer>").success is False
+    assert score(of, task).success is False
+
+
+def test_an_answer_that_the_scorer_cannot_read_is_wrong_not_an_error(tmp_path: Path) -> None:
+    of = reasoning(tmp_path, "prime_factorization")
+    assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(reward=0.0, success=False)
+
+
+def test_reasoning_options_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="must be a dataset of reasoning-gym, got 'nothing'"):
+        Reasoning(dataset="nothing")
+    with pytest.raises(ConfigError, match=r"got 'chain_sum' with \{\"min_terms\": -1\}"):
+        Reasoning(dataset="chain_sum", config={"min_terms": -1})
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", ""),
+        (" 3\n", "3"),
+        ("<answer>1</answer> <answer>\n2 </answer>", "2"),
+        ("<answer>1", "<answer>1"),
+        ("a <answer></answer>", ""),
+    ],
+)
+def test_the_answer_in_a_text(text: str, answer: str) -> None:
+    assert answer_in(text) == answer
+
+
+def guess(**options: Any) -> GymText:
+    return GymText(id="TestGuess-v1", **options)
+
+
+def test_gymnasium_in_words() -> None:
+    seen = Counter()
+    for seed in range(12):
+        env = guess(actions=["<a>", "<b>", "<c>"], prompt="Guess:")
+        assert env.reset(new_task(seed=seed)).messages[0].content == "Guess: guess"
+        assert env.step("b") == Step.of(" invalid", reward=-0.1)
+        right = next(name for name in ("<a>", "<b>", "<c>") if env.step(f" {name} ").done)
+        seen[right] += 1
+    assert len(seen) == 3
+    assert guess(actions=["<a>", "<b>", "<c>"]).words({"actions": ["<a>"]}) == ["<a>", " invalid"]
+
+
+def test_gymnasium_with_numbers_and_texts() -> None:
+    env = guess()
+    env.reset(new_task(seed=1))
+    assert [env.step(text).reward for text in ("0", "4", "x", "²", "99999999999")] == [-0.1] * 5
+    assert sum(env.step(str(number)).success is True for number in (1, 2, 3)) == 1
+    env = guess(make={"text": True})
+    env.reset(new_task(seed=1))
+    assert env.step("ab").reward == env.step("z").reward == -0.1
+    assert sum(env.step(f" {letter}\n").success is True for letter in "abc") == 1
+    env.close()
+
+
+def test_gymnasium_options_that_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="must be an environment of gymnasium, got 'Nothing-v0'"):
+        GymText(id="Nothing-v0")
+    with pytest.raises(ConfigError, match="must have Discrete or Text actions, Pendulum-v1 has Box"):
+        GymText(id="Pendulum-v1")
+    with pytest.raises(ConfigError, match="must name every action"):
+        guess(actions=["<a>"])
+    with pytest.raises(ConfigError, match="must be value or render"):
+        guess(observe="smell")
+
+
+def test_an_episode_knows_what_the_agent_said() -> None:
+    of = episode(new_task(), "a", "b")
+    assert isinstance(of, Episode)
+    assert of.actions() == ("a", "b")

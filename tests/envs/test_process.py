@@ -1,0 +1,234 @@
+"""Environments in processes: the same as inline, and survivable where they hang, die or block."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.envs.base import Observation, Score, Step
+from rollweave.envs.process import ProcessEnv
+from rollweave.envs.tasks import OpenedEnv, TaskSource
+from rollweave.schema.errors import EnvError, RewardError
+from rollweave.schema.work import Purpose
+
+from .worlds import HERE, draw, episode, source
+
+ECHO = {"env": f"{HERE}Echo", "tag": "echo", "isolation": "process"}
+SCORED = {"env": f"{HERE}Scored", "tag": "scored", "isolation": "process"}
+
+
+@pytest.fixture
+async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
+    made = source(
+        tmp_path,
+        ECHO,
+        SCORED,
+        {"env": f"{HERE}AsyncEcho", "tag": "async", "isolation": "process"},
+        {"env": f"{HERE}BadConstructor", "tag": "bad", "isolation": "process"},
+        {"env": f"{HERE}BadClose", "tag": "bad close", "isolation": "process"},
+        {"env": "frozenlake", "tag": "inline lake"},
+        {"env": "frozenlake", "tag": "lake", "isolation": "process"},
+    )
+    yield made
+    await made.close()
+    assert len(made.workers) == 0
+
+
+async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
+    env = await of.worlds(name).open(draw(of, name), seed=0)
+    await env.reset(draw(of, name))
+    return env
+
+
+def pid(env: OpenedEnv) -> int:
+    assert isinstance(env, ProcessEnv)
+    assert env._worker is not None
+    return env._worker.pid
+
+
+async def test_a_life_and_the_next_in_the_same_process(of: TaskSource) -> None:
+    task = draw(of, "echo")
+    env = await of.worlds("echo").open(task, seed=0)
+    assert await env.reset(task) == Observation.of(f"hello {task.seed}")
+    assert await env.step("a") == Step.of("you said a", reward=0.25)
+    first = pid(env)
+    assert await env.step("end") == Step.of("you said end", reward=0.25, done=True, success=True)
+    await env.close()
+    await env.close()
+    env.kill()
+    other = await opened(of, "async")
+    assert pid(other) == first
+    assert await other.step("x") == Step.of("alive: True")
+    await other.close()
+    assert len(of.workers) == 1
+    assert first != os.getpid()
+
+
+async def test_it_is_the_same_as_inline(of: TaskSource) -> None:
+    inline = of.worlds("inline lake")
+    for index in range(3):
+        task = of.draw("inline lake", index, Purpose.TRAIN)
+        here, there = await inline.open(task, seed=0), await of.worlds("lake").open(task, seed=0)
+        assert await here.reset(task) == await there.reset(task)
+        for action in ("<down>", "nonsense", "<right>", "<right>"):
+            step = await here.step(action)
+            assert step == await there.step(action)
+            if step.done:
+                break
+        await here.close()
+        await there.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [("raise", "step raised KeyError"), ("none", "step must return Step, got None"), ("exit", "step raised SystemExit: 3")],
+)
+async def test_a_failure_is_attributed_and_the_process_lives(of: TaskSource, action: str, problem: str) -> None:
+    env = await opened(of)
+    with pytest.raises(EnvError, match=problem):
+        await env.step(action)
+    assert await env.step("a") == Step.of("you said a", reward=0.25)
+    await env.close()
+
+
+async def test_a_process_that_dies_fails_its_call_and_is_replaced(of: TaskSource) -> None:
+    env = await opened(of)
+    first = pid(env)
+    with pytest.raises(EnvError, match="process is gone.*exit status 7"):
+        await env.step("die")
+    with pytest.raises(EnvError, match="exit status 7"):
+        await env.step("a")
+    await env.close()
+    again = await opened(of)
+    assert pid(again) != first
+    os.kill(pid(again), signal.SIGKILL)
+    with pytest.raises(EnvError, match="SIGKILL"):
+        await again.step("block")
+    await again.close()
+
+
+async def test_a_call_that_blocks_is_survived(of: TaskSource) -> None:
+    env = await opened(of)
+    blocked = pid(env)
+    call = asyncio.create_task(env.step("block"))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await env.close()
+    other = await opened(of)
+    assert pid(other) != blocked
+    await gone(blocked)
+    await other.close()
+
+
+async def test_kill_ends_the_process_and_fails_the_call_under_way(of: TaskSource) -> None:
+    env = await opened(of)
+    killed = pid(env)
+    call = asyncio.create_task(env.step("block"))
+    await asyncio.sleep(0)
+    env.kill()
+    env.kill()
+    with pytest.raises(EnvError, match="was killed"):
+        await call
+    with pytest.raises(EnvError, match="is closed"):
+        await env.step("a")
+    await gone(killed)
+
+
+async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
+    task = draw(of, "echo")
+    env = await of.worlds("echo").open(task, seed=0)
+    started = pid(env)
+    call = asyncio.create_task(env.reset(task))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    env.kill()
+    await gone(started)
+
+
+async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
+    task = draw(of, "bad")
+    env = await of.worlds("bad").open(task, seed=0)
+    with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
+        await env.reset(task)
+    await env.close()
+    env = await opened(of, "bad close")
+    with pytest.raises(EnvError, match="close raised RuntimeError: cannot close"):
+        await env.close()
+
+
+async def test_rewards_are_computed_there_too(of: TaskSource) -> None:
+    worlds, task = of.worlds("scored"), draw(of, "scored")
+    assert await worlds.score(episode(task, "score"), seed=0) == Score(reward=2.0, success=True)
+    with pytest.raises(RewardError, match="score raised ValueError: bad"):
+        await worlds.score(episode(task, "raise"), seed=0)
+    assert len(of.workers) == 1
+    call = asyncio.create_task(worlds.score(episode(task, "block"), seed=0))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await worlds.score(episode(task, "x"), seed=0) == Score(reward=0.75)
+
+
+async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
+    score = await of.worlds("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)), seed=0)
+    assert score == Score(reward=1.5)
+    assert len(of.workers) == 0
+
+
+async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(tmp_path: Path) -> None:
+    of = source(tmp_path, ECHO, env_hang=1.0)
+    env = await of.worlds("echo").open(draw(of, "echo"), seed=0)
+    first = pid(env)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await env.reset(draw(of, "echo"))
+    await env.close()
+    await gone(first)
+    await of.close()
+    with pytest.raises(EnvError, match="the run is ending"):
+        await of.worlds("echo").open(draw(of, "echo"), seed=0)
+
+
+def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
+    """A second process opens an environment that blocks, tells us the worker's id, and is killed."""
+    program = f"""
+import asyncio, pathlib, sys
+from tests.envs.worlds import HERE, draw, source
+async def main():
+    of = source(pathlib.Path({str(tmp_path)!r}), {{"env": "tests.envs.worlds:Echo", "tag": "echo", "isolation": "process"}})
+    env = await of.worlds("echo").open(draw(of, "echo"), seed=0)
+    await env.reset(draw(of, "echo"))
+    call = asyncio.create_task(env.step("block"))
+    await asyncio.sleep(0)
+    print(env._worker.pid, flush=True)
+    await call
+asyncio.run(main())
+"""
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+    asyncio.run(gone(worker))
+
+
+async def gone(process: int) -> None:
+    """Return once the process has ended; the test's own time limit is the only one."""
+    while True:
+        try:
+            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if status == "Z":
+            return
+        await asyncio.sleep(0.01)

@@ -1,0 +1,125 @@
+"""The domains of a run: draws, worlds, words, transcripts; and what is said of an environment that breaks a rule."""
+
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollweave.codec.chat import ChatCodec
+from rollweave.codec.template import ChatTemplate
+from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.envs.base import Observation, Split, split_of
+from rollweave.envs.tasks import InlineEnv, TaskSource
+from rollweave.schema.errors import ConfigError, EnvError
+from rollweave.schema.work import Purpose, SegmentKind
+from rollweave.train.scratch import CHAT_TEMPLATE, TURN_END, build_tokenizer
+
+from .worlds import HERE, draw, source
+
+GAMES = ({"env": "frozenlake"}, {"env": "calculator", "weight": 2.0}, {"env": "nim", "weight": 3.0, "tag": "game"})
+
+
+def codec(of: TaskSource) -> ChatCodec:
+    template = ChatTemplate(CHAT_TEMPLATE, special={"eos_token": TURN_END}, name="scratch")
+    return ChatCodec(build_tokenizer(of.words()), template)
+
+
+def test_a_domain_is_called_by_its_tag(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES)
+    task = draw(of, "game", 3)
+    assert (task.env, task.tag, task.id) == ("nim", "game", "game-train-3")
+    for call in (lambda: draw(of, "nim"), lambda: of.worlds("nim"), lambda: of.allowed_words("nim")):
+        with pytest.raises(ConfigError, match="must be one of frozenlake, calculator, game, got 'nim'"):
+            call()
+
+
+def test_evaluations_have_tasks_of_their_own(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES)
+    ids = [draw(of, "game", index, Purpose.EVAL).id for index in (0, 7, FINAL_TASKS_FROM, FINAL_TASKS_FROM + 7)]
+    assert ids == ["game-validation-0", "game-validation-7", "game-test-0", "game-test-7"]
+
+
+def test_without_make_task_a_task_is_its_seed(tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": f"{HERE}Echo"})
+    tasks = [draw(of, f"{HERE}Echo", index, purpose) for purpose in Purpose for index in range(50)]
+    assert len({task.seed for task in tasks}) == 100
+    assert {task.payload for task in tasks} == {"{}"}
+
+
+def test_a_make_task_that_breaks_its_promise(tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": f"{HERE}BadTask", "tag": "bad"})
+    with pytest.raises(EnvError, match="bad: make_task must return a Task, got str"):
+        draw(of, "bad", 0)
+    with pytest.raises(EnvError, match="bad: make_task raised LookupError: no more tasks"):
+        draw(of, "bad", 1)
+
+
+def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean nim"):
+        source(tmp_path, {"env": "nimm"})
+    with pytest.raises(ConfigError, match="must suit Nim"):
+        source(tmp_path, {"env": "nim", "options": {"pile": 3}})
+
+
+async def test_inline_environments(tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": f"{HERE}Echo", "tag": "echo", "options": {"greeting": "hi"}})
+    task = draw(of, "echo")
+    env = await of.worlds("echo").open(task, seed=0)
+    assert isinstance(env, InlineEnv)
+    assert await env.reset(task) == Observation.of(f"hi {task.seed}")
+    env.kill()
+    await env.close()
+    await of.close()
+
+
+def test_splits_have_the_shares_that_they_should() -> None:
+    found = Counter(split_of(f"thing {number}") for number in range(4000))
+    assert abs(found[Split.VALIDATION] / 4000 - 1 / 8) < 0.02
+    assert abs(found[Split.TEST] / 4000 - 1 / 8) < 0.02
+
+
+def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES)
+    chat = codec(of)
+    for sequence in itertools.islice(of.transcripts(chat, seed=1), 60):
+        pieces = [chat.decode([token]) for token in sequence.tokens]
+        single = [piece for piece in pieces if len(piece) == 1]
+        assert set(single) <= {"\n"}, pieces
+
+
+def test_transcripts_come_by_weight_and_teach_the_ends_of_turns(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES)
+    chat = codec(of)
+    sequences = list(itertools.islice(of.transcripts(chat, seed=1), 300))
+    assert sequences == list(itertools.islice(of.transcripts(chat, seed=1), 300))
+    assert sequences[:20] != list(itertools.islice(of.transcripts(chat, seed=2), 20))
+    texts = [chat.decode(sequence.tokens) for sequence in sequences]
+    shares = [sum(mark in text for text in texts) / 300 for mark in (" at=", "=?", " pile=")]
+    assert all(abs(share - weight / 6) < 0.08 for share, weight in zip(shares, (1, 2, 3), strict=True)), shares
+    for sequence in sequences:
+        for segment in sequence.segments:
+            if segment.kind is SegmentKind.OUTPUT:
+                assert sequence.tokens[segment.end - 1] == chat.stop_token_ids[0]
+
+
+def test_a_domain_without_transcripts_cannot_warm_up(tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": "nim"}, {"env": f"{HERE}Echo", "tag": "echo"})
+    with pytest.raises(ConfigError, match="no transcript.*got 'echo'"):
+        next(of.transcripts(codec(of), seed=0))
+
+
+def test_words_are_those_of_all_domains_once(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES, {"env": "nim", "tag": "again"})
+    words = of.words()
+    assert len(words) == len(set(words))
+    assert {"<take-1>", " at=a1", " =?"} <= set(words)
+
+
+def test_drawing_does_not_touch_the_global_generator(tmp_path: Path) -> None:
+    of = source(tmp_path, *GAMES)
+    state = random.getstate()
+    for task in GAMES:
+        draw(of, str(task.get("tag", task["env"])), 5)
+    assert random.getstate() == state

@@ -1,0 +1,167 @@
+"""Environments and configurations for the tests of this room."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from rollweave.envs.base import Episode, Observation, Options, Score, Step
+from rollweave.envs.tasks import TaskSource
+from rollweave.schema.chat import Message
+from rollweave.schema.config import RunConfig
+from rollweave.schema.work import Purpose, Task
+
+HERE = f"{__name__}:"
+
+
+def config(*tasks: dict[str, Any], seed: int = 0, **faults: float) -> RunConfig:
+    return RunConfig.model_validate(
+        {"run": {"name": "test", "seed": seed}, "model": {"path": "none"}, "tasks": tasks, "faults": faults}
+    )
+
+
+def source(tmp_path: Path, *tasks: dict[str, Any], seed: int = 0, **faults: float) -> TaskSource:
+    return TaskSource(config(*tasks, seed=seed, **faults), logs=tmp_path)
+
+
+def draw(of: TaskSource, name: str, index: int = 0, purpose: Purpose = Purpose.TRAIN) -> Task:
+    return of.draw(name, index, purpose)
+
+
+def episode(task: Task, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None) -> Episode:
+    messages = tuple(Message(role="assistant", content=text) for text in said)
+    return Episode(task=task, messages=messages, rewards=rewards, success=success)
+
+
+class Echo:
+    """Repeats; ends at "end". Its attributes say how it misbehaves at which word."""
+
+    def __init__(self, *, greeting: str = "hello") -> None:
+        self.greeting = greeting
+        self.closed = False
+
+    def reset(self, task: Task) -> Observation:
+        return Observation.of(f"{self.greeting} {task.seed}")
+
+    def step(self, action: str) -> Any:
+        match action:
+            case "raise":
+                raise KeyError("lost key")
+            case "exit":
+                raise SystemExit(3)
+            case "none":
+                return None
+            case "nan":
+                return Step.of("x", reward=float("nan"))
+            case "wrong type":
+                return Step.of(3)  # type: ignore[arg-type]
+            case "wrong role":
+                return Step(messages=(Message(role="judge", content="x"),))  # type: ignore[arg-type]
+            case "silent":
+                return Step()
+            case "numpy":
+                return Step.of("np", reward=np.float32(0.5), done=np.bool_(True))  # type: ignore[arg-type]
+            case "list":
+                return Step(messages=[Message(role="user", content="a")])  # type: ignore[arg-type]
+            case "die":
+                import os
+
+                os._exit(7)
+            case "block":
+                time.sleep(3600)
+            case "unshowable":
+                return Unshowable()
+        return Step.of(f"you said {action}", reward=0.25, done=action == "end", success=True if action == "end" else None)
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class AsyncEcho:
+    """The same politeness with coroutines, and resources that are freed."""
+
+    async def reset(self, task: Task) -> Observation:
+        self.alive = asyncio.create_task(asyncio.sleep(3600))
+        await asyncio.sleep(0)
+        return Observation.of("hello")
+
+    async def step(self, action: str) -> Step:
+        if action == "wait":
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        return Step.of(f"alive: {not self.alive.done()}", done=action == "end")
+
+    async def close(self) -> None:
+        self.alive.cancel()
+
+
+class Scored(Echo):
+    """Its reward is what the agent said first."""
+
+    @classmethod
+    def score(cls, episode: Episode, options: Options) -> Any:
+        said = episode.actions()[0]
+        if said == "raise":
+            raise ValueError("bad")
+        if said == "stop":
+            raise StopIteration
+        if said == "block":
+            time.sleep(3600)
+        if said == "score":
+            return Score(reward=2.0, success=True)
+        return {"none": None, "nan": float("nan"), "numpy": np.float32(0.5), "true": True}.get(said, 0.75)
+
+
+class AsyncScored(Echo):
+    @classmethod
+    async def score(cls, episode: Episode, options: Options) -> float:
+        await asyncio.sleep(0)
+        return float(len(episode.messages))
+
+
+class BadConstructor(Echo):
+    def __init__(self) -> None:
+        raise RuntimeError("no database")
+
+
+class BadClose(Echo):
+    def close(self) -> None:
+        raise RuntimeError("cannot close")
+
+
+class BadTask(Echo):
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: str, options: Options) -> Any:
+        if index:
+            raise LookupError("no more tasks")
+        return "a task"
+
+
+class NoStep:
+    def reset(self, task: Task) -> Observation:
+        return Observation.of("x")
+
+
+class GuessGym(gymnasium.Env[Any, Any]):
+    """Guess a letter, in gymnasium's own words."""
+
+    def __init__(self, text: bool = False) -> None:
+        spaces = gymnasium.spaces
+        self.action_space = spaces.Text(1, charset="abc") if text else spaces.Discrete(3, start=1)
+        self.observation_space = spaces.Text(20)
+        self.text = text
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.secret = int(self.np_random.integers(1, 4))
+        return " guess", {}
+
+    def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        guess = " abc".index(action) if self.text else int(action)
+        right = guess == self.secret
+        return (" right" if right else " wrong"), float(right), right, False, {}
