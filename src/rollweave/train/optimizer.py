@@ -74,12 +74,12 @@ class Snapshot:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state by `<moment>.<parameter>` and `step.<parameter>`, gathered from all ranks."""
+    """Copies of the optimizer's state by `<moment>.<parameter>` and `step.<parameter>`, gathered from all ranks."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            found[f"{key}.{name}"] = full(value).cpu()
+            found[f"{key}.{name}"] = full(value).to("cpu", copy=True)
     return found
 
 

@@ -1,0 +1,67 @@
+"""One rank of a trainer, as torchrun or a parent process starts it: train, save, restore, and leave the weights in a file.
+
+Arguments: model directory, output directory. Rank and world come from the environment.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from rollweave.schema.training import (
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    StopTrainer,
+    Trained,
+    TrainFailed,
+    TrainOn,
+)
+from rollweave.train.trainer import Trainer
+from rollweave.weights.store import read_tensors
+from tests.train.builders import make_batch, make_config
+
+CASE = {"trainer": {"minibatches": 2, "micro_tokens": 60}, "correction": "decoupled", "kl": 0.1, "entropy": 0.01}
+
+
+def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
+    reply = trainer.handle(Publish(version=version, weights_id=version))
+    assert isinstance(reply, Published), reply
+    return {name: tensor.clone() for name, tensor in read_tensors(reply.manifest).items()}
+
+
+def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Weights after three steps, the last of them repeated after going back to a checkpoint."""
+    trainer = Trainer(make_config(**CASE), model_dir, out, rank=rank, world=world)  # type: ignore[arg-type]
+    refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
+    assert isinstance(refused, TrainFailed)
+    figures = {}
+    for step in range(3):
+        if step == 2:
+            assert isinstance(saved := trainer.handle(Save(path=str(out / "c"), export=True)), Saved), saved
+        # One group of two: with two minibatches some ranks have nothing of their own to do.
+        reply = trainer.handle(TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2)))
+        assert isinstance(reply, Trained), reply
+        figures = reply.metrics.values
+    first = weights_of(trainer, 3)
+    impossible = trainer.handle(Save(path="/proc/nowhere/c"))
+    assert type(impossible).__name__ == "SaveFailed", impossible
+    assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
+    assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)
+    again = weights_of(trainer, 4)
+    assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in first), "a restored trainer goes on the same way"
+    if world > 1:
+        torch.distributed.barrier()  # rank 0's publication ends with it
+    assert trainer.handle(StopTrainer()) is None
+    return first | {f"figure/{name}": torch.tensor(value) for name, value in figures.items() if name != "tokens_per_s"}
+
+
+if __name__ == "__main__":
+    own_rank, own_world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = run(Path(sys.argv[1]), Path(sys.argv[2]), rank=own_rank, world=own_world)
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, Path(sys.argv[2]) / f"rank{own_rank}.safetensors")

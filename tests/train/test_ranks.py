@@ -1,0 +1,72 @@
+"""Two ranks train as one does: under torchrun, and as plainly held processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollweave.train.ranks import join
+from tests.train.builders import make_model
+from tests.train.rank_worker import run
+
+ROOT = Path(__file__).parents[2]
+WORKER = "tests.train.rank_worker"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start_all(kind: str, model_dir: Path, out: Path) -> None:
+    """Run two ranks to their end."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = ["-m", WORKER, str(model_dir), str(out)]
+    if kind == "torchrun":
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={free_port()}",
+        ]
+        subprocess.run([sys.executable, *launcher, *arguments], cwd=ROOT, env=environment, check=True)
+        return
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment | {"RANK": str(rank)}) for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("kind", ["torchrun", pytest.param("processes", marks=pytest.mark.slow)])
+def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
+    model_dir = make_model(tmp_path / "m")
+    alone = run(model_dir, tmp_path / "alone", rank=0, world=1)
+    start_all(kind, model_dir, tmp_path / "two")
+    both = [load_file(tmp_path / "two" / f"rank{rank}.safetensors") for rank in range(2)]
+    for found in both:
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
+    wanted = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_ranks_need_an_address() -> None:
+    assert "MASTER_ADDR" not in os.environ
+    with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
+        join(0, 2, torch.device("cpu"))

@@ -1,0 +1,88 @@
+"""Rows hold what the batch says; splits keep trajectories whole and loads even."""
+
+import random
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+
+from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
+from rollweave.train.rows import balanced, batch_rows, minibatches
+from tests.train.builders import make_batch, make_sequence, make_trajectory
+
+
+def batch_of(*sequences: tuple[TokenSequence, ...], version: int = 0) -> Batch:
+    trajectories = tuple(make_trajectory(f"t{i}", each, float(i)) for i, each in enumerate(sequences))
+    group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
+    return Batch(step=0, version=version, part=0, parts=1, groups=(group,))
+
+
+def test_rows_hold_the_outputs_of_every_sequence() -> None:
+    batch = make_batch(3)
+    rows = batch_rows(batch, AlgorithmConfig())
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    assert [row.trajectory for row in rows] == list(range(len(trajectories)))
+    for row, trajectory in zip(rows, trajectories, strict=True):
+        (sequence,) = trajectory.sequences
+        places = [i for i, sampled in enumerate(sequence.output_mask()) if sampled]
+        assert row.example.tokens.tolist() == list(sequence.tokens)
+        assert row.example.targets.tolist() == places
+        assert torch.equal(row.behaviour, torch.tensor([sequence.logprobs[i] for i in places]))
+        assert len(row.advantages) == row.outputs == len(places)
+        assert row.current.all()
+        assert row.engine == trajectory.engine
+
+
+def test_sequences_without_output_and_a_first_token_that_nothing_predicts_are_left_out() -> None:
+    silent = TokenSequence(tokens=(1, 2), segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),), logprobs=(0.0, 0.0))
+    bare = TokenSequence(
+        tokens=(5, 6), segments=(Segment(start=0, end=2, kind=SegmentKind.OUTPUT, version=0),), logprobs=(-1.0, -2.0)
+    )
+    rows = batch_rows(batch_of((silent, bare), (silent,), (bare,)), AlgorithmConfig())
+    assert [row.trajectory for row in rows] == [0, 2]
+    assert [row.example.targets.tolist() for row in rows] == [[1], [1]]
+    assert [row.behaviour.tolist() for row in rows] == [[-2.0], [-2.0]]
+
+
+def test_a_turn_that_two_versions_sampled_counts_its_newer_half_as_current() -> None:
+    sequence = TokenSequence(
+        tokens=(1, 2, 3, 4),
+        segments=(
+            Segment(start=0, end=1, kind=SegmentKind.PROMPT),
+            Segment(start=1, end=3, kind=SegmentKind.OUTPUT, version=6),
+            Segment(start=3, end=4, kind=SegmentKind.OUTPUT, version=7),
+        ),
+        logprobs=(0.0, -1.0, -1.0, -1.0),
+    )
+    rows = batch_rows(batch_of((sequence,), (sequence,), version=7), AlgorithmConfig())
+    assert rows[0].current.tolist() == [False, False, True]
+
+
+@settings(max_examples=80, deadline=None)
+@given(count=st.integers(1, 12), parts=st.integers(1, 5), seed=st.integers(0, 99))
+def test_minibatches_keep_trajectories_whole(count: int, parts: int, seed: int) -> None:
+    rng = random.Random(seed)
+    batch = batch_of(*(tuple(make_sequence(rng) for _ in range(rng.randint(1, 3))) for _ in range(count)))
+    rows = batch_rows(batch, AlgorithmConfig())
+    found = minibatches(rows, parts=parts, seed="x")
+    assert sorted(index for part in found for index in part) == list(range(len(rows)))
+    assert len(found) == min(parts, count)
+    homes = [{rows[index].trajectory for index in part} for part in found]
+    assert sum(len(home) for home in homes) == count
+    assert found == minibatches(rows, parts=parts, seed="x")
+
+
+def test_another_seed_splits_otherwise() -> None:
+    rows = batch_rows(make_batch(0, size=8), AlgorithmConfig())
+    splits = {str(minibatches(rows, parts=2, seed=str(seed))) for seed in range(8)}
+    assert len(splits) > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 100), max_size=30), bins=st.integers(1, 6))
+def test_balanced_bins_differ_by_one_item_at_most(sizes: list[int], bins: int) -> None:
+    found = balanced(sizes, bins)
+    assert sorted(index for part in found for index in part) == list(range(len(sizes)))
+    loads = [sum(sizes[index] for index in part) for part in found]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
