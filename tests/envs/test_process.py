@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -99,7 +100,7 @@ async def test_a_failure_is_attributed_and_the_process_lives(of: TaskSource, act
 async def test_a_process_that_dies_fails_its_call_and_is_replaced(of: TaskSource) -> None:
     env = await opened(of)
     first = pid(env)
-    with pytest.raises(EnvError, match="process is gone.*exit status 7"):
+    with pytest.raises(EnvError, match=r"process is gone.*exit status 7"):
         await env.step("die")
     with pytest.raises(EnvError, match="exit status 7"):
         await env.step("a")
@@ -219,16 +220,21 @@ asyncio.run(main())
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         parent.kill()
-    asyncio.run(gone(worker))
+    wait_for(worker)
 
 
 async def gone(process: int) -> None:
     """Return once the process has ended; the test's own time limit is the only one."""
-    while True:
-        try:
-            status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if status == "Z":
-            return
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(wait_for, process)
+
+
+def wait_for(process: int) -> None:
+    while alive(process):
+        time.sleep(0.01)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

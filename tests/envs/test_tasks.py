@@ -106,7 +106,7 @@ def test_transcripts_come_by_weight_and_teach_the_ends_of_turns(tmp_path: Path) 
 
 def test_a_domain_without_transcripts_cannot_warm_up(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "nim"}, {"env": f"{HERE}Echo", "tag": "echo"})
-    with pytest.raises(ConfigError, match="no transcript.*got 'echo'"):
+    with pytest.raises(ConfigError, match=r"no transcript.*got 'echo'"):
         next(of.transcripts(codec(of), seed=0))
 
 

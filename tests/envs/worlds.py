@@ -165,3 +165,7 @@ class GuessGym(gymnasium.Env[Any, Any]):
         guess = " abc".index(action) if self.text else int(action)
         right = guess == self.secret
         return (" right" if right else " wrong"), float(right), right, False, {}
+
+
+GUESS = "RollweaveGuess-v0"
+gymnasium.register(GUESS, entry_point=GuessGym)
