@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from rollweave.envs.base import Observation, Step
+from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.schema.work import Task
 
 
@@ -23,3 +23,16 @@ class Game:
         if self._left:
             return Step.of("on", reward=0.25)
         return Step(reward=float(self._seed % 2), done=True, success=self._seed % 2 == 1)
+
+
+class NoTasks(Game):
+    @classmethod
+    def make_task(cls, **_: object) -> Task:
+        raise LookupError("no tasks here")
+
+
+class Scored(Game):
+    @classmethod
+    async def score(cls, episode: Episode, options: Options) -> Score:
+        await asyncio.sleep(0)
+        return Score(reward=float(len(episode.actions())), success=True)

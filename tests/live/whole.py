@@ -19,6 +19,7 @@ from rollweave.schema.config import RunConfig
 from tests.rollout.worlds import TEMPLATE
 
 FAKES = Programs(engine="tests.backends.echo_engine", trainer="tests.live.fake_trainer")
+TASK: dict[str, Any] = {"env": "tests.live.game:Game", "tag": "game", "max_turn_tokens": 4}
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,7 +37,14 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def make_config(directory: Path, *, steps: int = 4, options: Mapping[str, Any] | None = None, **sections: Any) -> RunConfig:
+def make_config(
+    directory: Path,
+    *,
+    steps: int = 4,
+    options: Mapping[str, Any] | None = None,
+    task: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> RunConfig:
     """A run of `steps` steps of 2 groups of 2."""
     model = directory / "model"
     if not model.exists():
@@ -44,7 +52,7 @@ def make_config(directory: Path, *, steps: int = 4, options: Mapping[str, Any] |
     data: dict[str, Any] = {
         "run": {"name": "run", "dir": str(directory), "steps": steps, "seed": 5, "checkpoint_every": 1},
         "model": {"path": str(model)},
-        "tasks": [{"env": "tests.live.game:Game", "tag": "game", "max_turn_tokens": 4, "options": dict(options or {})}],
+        "tasks": [{**TASK, "options": dict(options or {}), **dict(task or {})}],
         "rollout": {"groups_per_step": 2, "group_size": 2, "max_running": 8},
         "eval": {"episodes": 0, "final_episodes": 4},
         "engines": {"count": 2},

@@ -285,14 +285,14 @@ def _signals(world: World, progress: Progress) -> Iterator[None]:
         return
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     assert main is not None, "called from a coroutine"
-    asked = False
+    asked = 0
 
     def on_signal() -> None:
         nonlocal asked
-        if asked:
+        asked += 1
+        if asked > 1:
             main.cancel()
         else:
-            asked = True
             progress.phase("stopping in order; once more to stop at once")
             world.stop()
 
@@ -301,7 +301,9 @@ def _signals(world: World, progress: Progress) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        if asked > 1:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

@@ -1,0 +1,72 @@
+"""The real engine and the real trainer in one run. Slow only because they are slow to import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollweave.live.journal import Replay
+from rollweave.live.launch import train
+from rollweave.live.summary import Summary
+from rollweave.rollout.store import TrajectoryReader
+from rollweave.schema.config import RunConfig
+
+
+def lake(directory: Path, **run: object) -> RunConfig:
+    """Two steps on the fixed frozen lake, from random weights."""
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "lake", "dir": str(directory), "steps": 2, "checkpoint_every": 1, **run},
+            "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}},
+            "tasks": [
+                {
+                    "env": "frozenlake",
+                    "max_turns": 6,
+                    "max_tokens": 300,
+                    "max_turn_tokens": 6,
+                    "options": {"maps": "fixed"},
+                }
+            ],
+            "rollout": {"groups_per_step": 2, "group_size": 4, "max_running": 8},
+            "engines": {"count": 1, "max_slots": 8, "kv_tokens": 4096},
+            "warmup": {"steps": 5},
+            "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
+        }
+    )
+
+
+def check(config: RunConfig, summary: Summary) -> None:
+    assert (summary.error, summary.steps) == ("", config.run.steps)
+    assert summary.account.balanced
+    assert summary.account.trained == 8 * config.run.steps
+    assert summary.eval_episodes == {"frozenlake": 8}
+    run = Path(config.run.dir) / config.run.name
+    replay = Replay(run / "journal.bin", config)
+    assert replay.finish().account() == summary.account
+    assert replay.differing == 0
+    reader = TrajectoryReader(run / "trajectories")
+    for entry in reader.entries:
+        for sequence in reader.load(entry).sequences:
+            assert all(logprob <= 0 for logprob in sequence.logprobs)
+            assert sequence.versions()[1] <= config.run.steps
+
+
+@pytest.mark.slow
+def test_threads(tmp_path: Path) -> None:
+    config = lake(tmp_path)
+    check(config, train(config, inproc=True))
+
+
+@pytest.mark.slow
+def test_processes_and_more_steps_later(tmp_path: Path) -> None:
+    config = lake(tmp_path)
+    check(config, train(config))
+    longer = lake(tmp_path, steps=3)
+    check(longer, train(longer, resume=True))
+
+
+def test_the_controller_does_without_torch() -> None:
+    """It shares its cores with engines and trainer, and starts in a second."""
+    code = "import rollweave.live.launch, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
