@@ -77,8 +77,8 @@ def random_group(rng: random.Random, size: int) -> ScoredGroup:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 5), gamma=st.sampled_from([0.5, 0.9, 1.0]))
-def test_gigpo(seed: int, size: int, gamma: float) -> None:
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 5), gamma=st.sampled_from([0.5, 0.9, 1.0]), scaled=st.booleans())
+def test_gigpo(seed: int, size: int, gamma: float, scaled: bool) -> None:
     group = random_group(random.Random(seed), size)
     turns = []  # (trajectory, sequence, span, return)
     for which, trajectory in enumerate(group.trajectories):
@@ -90,10 +90,12 @@ def test_gigpo(seed: int, size: int, gamma: float) -> None:
             discounted = sum(reward * gamma**delay for delay, reward in enumerate(rewards[turn:]))
             turns.append((which, index, span, discounted))
     deviation = statistics.pstdev([discounted for *_, discounted in turns])
-    found = token_advantages([group], AlgorithmConfig(advantage="gigpo", gamma=gamma))
+    algorithm = AlgorithmConfig(advantage="gigpo" if scaled else "gigpo_no_std", gamma=gamma)
+    found = token_advantages([group], algorithm)
     for which, index, span, discounted in turns:
         alike = [other for _, _, another, other in turns if another.state_key == span.state_key]
-        wanted = (discounted - statistics.fmean(alike)) / deviation if deviation > 1e-6 else 0.0
+        divisor = deviation if scaled else 1.0
+        wanted = (discounted - statistics.fmean(alike)) / divisor if deviation > 1e-6 else 0.0
         assert found[which][index][span.start : span.end].tolist() == pytest.approx(
             [wanted] * (span.end - span.start), abs=1e-5
         )

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.schema.config import AlgorithmConfig
-from rollweave.train.losses import policy_loss, token_weights
+from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, from_sums
 
 
@@ -80,7 +80,8 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
         advantages=tensor(advantages),
         weights=tensor(weights),
         proximal=None if algorithm.correction == "bypass" else tensor(proximal),
-        reference=tensor(reference) if algorithm.kl else None,
+        divergence=k3(tensor(reference) - given_logprobs) if algorithm.kl else None,
+        kl=algorithm.kl,
         algorithm=algorithm,
     )
     loss.backward()  # type: ignore[no-untyped-call]
@@ -138,7 +139,8 @@ def run_one(correction: str, *, logprob: float, behaviour: float, proximal: floa
         advantages=torch.ones(1),
         weights=torch.ones(1),
         proximal=torch.tensor([proximal]),
-        reference=None,
+        divergence=None,
+        kl=0.0,
         algorithm=AlgorithmConfig(correction=correction),  # type: ignore[arg-type]
     )
     loss.backward()  # type: ignore[no-untyped-call]
@@ -166,3 +168,14 @@ def test_extreme_log_probs_stay_finite() -> None:
 
 def test_no_tokens_no_figures() -> None:
     assert from_sums(torch.zeros(len(TOKEN_SUMS)), with_reference=True) == {}
+
+
+def test_the_kl_is_held_then_falls_to_nothing() -> None:
+    constant = AlgorithmConfig(kl=0.1)
+    assert [kl_coefficient(constant, step=step, steps=10) for step in (0, 5, 9)] == [0.1] * 3
+    falling = AlgorithmConfig(kl=0.1, kl_until=0.8)
+    found = [kl_coefficient(falling, step=step, steps=10) for step in range(10)]
+    assert found[:5] == [0.1] * 5
+    assert found[6] == pytest.approx(0.05)
+    assert found[8:] == [0.0, 0.0]
+    assert found == sorted(found, reverse=True)

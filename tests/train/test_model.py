@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.model import Attention, Model, load_model
+from rollweave.train.model import Attention, Model, Reference, load_model
 from rollweave.train.packing import Example, pack
 from tests.train.builders import make_examples, make_model
 
@@ -77,7 +77,7 @@ def loss_of(chosen: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 
 
 def compare(model: Model, path: Path, examples: list[Example], temperature: float = 1.0) -> None:
-    chosen, entropy = model(pack(examples), temperature)
+    chosen, entropy, _ = model(pack(examples), temperature)
     loss_of(chosen, entropy).backward()  # type: ignore[no-untyped-call]
     wanted, wanted_entropy, gradients = oracle(path, examples, temperature)
     torch.testing.assert_close(chosen.detach(), wanted, atol=1e-5, rtol=1e-5)
@@ -118,8 +118,8 @@ def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(chec
 
 def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
     examples = make_examples(4)
-    chosen, _ = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(pack(examples), 1.0)
-    exact, _ = load_model(checkpoint_dir, dtype="float32", device="cpu")(pack(examples), 1.0)
+    chosen = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(pack(examples), 1.0).logprobs
+    exact = load_model(checkpoint_dir, dtype="float32", device="cpu")(pack(examples), 1.0).logprobs
     assert chosen.dtype == torch.float32
     assert (chosen - exact).abs().mean() < 0.1
 
@@ -132,3 +132,30 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "sliding")
     with pytest.raises(TrainerError, match="sliding"):
         load_model(tmp_path / "sliding", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_the_divergence_from_a_reference_is_exact(checkpoint_dir: Path, parts: bool) -> None:
+    """KL(reference, policy) over the vocabulary and its gradient, in one piece and cut into parts of two rows."""
+    examples = make_examples(3)
+    model, other = (load_model(checkpoint_dir, dtype="float32", device="cpu") for _ in range(2))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        packed = pack(examples)
+        reference = Reference(other.hidden(packed), other.lm_head.weight.clone())
+        wanted = (reference.hidden @ reference.head.T / 0.8).log_softmax(-1)
+    own = (model.hidden(packed) @ model.lm_head.weight.T / 0.8).log_softmax(-1)
+    slow = (wanted.exp() * (wanted - own)).sum(-1)
+    slow.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    if parts:
+        model.max_logits = 2 * model.lm_head.out_features
+    found = model(packed, 0.8, reference).divergence
+    found.sum().backward()
+    torch.testing.assert_close(found, slow, atol=1e-6, rtol=1e-5)
+    assert float(found.detach().min()) > 0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-5, rtol=1e-4, msg=name)
+    assert float(model(packed, 0.8).divergence.abs().max()) == 0

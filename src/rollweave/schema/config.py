@@ -239,6 +239,10 @@ class RunConfig(Section):
                 f"engines.kv_tokens must be a multiple of block_tokens ({self.engines.block_tokens}), "
                 f"got {self.engines.kv_tokens}"
             )
+        if self.algorithm.kl and self.algorithm.kl_direction == "forward" and self.trainer.ranks > 1:
+            raise ValueError(
+                f"algorithm.kl_direction must be reverse with several trainer.ranks, got {self.trainer.ranks} ranks"
+            )
         longest = max(task.max_tokens for task in self.tasks)
         if longest > self.engines.kv_tokens:
             raise ValueError(f"engines.kv_tokens must hold one trajectory ({longest} tokens), got {self.engines.kv_tokens}")

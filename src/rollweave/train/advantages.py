@@ -28,6 +28,7 @@ def token_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
       (G_t - mean of G over the group's turns with the same `state_key`) / standard deviation of G over all turns of the
       group. A turn whose key no other turn shares gets 0; turns without a key share one baseline. A sequence without
       turns is one turn.
+    - `gigpo_no_std`: the same without the division.
 
     Raises `ValueError` for a trajectory without a reward.
     """
@@ -35,8 +36,9 @@ def token_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
         for trajectory in group.trajectories:
             if trajectory.reward is None:
                 raise ValueError(f"trajectory {trajectory.id} of group {group.id} has no reward to train on")
-    if algorithm.advantage == "gigpo":
-        return [found for group in groups for found in _gigpo(group, algorithm.gamma)]
+    if algorithm.advantage in ("gigpo", "gigpo_no_std"):
+        scaled = algorithm.advantage == "gigpo"
+        return [found for group in groups for found in _gigpo(group, algorithm.gamma, scaled=scaled)]
     rewards = [[_reward(trajectory) for trajectory in group.trajectories] for group in groups]
     if algorithm.advantage == "reinforce_pp":
         values = _standardized([reward for row in rewards for reward in row])
@@ -61,7 +63,7 @@ def _standardized(values: Sequence[float]) -> list[float]:
     return [(value - mean) / deviation if deviation > FLAT else 0.0 for value in values]
 
 
-def _gigpo(group: ScoredGroup, gamma: float) -> list[list[torch.Tensor]]:
+def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch.Tensor]]:
     turns = [_turns(trajectory) for trajectory in group.trajectories]
     returns = [_returns(trajectory, spans, gamma) for trajectory, spans in zip(group.trajectories, turns, strict=True)]
     by_key: dict[str, list[float]] = {}
@@ -75,7 +77,8 @@ def _gigpo(group: ScoredGroup, gamma: float) -> list[list[torch.Tensor]]:
         advantages = [torch.zeros(len(sequence.tokens)) for sequence in trajectory.sequences]
         if deviation > FLAT:
             for (index, span), value in zip(spans, values, strict=True):
-                advantages[index][span.start : span.end] = (value - baseline[span.state_key]) / deviation
+                scale = deviation if scaled else 1.0
+                advantages[index][span.start : span.end] = (value - baseline[span.state_key]) / scale
         masks = [torch.tensor(sequence.output_mask(), dtype=torch.bool) for sequence in trajectory.sequences]
         found.append([values * mask for values, mask in zip(advantages, masks, strict=True)])
     return found

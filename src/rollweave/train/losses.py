@@ -33,7 +33,8 @@ def policy_loss(
     advantages: torch.Tensor,
     weights: torch.Tensor,
     proximal: torch.Tensor | None,
-    reference: torch.Tensor | None,
+    divergence: torch.Tensor | None,
+    kl: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all inputs are [M], M output tokens.
@@ -45,7 +46,7 @@ def policy_loss(
       exp(proximal - behaviour), and tokens whose weight exceeds `is_cap` are dropped;
     - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is dropped.
 
-    To this come `kl` times the k3 estimate of the KL to the reference, and minus `entropy` times the entropy.
+    To this come `kl` times each token's `divergence` from the reference, and minus `entropy` times the entropy.
     """
     with torch.no_grad():
         to_behaviour = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -58,10 +59,8 @@ def policy_loss(
     token_loss = -torch.minimum(plain, bounded)
     if importance is not None:
         token_loss = token_loss * importance
-    kl = torch.zeros_like(logprobs)
-    if reference is not None:
-        kl = _k3(reference - logprobs)
-        token_loss = token_loss + algorithm.kl * kl
+    if divergence is not None:
+        token_loss = token_loss + kl * divergence
     if algorithm.entropy:
         token_loss = token_loss - algorithm.entropy * entropy
     with torch.no_grad():
@@ -73,7 +72,7 @@ def policy_loss(
                 behaviour_ratio,
                 behaviour_ratio.square(),
                 (behaviour_ratio - 1).square(),
-                kl,
+                divergence if divergence is not None else torch.zeros_like(logprobs),
                 entropy,
                 (bounded < plain).float(),
                 masked,
@@ -96,7 +95,15 @@ def _importance(
     return weight.clamp(max=algorithm.is_cap), beyond.float()
 
 
-def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Schulman's low-variance, never negative estimate: exp(d) - d - 1."""
+def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:
+    """`kl` at training step `step` of `steps`: constant, then falling linearly to 0 at the share `kl_until` of the run."""
+    if algorithm.kl_until >= 1:
+        return algorithm.kl
+    left = 1 - step / max(1.0, algorithm.kl_until * steps)
+    return algorithm.kl * min(1.0, max(0.0, 2 * left))
+
+
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """KL(policy, reference) from log(reference / policy) of sampled tokens: Schulman's never negative exp(d) - d - 1."""
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bounded.exp() - bounded - 1

@@ -11,7 +11,7 @@ model, over all passes of the batch; figures that do not apply to a step are abs
 | `kl_behaviour` | k3 estimate of KL(rollout policy, trained policy), which staleness and updates move apart |
 | `chi2` | mean of (ratio - 1)², the χ² divergence of the trained policy from the rollout policy |
 | `ess` | effective sample size of the ratio weights, as a share of the tokens, in (0, 1] |
-| `kl_reference` | k3 estimate of KL(trained policy, starting weights), where `algorithm.kl` is set |
+| `kl_reference` | KL to the starting weights in the direction `algorithm.kl_direction`, where `algorithm.kl` is set |
 | `entropy` | mean entropy of the policy at the sampling temperature, in nats |
 | `clip_fraction` | share of tokens whose gradient the PPO clip cut off |
 | `mask_fraction` | share of tokens that a correction dropped (`decoupled`) or whose weight it truncated (`tis`) |

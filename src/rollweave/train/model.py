@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -180,6 +180,21 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
 
+class Scores(NamedTuple):
+    """What a pass gives for its M labels, each [M] in float32. `divergence` is KL(reference, policy), 0 without reference."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    divergence: torch.Tensor
+
+
+class Reference(NamedTuple):
+    """Another policy at the same M labels: its last hidden states [M, H] and its output weights [V, H]. Both constant."""
+
+    hidden: torch.Tensor
+    head: torch.Tensor
+
+
 class Model(nn.Module):
     """A causal language model whose forward gives log-probs of the labels, so that no more logits exist than needed."""
 
@@ -194,27 +209,37 @@ class Model(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rotary = LlamaRotaryEmbedding(config)
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs of `packed.labels` at `temperature` and the policy's entropy there, both [M] in float32."""
+    def forward(self, packed: Packed, temperature: float, reference: Reference | None = None) -> Scores:
+        """Log-probs of `packed.labels` at `temperature`, the policy's entropy there, and how far it is from `reference`."""
+        x = self.hidden(packed)
+        rows = max(1, self.max_logits // self.lm_head.out_features)
+        if len(x) <= rows:
+            return self._head(x, packed.labels, temperature, reference)
+        # More logits than that are made, and made again for the gradient, a part at a time.
+        parts = []
+        for start in range(0, len(x), rows):
+            part = slice(start, start + rows)
+            beside = None if reference is None else Reference(reference.hidden[part], reference.head)
+            parts.append(checkpoint(self._head, x[part], packed.labels[part], temperature, beside, use_reentrant=False))
+        return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def hidden(self, packed: Packed) -> torch.Tensor:
+        """The last hidden states at the labels, [M, H]."""
         x = functional.embedding(packed.tokens, self.model.embed_tokens.weight).to(self.compute_dtype)
         shared = self._shared(packed, x)
         final = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             x = layer(x, packed, shared, index == final)
-        x = self.model.norm(x)
-        rows = max(1, self.max_logits // self.lm_head.out_features)
-        if len(x) <= rows:
-            return self._head(x, packed.labels, temperature)
-        # More logits than that are made, and made again for the gradient, a part at a time.
-        parts = [
-            checkpoint(self._head, hidden, labels, temperature, use_reentrant=False)
-            for hidden, labels in zip(torch.split(x, rows), torch.split(packed.labels, rows), strict=True)
-        ]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        return cast(torch.Tensor, self.model.norm(x))
 
-    def _head(self, x: torch.Tensor, labels: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _joined(x, [(self.lm_head, None)]).float()
-        return token_logprobs(logits if temperature == 1.0 else logits / temperature, labels)
+    def _head(self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None) -> Scores:
+        logits = _joined(x, [(self.lm_head, None)]).float() / temperature
+        logprobs, entropy = token_logprobs(logits, labels)
+        if reference is None:
+            return Scores(logprobs, entropy, torch.zeros_like(entropy))
+        wanted = ((reference.hidden @ reference.head.T).float() / temperature).log_softmax(-1)
+        divergence = (wanted.exp() * (wanted - logits.log_softmax(-1))).sum(-1)
+        return Scores(logprobs, entropy, divergence)
 
     def _shared(self, packed: Packed, x: torch.Tensor) -> Shared:
         length = packed.keys.positions.shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rollweave.train.model import Model
+from rollweave.train.model import Model, Reference, Scores
 from rollweave.train.packing import Example, pack, split
 from rollweave.train.ranks import Ranks, sync_gradients
 from rollweave.train.rows import balanced
@@ -16,8 +16,11 @@ from rollweave.train.rows import balanced
 CACHE_TOKENS = 2048
 """Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the cache (1.6 times slower at 16384)."""
 
-LossOf = Callable[[list[int], torch.Tensor, torch.Tensor], torch.Tensor]
-"""From indices of examples, and log-probs and entropies [M] of their targets, laid end to end, to their loss."""
+LossOf = Callable[[list[int], Scores], torch.Tensor]
+"""From indices of examples, and the scores of their targets, laid end to end, to their loss."""
+
+ReferenceOf = Callable[[list[int]], Reference]
+"""From indices of examples to the reference at their targets, laid end to end."""
 
 
 class Passes:
@@ -29,19 +32,27 @@ class Passes:
         self.device = next(model.parameters()).device
         self._micro_tokens = min(micro_tokens, CACHE_TOKENS) if self.device.type == "cpu" else micro_tokens
 
-    def backward(self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float, loss_of: LossOf) -> float:
+    def backward(
+        self,
+        examples: Sequence[Example],
+        chosen: Sequence[int],
+        *,
+        temperature: float,
+        loss_of: LossOf,
+        reference_of: ReferenceOf | None = None,
+    ) -> float:
         """Add the gradient of the summed loss of `chosen` examples; return that loss, summed over ranks."""
         loss_sum = 0.0
         plan, work = self._plan(examples, chosen)
         for number, indices in enumerate(plan):
             sync_gradients(self.model, number == len(plan) - 1)
             packed = pack([examples[index] for index in indices]).to(self.device)
-            logprobs, entropy = self.model(packed, temperature)
+            scores = self.model(packed, temperature, reference_of(indices) if reference_of is not None else None)
             if number < work:
-                loss = loss_of(indices, logprobs, entropy)
+                loss = loss_of(indices, scores)
                 loss_sum += loss.item()
             else:
-                loss = logprobs.sum() * 0.0
+                loss = scores.logprobs.sum() * 0.0
             # Sharded gradients are averaged over the ranks, but the loss is a sum.
             (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
         return float(self.ranks.total(torch.tensor(loss_sum, dtype=torch.float64)))
@@ -54,7 +65,7 @@ class Passes:
         found = dict(zip(chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True))
         for number, indices in enumerate(plan):
             packed = pack([examples[index] for index in indices]).to(self.device)
-            values, _ = self.model(packed, temperature)
+            values = self.model(packed, temperature).logprobs
             if number < work:
                 parts = torch.split(values, [len(examples[index].targets) for index in indices])
                 for index, part in zip(indices, parts, strict=True):
@@ -62,6 +73,16 @@ class Passes:
         if found and self.ranks.world > 1:
             together = self.ranks.total(torch.cat(list(found.values())))
             found = dict(zip(chosen, torch.split(together, sizes), strict=True))
+        return found
+
+    @torch.no_grad()
+    def hidden(self, examples: Sequence[Example], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The last hidden states [M, H] at the targets of each chosen example, by index. For a single rank."""
+        found: dict[int, torch.Tensor] = {}
+        for indices in self._plan(examples, chosen)[0]:
+            packed = pack([examples[index] for index in indices]).to(self.device)
+            parts = torch.split(self.model.hidden(packed), [len(examples[index].targets) for index in indices])
+            found.update(zip(indices, parts, strict=True))
         return found
 
     def _plan(self, examples: Sequence[Example], chosen: Sequence[int]) -> tuple[list[list[int]], int]:

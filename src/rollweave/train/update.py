@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config import AlgorithmConfig, RunConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
-from rollweave.train.losses import policy_loss, token_weights
+from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, GapMeter, from_sums
+from rollweave.train.model import Reference, Scores
 from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rollweave.train.passes import Passes
 from rollweave.train.rows import Row, minibatches
@@ -39,10 +40,14 @@ class Update:
         self._batch = batch
         self._rows = rows
         self._examples = [row.example for row in rows]
-        self._needed = [_is_needed(row, config.algorithm) for row in rows]
         self._reference_weights = reference
         self._proximal: dict[int, torch.Tensor] = {}
-        self._reference: dict[int, torch.Tensor] = {}
+        self._reference: dict[int, torch.Tensor] = {}  # log-probs, or hidden states for the forward divergence
+        self._head: torch.Tensor | None = None  # the reference's output weights, for the forward divergence
+        self._kl = kl_coefficient(config.algorithm, step=batch.step, steps=config.run.steps)
+        # Without entropy bonus and KL, a row without advantage cannot move the weights, and needs no pass.
+        always = bool(config.algorithm.entropy or self._kl)
+        self._needed = [always or bool(row.advantages.any()) for row in rows]
         self._gap = GapMeter(sorted({row.engine for row in rows}))
         self._sums = torch.zeros(len(TOKEN_SUMS), dtype=torch.float64, device=passes.device)
         self._losses: list[float] = []
@@ -66,9 +71,13 @@ class Update:
         temperature = self._config.rollout.temperature
         if chosen and self._config.algorithm.correction != "bypass":
             self._proximal = self._passes.logprobs(self._examples, chosen, temperature=temperature)
-        if chosen and self._reference_weights is not None:
+        if chosen and self._kl and self._reference_weights is not None:
             with swapped(self._passes.model, self._reference_weights):
-                self._reference = self._passes.logprobs(self._examples, chosen, temperature=temperature)
+                if self._config.algorithm.kl_direction == "forward":
+                    self._head = self._passes.model.lm_head.weight.detach().clone()
+                    self._reference = self._passes.hidden(self._examples, chosen)
+                else:
+                    self._reference = self._passes.logprobs(self._examples, chosen, temperature=temperature)
 
     def _minibatch(self, chosen: Sequence[int]) -> None:
         # Weights know all rows of the minibatch; rows without advantage add nothing, and need no pass.
@@ -83,7 +92,8 @@ class Update:
             self._examples,
             needed,
             temperature=self._config.rollout.temperature,
-            loss_of=lambda indices, logprobs, entropy: self._loss(indices, logprobs, entropy, weight_of, measure),
+            loss_of=lambda indices, scores: self._loss(indices, scores, weight_of, measure),
+            reference_of=self._reference_of if self._head is not None else None,
         )
         norm = clip_gradients(self._passes.model, self._config.trainer.max_grad_norm) if math.isfinite(loss) else math.nan
         if not math.isfinite(norm):
@@ -93,26 +103,33 @@ class Update:
         self._losses.append(loss)
         self._norms.append(norm)
 
-    def _loss(
-        self,
-        indices: Sequence[int],
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        weight_of: dict[int, float],
-        measure: bool,
-    ) -> torch.Tensor:
+    def _reference_of(self, indices: Sequence[int]) -> Reference:
+        assert self._head is not None, "asked for only where there is one"
+        return Reference(torch.cat([self._reference[index] for index in indices]), self._head)
+
+    def _divergence(self, indices: Sequence[int], scores: Scores) -> torch.Tensor | None:
+        """Each token's KL to the reference, in the direction asked for; None without KL."""
+        if self._head is not None:
+            return scores.divergence
+        if not self._reference:
+            return None
+        return k3(torch.cat([self._reference[index] for index in indices]) - scores.logprobs)
+
+    def _loss(self, indices: Sequence[int], scores: Scores, weight_of: dict[int, float], measure: bool) -> torch.Tensor:
         rows = [self._rows[index] for index in indices]
+        logprobs = scores.logprobs
         device = logprobs.device
         behaviour = torch.cat([row.behaviour for row in rows]).to(device)
         weights = torch.cat([torch.full((row.outputs,), weight_of[i]) for row, i in zip(rows, indices, strict=True)])
         loss, sums = policy_loss(
             logprobs=logprobs,
-            entropy=entropy,
+            entropy=scores.entropy,
             behaviour=behaviour,
             advantages=torch.cat([row.advantages for row in rows]).to(device),
             weights=weights.to(device),
             proximal=torch.cat([self._proximal[index] for index in indices]) if self._proximal else None,
-            reference=torch.cat([self._reference[index] for index in indices]) if self._reference else None,
+            divergence=self._divergence(indices, scores),
+            kl=self._kl,
             algorithm=self._config.algorithm,
         )
         self._sums += sums
@@ -124,7 +141,7 @@ class Update:
 
     def _figures(self) -> dict[str, float]:
         ranks = self._passes.ranks
-        figures = from_sums(ranks.total(self._sums).cpu(), with_reference=bool(self._config.algorithm.kl))
+        figures = from_sums(ranks.total(self._sums).cpu(), with_reference=bool(self._kl))
         figures |= self._gap.figures(ranks)
         outputs = sum(row.outputs for row in self._rows)
         skipped = sum(row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed)
@@ -136,8 +153,3 @@ class Update:
             "input_tokens": float(sum(row.tokens for row in self._rows)),
             "skipped_fraction": skipped / max(1, outputs),
         }
-
-
-def _is_needed(row: Row, algorithm: AlgorithmConfig) -> bool:
-    """Whether the row can move the weights. Without entropy bonus and KL, a row without advantage cannot."""
-    return bool(algorithm.entropy or algorithm.kl or row.advantages.any())

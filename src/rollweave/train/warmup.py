@@ -42,7 +42,7 @@ def warm_up(
             examples,
             range(len(examples)),
             temperature=1.0,
-            loss_of=lambda _, logprobs, entropy, weight=weight: -logprobs.sum() * weight,  # type: ignore[misc]
+            loss_of=lambda _, scores, weight=weight: -scores.logprobs.sum() * weight,  # type: ignore[misc]
         )
         if not math.isfinite(loss) or not math.isfinite(clip_gradients(passes.model, trainer.max_grad_norm)):
             raise NonFiniteLossError(f"warm-up step {step}: loss {loss}")

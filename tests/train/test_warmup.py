@@ -1,0 +1,92 @@
+"""Warm-up teaches what transcripts show, and nothing of the rest unless told to."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.work import TokenSequence
+from rollweave.train.model import load_model
+from rollweave.train.packing import Example, pack
+from rollweave.train.passes import Passes
+from rollweave.train.ranks import Ranks
+from rollweave.train.trainer import Trainer
+from rollweave.train.warmup import example
+from tests.train.builders import make_config, make_model, make_sequence
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "m")
+
+
+def transcripts() -> Iterator[TokenSequence]:
+    rng = random.Random(0)
+    return itertools.cycle([make_sequence(rng) for _ in range(4)])
+
+
+def configured(**warmup: object) -> object:
+    config = make_config()
+    return config.model_copy(update={"warmup": config.warmup.model_copy(update={"steps": 30, "batch": 4, **warmup})})
+
+
+def losses_of(trainer: Trainer, kind: bool) -> float:
+    """Mean loss of the transcripts' output tokens, or of the others."""
+    examples = []
+    for sequence in itertools.islice(transcripts(), 4):
+        mask = torch.tensor(sequence.output_mask())
+        mask = mask if kind else ~mask
+        mask[0] = False
+        examples.append(Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten()))
+    with torch.no_grad():
+        logprobs = trainer._model(pack(examples), 1.0).logprobs
+    return float(-logprobs.mean())
+
+
+def test_outputs_are_learned_and_observations_only_when_asked_for(model_dir: Path, tmp_path: Path) -> None:
+    outputs_only = Trainer(configured(), model_dir, tmp_path)  # type: ignore[arg-type]
+    before = losses_of(outputs_only, kind=False)
+    losses = outputs_only.warm_up(transcripts())
+    assert len(losses) == 30
+    assert losses[-1] < 0.5 < 4 < losses[0]
+    assert losses_of(outputs_only, kind=True) < 0.5
+    assert losses_of(outputs_only, kind=False) > before
+    both = Trainer(configured(observations=True), model_dir, tmp_path)  # type: ignore[arg-type]
+    both.warm_up(transcripts())
+    assert losses_of(both, kind=False) < before / 2
+    assert outputs_only.step == 0
+
+
+def test_no_steps_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
+    assert Trainer(configured(steps=0), model_dir, tmp_path).warm_up(iter(())) == []  # type: ignore[arg-type]
+
+
+def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="needs 4 transcripts"):
+        Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))  # type: ignore[arg-type]
+
+
+def test_what_is_learned_of_a_transcript() -> None:
+    sequence = make_sequence(random.Random(1))
+    outputs = example(sequence, observations=False).targets.tolist()
+    assert outputs == [i for i, sampled in enumerate(sequence.output_mask()) if sampled and i]
+    assert example(sequence, observations=True).targets.tolist() == list(range(1, len(sequence.tokens)))
+
+
+def test_passes_do_not_depend_on_how_examples_are_cut(model_dir: Path) -> None:
+    examples = [example(sequence, observations=True) for sequence in itertools.islice(transcripts(), 4)]
+    gradients = []
+    for micro_tokens in (1, 10_000):
+        model = load_model(model_dir, dtype="float32", device="cpu")
+        passes = Passes(model, Ranks(rank=0, world=1), micro_tokens=micro_tokens)
+        loss = passes.backward(examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum())
+        assert loss == pytest.approx(
+            -sum(float(v.sum()) for v in passes.logprobs(examples, range(4), temperature=0.9).values())
+        )
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
