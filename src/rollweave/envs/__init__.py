@@ -1,1 +1,1 @@
-
+"""Environments: what they owe, where they run, the built-in ones, and the source of their tasks."""

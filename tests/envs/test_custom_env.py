@@ -1,0 +1,72 @@
+"""The example of a user's own package: it installs, is found by its entry point, and keeps what an environment owes."""
+
+import itertools
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.codec.chat import ChatCodec
+from rollweave.codec.config import load
+from rollweave.codec.template import ChatTemplate
+from rollweave.envs.registry import names, resolve
+from rollweave.envs.tasks import TaskSource
+from rollweave.schema.work import Purpose
+from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_env"
+
+
+@pytest.fixture
+def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package as pip would leave it: its modules on the path, its entry point in its metadata."""
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / f"lucky_number-{project['version']}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    announced = project["entry-points"]["rollweave.envs"].items()
+    (metadata / "entry_points.txt").write_text("\n".join(["[rollweave.envs]", *(f"{k} = {v}" for k, v in announced)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(EXAMPLE / "src"))
+    resolve.cache_clear()
+    yield
+    resolve.cache_clear()
+    sys.modules.pop("lucky_number", None)
+
+
+@pytest.mark.usefixtures("announced")
+def test_it_is_found_by_name_and_its_configuration_is_valid() -> None:
+    assert "lucky_number" in names()
+    config = load(EXAMPLE / "train.toml")
+    of = TaskSource(config)
+    env = resolve("lucky_number")()
+    assert env.reset(of.draw("lucky_number", 0, Purpose.TRAIN)).messages[0].content == " guess"
+
+
+@pytest.mark.usefixtures("announced")
+def test_its_transcripts_are_made_of_its_words() -> None:
+    of = TaskSource(load(EXAMPLE / "train.toml"))
+    codec = ChatCodec(build_tokenizer(of.words()), ChatTemplate(CHAT_TEMPLATE, special={}, name="scratch"))
+    for sequence in itertools.islice(of.transcripts(codec, seed=0), 20):
+        assert {piece for token in sequence.tokens if len(piece := codec.decode([token])) == 1} == {"\n"}
+
+
+def test_its_own_tests_pass() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-rA",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(EXAMPLE),
+        str(EXAMPLE / "tests"),
+    ]
+    path = f"{EXAMPLE / 'src'}:{':'.join(entry for entry in sys.path if entry)}"
+    done = subprocess.run(command, env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
