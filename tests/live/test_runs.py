@@ -7,16 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollweave.live.launch import train
+from rollweave.live.metrics import Silent
 from rollweave.live.rundir import RunDir
 from rollweave.live.trace import ENGINES
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
-from tests.live.whole import ROOT, fault, lines, make_config, pids, replay, run, run_dir, trained, write
+from tests.live.whole import FAKES, ROOT, fault, lines, make_config, pids, replay, run, run_dir, trained, write
 
 
 def assert_trained_once(config: RunConfig) -> None:
@@ -167,6 +171,24 @@ def test_a_run_that_is_over_may_go_on_with_more_steps(tmp_path: Path) -> None:
     summary = run(longer, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert_trained_once(longer)
+
+
+class Buggy(Silent):
+    """Stands for a bug of ours: raises when the third step is shown."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "step" and line["step"] == 2:
+            raise AssertionError("a bug of ours")
+
+
+def test_a_bug_of_ours_is_a_clean_crash_from_which_the_run_goes_on(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    with pytest.raises(AssertionError, match="a bug of ours"):
+        train(config, progress=Buggy(), programs=FAKES)
+    assert_gone(config)
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    assert_trained_once(config)
 
 
 def test_an_interrupt_ends_in_order(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ event, by whoever tried. After `Finish` nothing is executed.
 """
 
 import asyncio
+import functools
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from rollweave.live.fleet import Fleet
 from rollweave.live.seat import TrainerSeat
-from rollweave.live.tasks import Tasks
+from rollweave.live.tasks import Tasks, on_thread
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.schema import commands as c
 from rollweave.schema.events import DrawFailed, Event, GroupSubmitted, TimerFired
@@ -155,7 +156,8 @@ class Effects:
         async with self._drawing:
             try:
                 async with asyncio.timeout(DRAW_S):
-                    task = await asyncio.to_thread(self._draws.draw, command.name, command.index, command.purpose)
+                    draw = functools.partial(self._draws.draw, command.name, command.index, command.purpose)
+                    task = await on_thread(draw, f"draw {command.group_id}")
             except Exception as error:
                 text = f"{command.name} #{command.index}: {type(error).__name__}: {error}"
                 self._post(DrawFailed(group_id=command.group_id, error=text))

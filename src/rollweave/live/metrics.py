@@ -63,7 +63,7 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
-        self._before = _Cumulated.of(state(), 0.0)
+        self._before = _Cumulated.of(state(), clock())
         self._engines: Mapping[EngineId, EngineStats] = {}
         self.last_evaluation: dict[str, Any] | None = None
         self.final_evaluation: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class Metrics:
 
     def trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
         """A mini-batch is trained; after the step's last one the line is written."""
-        if self._parts and self._parts[0][0].step != command.step:
+        if command.part == 0:
             self._parts.clear()  # of a step that was lost with its trainer
         self._parts.append((command, batch, metrics))
         if command.part + 1 < command.parts:

@@ -1,13 +1,17 @@
 """Every task of the live world has one owner: this group.
 
-Invariants: a task that raises is our own bug and ends the whole group with that error; `cancel_all` ends every task and
-leaves the group usable by nobody.
+Invariants: a task that raises is our own bug and ends the whole group with that error (several with a group of them);
+`cancel_all` ends every task, and each that is spawned after it.
 """
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 
 class Tasks:
@@ -43,4 +47,34 @@ class Tasks:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._group.__aexit__(kind, error, traceback)
+        try:
+            await self._group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+
+
+def on_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run the user's `call` on a daemon thread: one that never returns holds up neither the loop nor the process's end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def deliver(settle: Callable[[], None]) -> None:
+        if not answer.done():
+            settle()
+
+    def work() -> None:
+        try:
+            value = call()
+        except BaseException as raised:
+            # A future cannot carry StopIteration.
+            error = RuntimeError(f"StopIteration: {raised}") if isinstance(raised, StopIteration) else raised
+            settle: Callable[[], None] = lambda: answer.set_exception(error)  # noqa: E731
+        else:
+            settle = lambda: answer.set_result(value)  # noqa: E731
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(deliver, settle)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return answer
