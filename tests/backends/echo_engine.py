@@ -59,7 +59,7 @@ class EchoLoop:
             self._wake.notify()
 
     def run(self) -> None:
-        if self._spec.model == "broken":
+        if self._spec.model == "broken" or (Path(self._spec.model) / "no-engine").exists():
             raise RuntimeError("the fake engine cannot start")
         self._reply(Ready(version=-1, kv_total_tokens=1000, max_slots=self._spec.max_slots, max_context=500))
         while True:

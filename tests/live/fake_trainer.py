@@ -40,7 +40,7 @@ class FakeTrainer:
     """`TrainerLike`."""
 
     def __init__(self, spec: TrainerSpec) -> None:
-        if spec.run_dir.endswith("broken"):
+        if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
             raise RuntimeError("the fake trainer cannot start")
         self._rank, self._model = spec.rank, spec.model
         self.step = 0

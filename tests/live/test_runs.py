@@ -144,6 +144,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_batch(tmp_path: Pa
     assert_gone(config)
 
 
+@pytest.mark.parametrize(("name", "error"), [("no-engine", "no engine is left"), ("no-trainer", "the trainer failed 3 times")])
+def test_what_cannot_start_ends_the_run_with_its_reason(tmp_path: Path, name: str, error: str) -> None:
+    config = make_config(tmp_path, watchdog={"restarts": 2})
+    fault(config, name)
+    summary = run(config)
+    assert error in summary.error
+    assert "cannot start" in summary.error  # the end of its log
+    assert (summary.steps, summary.account.started) == (0, 0)
+    assert_gone(config)
+    (tmp_path / "model" / name).unlink()
+    assert run(config, resume=True).steps == 4
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: int) -> None:
     config = make_config(tmp_path)
