@@ -45,6 +45,15 @@ def test_lake_ends_at_the_goal_and_in_a_hole() -> None:
     assert lake("<down>", "<right>")[-1] == Step.of(" fell", done=True, success=False)
 
 
+def test_two_agents_on_one_map_do_not_meet() -> None:
+    one, other = FrozenLake(), FrozenLake()
+    one.reset(DEFAULT)
+    one.step("<down>")
+    other.reset(DEFAULT)
+    assert content(other.step("<up>").messages).startswith(" at=a1 ")
+    assert content(one.step("<left>").messages).startswith(" at=a2 ")
+
+
 def walkable(rows: Sequence[str]) -> bool:
     """By repeated spreading: slow and plain."""
     reached = {(0, 0)}

@@ -5,6 +5,7 @@ the tasks of a held-out split are distinct maps until all (more than 400) have c
 tasks always begin at the map's start.
 """
 
+import copy
 import functools
 import itertools
 import random
@@ -57,8 +58,7 @@ class FrozenLake:
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         self._map = tuple(payload["map"])
-        made = gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False, disable_env_checker=True)
-        self._lake = made.unwrapped
+        self._lake = copy.copy(_lake(self._map))  # the table of moves is shared, the place is not
         self._lake.reset(seed=task.seed % 2**31)
         self._lake.s = payload.get("start", 0)
         self._visited = {self._place()}
@@ -127,6 +127,12 @@ class FrozenLake:
             if step.done:
                 break
         return said
+
+
+@functools.lru_cache(64)
+def _lake(rows: Map) -> Any:
+    """Gymnasium's environment on a map. Making one takes a millisecond, and the members of a group have the same map."""
+    return gymnasium.make("FrozenLake-v1", desc=list(rows), is_slippery=False, disable_env_checker=True).unwrapped
 
 
 def _name(row: int, column: int) -> str:
