@@ -85,16 +85,17 @@ def _learning(data: RunData) -> str:
         return ""
     parts = [learning_curve(data)]
     if data.evaluations:
+        failed = any(line["failed"] for line in data.evaluations)
         rows = [
             [
                 f"{line['step']}{' · final' if line['final'] else ''}",
                 f"{line['at']:.0f} s",
                 *(_rate(line, task) for task in data.tasks),
-                str(sum(line["failed"].values()) or ""),
+                *([str(sum(line["failed"].values()))] if failed else []),
             ]
             for line in data.evaluations
         ]
-        headings = ["step", "at", *data.tasks, "failed"]
+        headings = ["step", "at", *data.tasks, *(["failed"] if failed else [])]
         parts.append(f"<h3>Held-out evaluations</h3>{evaluation_chart(data)}{_table(headings, rows)}")
     return "".join(parts)
 
@@ -120,7 +121,7 @@ LEGENDS = {
     "reward": "waiting for rewards",
     "window": "held back by the staleness bound",
     "weights": "taking new weights",
-    "starting": "starting",
+    "starting": "starting and warm-up",
     "batch": "waiting for a batch",
     "publishing": "publishing weights",
     "saving": "saving a checkpoint",

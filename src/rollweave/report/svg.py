@@ -163,7 +163,7 @@ def stacked(rows: Mapping[str, Mapping[str, float]], colours: Mapping[str, str],
                 f'<rect x="{x:.1f}" y="{y}" width="{max(0.0, wide - 1.5):.1f}" height="{height}" rx="3" '
                 f'fill="var({colours[cause]})"><title>{escape(text)}</title></rect>'
             )
-            if wide > 7 * len(f"{cause} {share:.0%}") + 16:
+            if wide > 7.6 * len(f"{cause} {share:.0%}") + 18:
                 parts.append(f'<text class="on" x="{x + 9:.1f}" y="{y + 22}">{escape(cause)} {share:.0%}</text>')
             x += wide
     total_height = max(1, len(rows)) * (height + 12)
@@ -185,7 +185,7 @@ def stacked_over(
             top = frame.y(base + share)
             parts.append(
                 f'<rect x="{frame.left + index * wide:.2f}" y="{top:.1f}" width="{wide + 0.3:.2f}" '
-                f'height="{frame.y(base) - top:.1f}" fill="var({colours[cause]})">'
+                f'height="{frame.y(base) - top:.1f}" fill="var({colours[cause]})" shape-rendering="crispEdges">'
                 f"<title>{escape(label)} {number(x[index])}: {escape(cause)} {share:.0%}</title></rect>"
             )
             base += share

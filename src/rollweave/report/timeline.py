@@ -22,13 +22,20 @@ KINDS = {
     "step": "--green",
     "init": "--purple",
     "eval": "--orange",
-    "train": "--blue",
+    "train": "--dim",
     "publish": "--purple",
     "load": "--purple",
     "save": "--gray",
     "start": "--gray",
 }
-NAMES = {"turn": "waiting for the agent's turn", "step": "environment step", "init": "environment start", "eval": "reward"}
+NAMES = {
+    "turn": "waiting for the agent's turn",
+    "step": "environment step",
+    "eval": "reward",
+    "train": "training",
+    "init": "environment start; weights published or loaded",
+    "save": "checkpoint",
+}
 
 
 def busy_bins(spans: Iterable[Span], *, start: float, end: float, bins: int = BINS) -> list[float]:
