@@ -142,6 +142,14 @@ async def test_kill_ends_the_process_and_fails_the_call_under_way(of: TaskSource
     await gone(killed)
 
 
+async def test_what_the_environment_started_ends_with_it(of: TaskSource) -> None:
+    env = await opened(of)
+    grandchild = int((await env.step("spawn")).messages[0].content)
+    assert alive(grandchild)
+    env.kill()
+    await gone(grandchild)
+
+
 async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
     task = draw(of, "echo")
     env = await of.worlds("echo").open(task, seed=0)

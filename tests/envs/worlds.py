@@ -1,6 +1,7 @@
 """Environments and configurations for the tests of this room."""
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class Echo:
                 os._exit(7)
             case "block":
                 time.sleep(3600)
+            case "spawn":
+                return Step.of(str(subprocess.Popen(["sleep", "3600"]).pid))
             case "unshowable":
                 return Unshowable()
         return Step.of(f"you said {action}", reward=0.25, done=action == "end", success=True if action == "end" else None)

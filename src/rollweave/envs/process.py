@@ -6,6 +6,9 @@ never leased again; after `close` no worker is left.
 """
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -78,7 +81,10 @@ class Worker:
         return reply
 
     def kill(self) -> None:
-        """End it now; harmless when repeated."""
+        """End it now, with the processes that the environment started; harmless when repeated."""
+        if not self.lost:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # it leads a group of its own (`start_new_session`)
         self._lose("the environment's process was killed")
         self._child.kill()
 
