@@ -33,7 +33,9 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
     made: list[TrainerBackend] = []
 
     def start(kind: str, run_dir: str = "run") -> TrainerBackend:
-        spec = TrainerSpec(config="{}", model="", run_dir=str(tmp_path / run_dir), world=2 if kind == "two ranks" else 1)
+        spec = TrainerSpec(
+            config="{}", model=str(tmp_path / "none"), run_dir=str(tmp_path / run_dir), world=2 if kind == "two ranks" else 1
+        )
         if kind == "thread":
             made.append(ThreadTrainer(spec, build, start_s=20.0))
         else:
