@@ -1,44 +1,13 @@
 """Each fused function equals its plain definition in float64, values and gradients."""
 
-from collections.abc import Callable
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 from torch.nn import functional
 
-from rollweave.train.functions import attend, rms_norm, rotate, swiglu, token_logprobs
-
-Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
-
-
-def assert_equal(fused: Function, plain: Function, *inputs: torch.Tensor, tolerance: float = 2e-5) -> None:
-    """Same outputs and gradients for a random cotangent; `plain` runs in float64."""
-    ours = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
-    theirs = [
-        (tensor.double() if tensor.is_floating_point() else tensor).clone().requires_grad_(tensor.is_floating_point())
-        for tensor in inputs
-    ]
-    found, wanted = fused(*ours), plain(*theirs)
-    found = found if isinstance(found, tuple) else (found,)
-    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    generator = torch.Generator().manual_seed(5)
-    cotangents = [torch.randn(out.shape, generator=generator) for out in found]
-    sum((out * c).sum() for out, c in zip(found, cotangents, strict=True)).backward()  # type: ignore[union-attr]
-    sum((out * c.double()).sum() for out, c in zip(wanted, cotangents, strict=True)).backward()  # type: ignore[union-attr]
-    for out, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
-    for mine, their in zip(ours, theirs, strict=True):
-        if mine.is_floating_point():
-            assert mine.grad is not None
-            assert their.grad is not None
-            scale = float(their.grad.abs().max().clamp(min=1.0))
-            torch.testing.assert_close(mine.grad.double() / scale, their.grad / scale, atol=tolerance, rtol=tolerance)
-
-
-def randn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
+from tests.train.compare import assert_equal, randn
 
 
 @settings(max_examples=25, deadline=None)
@@ -72,26 +41,6 @@ def test_rotate() -> None:
         return turned.flatten(-2)
 
     assert_equal(lambda x: rotate(x, turns.to(torch.complex64)), plain, randn(1, 2, 5, 8))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    groups=st.integers(1, 3),
-    queries=st.integers(1, 5),
-    keys=st.integers(1, 6),
-    sharpness=st.sampled_from([0.1, 1.0, 30.0]),
-    seed=st.integers(0, 9),
-)
-def test_attend(groups: int, queries: int, keys: int, sharpness: float, seed: int) -> None:
-    hidden = torch.rand(groups, queries, keys, generator=torch.Generator().manual_seed(seed)) < 0.5
-    hidden[:, :, 0] = False
-    bias = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (0.3 * q @ k.mT + bias.double()).softmax(-1) @ v
-
-    q, k, v = randn(seed, groups, queries, 4) * sharpness, randn(seed + 1, groups, keys, 4), randn(seed + 2, groups, keys, 4)
-    assert_equal(lambda *a: attend(*a, bias, 0.3), plain, q, k, v)
 
 
 @settings(max_examples=30, deadline=None)

@@ -13,9 +13,6 @@ from torch.autograd.function import once_differentiable
 LOWEST_LOGIT = -60.0
 """Below the greatest logit, in nats. Exponentials below -87 are denormal: 20 to 150 times slower, and so is what uses them."""
 
-LOWEST_SCORE = -40.0
-"""The same for attention, nearer because many sum up: exp(-40) vanishes in the rounding of a sum that holds a 1."""
-
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
@@ -68,39 +65,9 @@ class _SwiGlu(torch.autograd.Function):
         gate, up = both.chunk(2, -1)
         out = torch.empty_like(both)
         d_gate, d_up = out.chunk(2, -1)
-        sigmoid = torch.sigmoid(gate)
-        swish = gate * sigmoid
-        torch.mul(grad, swish, out=d_up)
-        # silu'(x) = s + x·s·(1 - s) = swish + s·(1 - swish)
-        slope = torch.addcmul(swish, sigmoid, 1 - swish)
-        torch.mul(slope.mul_(up), grad, out=d_gate)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
         return out
-
-
-class _Attend(torch.autograd.Function):
-    """See `attend`. Keeps unnormalised weights and divides the small output instead."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
-        scores = torch.baddbmm(bias, q, k.mT, alpha=scale)
-        scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=LOWEST_SCORE).exp_()
-        total = scores.sum(-1, keepdim=True)
-        out = torch.bmm(scores, v).div_(total)
-        ctx.save_for_backward(q, k, v, scores, total, out)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        q, k, v, scores, total, out = ctx.saved_tensors
-        grad = grad / total
-        d_v = torch.bmm(scores.mT, grad)
-        along = torch.linalg.vecdot(grad, out, dim=-1).neg_().unsqueeze(-1)
-        d_scores = torch.baddbmm(along, grad, v.mT).mul_(scores)
-        d_q = torch.bmm(d_scores, k).mul_(ctx.scale)
-        d_k = torch.bmm(d_scores.mT, q).mul_(ctx.scale)
-        return d_q, d_k, d_v, None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -132,7 +99,6 @@ _apply_tokenlogprobs = cast(Callable[..., tuple[torch.Tensor, torch.Tensor]], _T
 _apply_rmsnorm = cast(Callable[..., torch.Tensor], _RmsNorm.apply)
 _apply_rotate = cast(Callable[..., torch.Tensor], _Rotate.apply)
 _apply_swiglu = cast(Callable[..., torch.Tensor], _SwiGlu.apply)
-_apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +122,3 @@ def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
 def swiglu(both: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up, where `both` [..., 2F] is gate and up side by side; returns [..., F]."""
     return _apply_swiglu(both)
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale · q kᵀ + bias) v with q [G, Q, D], k and v [G, T, D], bias broadcastable to [G, Q, T] and constant."""
-    return _apply_attend(q, k, v, bias, scale)

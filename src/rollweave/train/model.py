@@ -20,14 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.functions import attend, rms_norm, rotate, swiglu, token_logprobs
+from rollweave.train.attention import MAX_SCORES, attend
+from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.packing import Grid, Packed
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-
-MAX_SCORES = 1 << 26
-"""Attention scores held at once (elements, 256 MB in fp32); larger attention goes through torch's flash kernel."""
-
 
 MAX_LOGITS = 1 << 26
 """Logits held at once (elements, 256 MB in fp32)."""
@@ -35,12 +32,10 @@ MAX_LOGITS = 1 << 26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shared:
-    """What all layers of one forward pass share: rotations as complex numbers, and additive masks, by grid."""
+    """What all layers of one forward pass share: rotations as complex numbers, by grid."""
 
     turns: torch.Tensor  # [1, T, D / 2]
     query_turns: torch.Tensor  # [B, Q, D / 2]
-    bias: torch.Tensor  # [1 or B, T, T], 0 where visible and -inf elsewhere
-    query_bias: torch.Tensor  # [B, Q, T]
 
 
 class RmsNorm(nn.Module):
@@ -92,8 +87,8 @@ class Attention(nn.Module):
             kv = torch.unflatten(_to_grid(_joined(x, every), keys, None), -1, (-1, dim))
             qk = self._placed(kv[:, :, : self.heads + self.kv_heads], self.heads, shared.turns)
             q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
-        out = self._attend(q, k, kv[:, :, -self.kv_heads :], shared.query_bias if last else shared.bias)
-        out = out.reshape(len(q) * q.shape[1], -1)
+        places = queries.positions if last else None
+        out = attend(q, k, kv[:, :, -self.kv_heads :], places, max_scores=self.max_scores).reshape(len(q) * q.shape[1], -1)
         if not queries.dense:
             out = out.index_select(0, queries.flat)
         return _joined(out, [(self.o_proj, None)])
@@ -111,32 +106,6 @@ class Attention(nn.Module):
         # Tables as wide as the rows let one loop run over all heads.
         turned = rotate(x.float().flatten(-2), turns.repeat(1, 1, heads))
         return turned.to(x.dtype).view(x.shape)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """q [B, Q, heads, D], k and v [B, T, kv_heads, D], bias [1 or B, Q, T] to [B, Q, heads, D]."""
-        batch, width, heads, dim = q.shape
-        length, groups = k.shape[1], self.kv_heads
-        repeat = heads // groups
-        scale = dim**-0.5
-        if q.device.type != "cpu" or q.dtype != torch.float32 or batch * heads * width * length > self.max_scores:
-            out = functional.scaled_dot_product_attention(
-                q.transpose(1, 2),
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-                attn_mask=bias[:, None].to(q.dtype),
-                scale=scale,
-                enable_gqa=True,
-            )
-            return out.transpose(1, 2)
-        # The heads that share keys become further queries of one matrix product.
-        q = torch.unflatten(q, 2, (groups, repeat)).permute(0, 2, 3, 1, 4).reshape(batch * groups, repeat * width, dim)
-        k = k.transpose(1, 2).reshape(batch * groups, length, dim)
-        v = v.transpose(1, 2).reshape(batch * groups, length, dim)
-        bias = bias[:, None, None].expand(-1, groups, repeat, -1, -1) if bias.shape[0] == batch else bias.repeat(1, repeat, 1)
-        if bias.dim() == 5:
-            bias = bias.reshape(batch * groups, repeat * width, length)
-        out = attend(q, k, v, bias, scale)
-        return out.view(batch, groups, repeat, width, dim).permute(0, 3, 1, 2, 4)
 
 
 class Mlp(nn.Module):
@@ -247,9 +216,7 @@ class Model(nn.Module):
         cos, sin = self.rotary(x.float(), places[None])  # [1, T, D], both halves alike
         half = cos.shape[-1] // 2
         turns = torch.complex(cos[..., :half], sin[..., :half])
-        at = packed.queries.positions
-        hidden = torch.full((length, length), float("-inf"), device=x.device).triu(1)
-        return Shared(turns=turns, query_turns=turns[0][at], bias=hidden[None], query_bias=hidden[at])
+        return Shared(turns=turns, query_turns=turns[0][packed.queries.positions])
 
 
 def load_model(path: Path, *, dtype: str, device: str) -> Model:

@@ -1,0 +1,68 @@
+"""Attention equals its definition in float64, values and gradients, whatever the blocks, places and size of the scores."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from rollweave.train.attention import attend
+from tests.train.compare import assert_equal, randn
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """One query head of one sequence after the other."""
+    batch, width, heads, dim = q.shape
+    shared = heads // k.shape[2]
+    out = torch.empty_like(q)
+    for row in range(batch):
+        for head in range(heads):
+            for query in range(width):
+                seen = int(places[row, query]) + 1
+                keys, values = k[row, :seen, head // shared], v[row, :seen, head // shared]
+                out[row, query, head] = (keys @ q[row, query, head] / dim**0.5).softmax(0) @ values
+    return out
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    length=st.sampled_from([1, 3, 32, 33, 70]),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    sharpness=st.sampled_from([0.1, 1.0, 12.0]),
+    seed=st.integers(0, 9),
+)
+def test_every_place_once(batch: int, length: int, heads: tuple[int, int], sharpness: float, seed: int) -> None:
+    q = randn(seed, batch, length, heads[0], 4) * sharpness
+    k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
+    places = torch.arange(length).expand(batch, -1)
+    for max_scores in (0, 1 << 20):
+        assert_equal(lambda *a, m=max_scores: attend(*a, None, max_scores=m), lambda *a: plain(*a, places), q, k, v)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    width=st.integers(1, 5),
+    length=st.integers(1, 9),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    sharpness=st.sampled_from([0.1, 1.0, 12.0]),
+    seed=st.integers(0, 9),
+)
+def test_chosen_places(batch: int, width: int, length: int, heads: tuple[int, int], sharpness: float, seed: int) -> None:
+    q = randn(seed, batch, width, heads[0], 4) * sharpness
+    k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
+    places = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
+    for max_scores in (0, 1 << 20):
+        assert_equal(lambda *a, m=max_scores: attend(*a, places, max_scores=m), lambda *a: plain(*a, places), q, k, v)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 50.0])
+def test_the_future_changes_nothing_at_all(sharpness: float) -> None:
+    q, k, v = (randn(seed, 1, 70, 2, 4) * sharpness for seed in range(3))
+    changed_k, changed_v = k.clone(), v.clone()
+    changed_k[:, 40:] *= -3
+    changed_v[:, 40:] = 1e6
+    assert torch.equal(attend(q, k, v, None)[:, :32], attend(q, changed_k, changed_v, None)[:, :32])
+    places = torch.arange(40)[None]
+    before, after = attend(q[:, :40], k, v, places), attend(q[:, :40], changed_k, changed_v, places)
+    torch.testing.assert_close(before, after, atol=1e-6 * sharpness, rtol=1e-6)
