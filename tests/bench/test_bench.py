@@ -75,7 +75,7 @@ def test_a_ratio_needs_both(above: float | None, below: float | None, expected: 
 
 
 def test_shares_sum_to_one() -> None:
-    assert shares({"busy": 3.0, "idle": 1.0}) == {"busy": 0.75, "idle": 0.25}
+    assert shares({"starting": 5.0, "busy": 3.0, "idle": 1.0}) == {"busy": 0.75, "idle": 0.25}
     assert shares({}) == {}
 
 

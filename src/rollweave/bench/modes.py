@@ -54,7 +54,8 @@ def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
         figures |= figures_of(name, measured, conditions, quick=quick)
     figures["bounded_over_sync"] = ratio(figures.get("wall_s_bounded_1"), figures.get("wall_s_sync"))
     if figures["bounded_over_sync"] is None:
-        conditions["bounded_over_sync"] = "not measured: one of the two did not reach the target"
+        missing = [why for name in ("wall_s_sync", "wall_s_bounded_1") if (why := conditions.get(name))]
+        conditions["bounded_over_sync"] = missing[0]
     return Result(bench="modes", figures=figures, conditions=conditions)
 
 

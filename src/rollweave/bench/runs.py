@@ -62,9 +62,10 @@ def measure(config: Path, overrides: Sequence[str]) -> Measured:
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Seconds by cause as shares of their sum."""
-    total = sum(seconds.values())
-    return {cause: round(value / total, 4) for cause, value in seconds.items()} if total else {}
+    """Seconds by cause as shares of their sum, from the moment on when things had started."""
+    running = {cause: value for cause, value in seconds.items() if cause != "starting"}
+    total = sum(running.values())
+    return {cause: round(value / total, 4) for cause, value in running.items()} if total else {}
 
 
 def conditions_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
