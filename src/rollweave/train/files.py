@@ -5,6 +5,7 @@ whatever had that name before untouched. Unfinished ones carry the suffix `.part
 """
 
 import contextlib
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,30 +13,39 @@ from pathlib import Path
 
 PARTIAL = ".partial-"
 
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""From <linux/fcntl.h> and <linux/fs.h>; Python's os has no call for it."""
+
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield an empty directory to fill; on success it becomes `path`, replacing a former one. OSErrors pass through."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f"{path.name}{PARTIAL}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for sibling in path.parent.iterdir():
+        if sibling.name.startswith(path.name + PARTIAL):
+            shutil.rmtree(sibling, ignore_errors=True)
     partial = path.with_name(f"{path.name}{PARTIAL}{os.getpid()}")
     try:
         partial.mkdir()
         yield partial
         _sync_tree(partial)
         if path.exists():
-            # Linux cannot replace a non-empty directory in one step: move the former one aside, then away.
-            former = path.with_name(f"{path.name}{PARTIAL}former")
-            path.rename(former)
-            partial.rename(path)
-            shutil.rmtree(former)
+            _exchange(partial, path)
+            shutil.rmtree(partial)
         else:
             partial.rename(path)
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two directories' names in one step, so that at every instant a complete one has each name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
 
 
 def _sync_tree(root: Path) -> None:

@@ -229,4 +229,4 @@ def _set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _worded(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, RollweaveError) else f"{type(error).__name__}: {error}"

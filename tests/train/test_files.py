@@ -1,0 +1,80 @@
+"""A directory appears complete or not at all, and at every instant its name leads to a complete one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from rollweave.train.files import new_directory
+
+
+def test_it_appears_when_it_is_filled(tmp_path: Path) -> None:
+    with new_directory(tmp_path / "deep" / "a") as directory:
+        (directory / "x").write_text("1")
+        assert not (tmp_path / "deep" / "a").exists()
+    assert (tmp_path / "deep" / "a" / "x").read_text() == "1"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
+def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    with new_directory(tmp_path / "a") as directory:
+        (directory / "x").write_text("old")
+    with pytest.raises(type(error)), new_directory(tmp_path / "a") as directory:
+        (directory / "x").write_text("new")
+        raise error
+    assert (tmp_path / "a" / "x").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_replacing_it_never_leaves_the_name_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with new_directory(path) as directory:
+        (directory / "x").write_text("0")
+    missing, done = [], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            if not path.exists():
+                missing.append(True)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for count in range(1, 40):
+        with new_directory(path) as directory:
+            (directory / "x").write_text(str(count))
+    done.set()
+    watcher.join()
+    assert not missing
+    assert (path / "x").read_text() == "39"
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from rollweave.train.files import new_directory
+with new_directory(Path(sys.argv[1])) as directory:
+    (directory / "x").write_text("half")
+    print("now", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_kill_left_is_cleared_by_the_next_writer(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path / "a")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "now\n"
+        os.kill(child.pid, signal.SIGKILL)
+    assert not (tmp_path / "a").exists()
+    assert len(list(tmp_path.iterdir())) == 1
+    with new_directory(tmp_path / "a") as directory:
+        (directory / "x").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
