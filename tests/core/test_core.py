@@ -320,3 +320,25 @@ def test_pools_are_bounded_and_used() -> None:
         most = max(most, len(state.in_init) + len(state.in_run))
     assert most == 8
     assert not [t for t in world.core.state.trajectories.values() if t.stage in (Stage.INIT, Stage.RUN)]
+
+
+def test_environments_that_always_fail_end_the_run_with_their_words() -> None:
+    world = World(config(rollout={"retries": 1}), seed=43, failure=1.0)
+    world.core.state.trainer.restarts = -(10**6)  # only the environments are to be at fault
+    world.start()
+    while world.finish is None:
+        world.failure = 0.0 if isinstance(world.heap[0][2], e.EngineJoined | e.TrainerReady | e.WeightsPublished) else 1.0
+        world.step()
+        assert world.handled < 5000
+    assert "groups in a row failed" in world.finish.error
+    assert "boom" in world.finish.error
+    assert world.core.account().in_flight == 0
+
+
+def test_rewards_that_are_always_equal_are_told() -> None:
+    world = World(config(rollout={"dynamic_sampling": True}), seed=47)
+    world.random.choice = lambda options: options[0]  # type: ignore[method-assign,assignment]
+    world.start()
+    warning = until(world, c.Warn)
+    assert isinstance(warning, c.Warn)
+    assert "equal rewards" in warning.message

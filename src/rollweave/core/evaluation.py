@@ -104,7 +104,7 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
     if not success:
         return
     score = sum(success.values()) / len(success)
-    if score > state.best_score and state.checkpoint_failed_at != evaluation.version:
+    if score >= state.best_score and state.checkpoint_failed_at != evaluation.version:
         state.best_score, state.best_step = score, evaluation.version
         run.emit(MarkBest(step=evaluation.version))
     stop_at = run.config.eval.stop_at

@@ -8,7 +8,7 @@ from rollweave.core import evaluation, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.policy.mixture import next_domain
-from rollweave.policy.redundancy import Verdict, capacity, group_verdict
+from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, Evict
@@ -149,6 +149,24 @@ def settle(run: Run, group: Group) -> None:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
+    _watch_yield(run, verdict, scored=bool(rewards))
+
+
+def _watch_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
+    """A run must not draw groups for ever that nothing comes of: broken environments end it, all-equal rewards are told."""
+    state, rollout = run.state, run.config.rollout
+    state.barren_groups = 0 if scored else state.barren_groups + 1
+    if is_barren(state.barren_groups, rollout.groups_per_step):
+        state.error = state.error or (
+            f"{state.barren_groups} groups in a row failed without one scored trajectory; last failure: {state.last_failure}"
+        )
+    state.filtered_groups = state.filtered_groups + 1 if verdict is Verdict.FILTERED else 0
+    if state.filtered_groups and state.filtered_groups % (10 * rollout.groups_per_step) == 0:
+        run.warn(
+            "dynamic sampling",
+            f"{state.filtered_groups} groups in a row had equal rewards: the tasks are too hard or too easy for the model",
+            count="all_filtered",
+        )
 
 
 # Dropping.

@@ -190,6 +190,9 @@ class State(msgspec.Struct):
     active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
     buffer: dict[GroupId, None] = {}
     lineage: dict[int, list[GroupId]] = {}  # step → groups trained since the last checkpoint
+    barren_groups: int = 0  # groups dropped in a row without one member scored
+    last_failure: str = ""  # of an attempt: stop reason and the world's words
+    filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
     swept_at: int = 0  # the next_version for which doomed groups were last swept out
     published_version: int = -1
     published_id: int = -1

@@ -62,6 +62,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         count_stop(run, event.stop_reason)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
+        run.state.last_failure = f"{event.stop_reason}: {event.error}"
         close(run, trajectory, event.stop_reason)
 
 
@@ -80,6 +81,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
 def on_reward_failed(run: Run, event: RewardFailed) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
+        run.state.last_failure = f"{event.stop_reason}: {event.error}"
         close(run, trajectory, trajectory.closing or event.stop_reason)
 
 

@@ -8,6 +8,14 @@ from rollweave.policy.staleness import acceptable
 EQUAL_REWARDS = 1e-9
 """Rewards closer than this count as equal: a group of them has no advantage to learn from (DAPO)."""
 
+BARREN_BATCHES = 2
+"""Batches' worth of groups that may fail in a row, without one member scored, before the environment counts as broken."""
+
+
+def is_barren(groups_in_a_row: int, groups_per_step: int) -> bool:
+    """True if so many groups have failed that drawing more would go on for ever."""
+    return groups_in_a_row >= max(4, BARREN_BATCHES * groups_per_step)
+
 
 def capacity(
     *, window: int, serving_version: int, next_version: int, groups_per_step: int, spare_groups: int, last_step: int
