@@ -24,9 +24,14 @@ def test_it_appears_when_it_is_filled(tmp_path: Path) -> None:
 def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
     with new_directory(tmp_path / "a") as directory:
         (directory / "x").write_text("old")
-    with pytest.raises(type(error)), new_directory(tmp_path / "a") as directory:
-        (directory / "x").write_text("new")
-        raise error
+
+    def fail() -> None:
+        with new_directory(tmp_path / "a") as directory:
+            (directory / "x").write_text("new")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
     assert (tmp_path / "a" / "x").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
