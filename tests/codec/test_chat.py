@@ -215,6 +215,8 @@ def test_template_extras() -> None:
     moment = datetime.datetime(2026, 3, 4)
     source = "{{ strftime_now('%d %b') }} {{ messages | tojson }} {{ bos_token }}{% for m in messages %}{% break %}{% endfor %}"
     rendered = ChatTemplate(source, special=SPECIAL_MAP, name="t", now=moment).render([say("user", "<é>")], prompt=False)
+    blocks = template("{% for m in messages %}\n  {% if true %}\n{{ m.content }}\n  {% endif %}\n{% endfor %}\n.")
+    assert blocks.render([say("user", "x")], prompt=False) == "x\n."
     assert rendered == '04 Mar [{"role": "user", "content": "<é>"}] <|bos|>'
 
 

@@ -126,10 +126,8 @@ class Workers:
         """An idle worker, or a new one. Raises EnvError."""
         if self._closed:
             raise EnvError("the run is ending")
-        while self._idle:
-            worker = self._idle.pop()
-            if not worker.lost:
-                return worker
+        if self._idle:
+            return self._idle.pop()
         name = f"env-{self._started}"
         worker = Worker(name, self._logs / f"{name}.log", self._forget)
         self._started += 1
