@@ -37,7 +37,7 @@ CASES = {
     "frozenlake": Case("frozenlake", actions=LAKE),
     "frozenlake fixed": Case("frozenlake", {"maps": "fixed"}, LAKE, splits=False),
     "calculator": Case("calculator", actions=CALC),
-    "calculator large": Case("calculator", {"largest": 20, "operators": "+"}, CALC),
+    "calculator small": Case("calculator", {"largest": 9, "operators": "+-*"}, CALC),
     "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
     "gym_text named": Case(
         "gym_text", {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]}, ("<a>", "<b>", "<c>"), closed=False, splits=False

@@ -106,7 +106,7 @@ def test_some_training_tasks_begin_elsewhere_and_no_held_out_task_does() -> None
 
 
 def calculate(*actions: str, question: tuple[int, str, int] = (3, "-", 5)) -> list[tuple[str, float, bool, bool | None]]:
-    env = Calculator()
+    env = Calculator(largest=9, operators="+-*")
     env.reset(new_task(question=question))
     steps = [env.step(action) for action in actions]
     return [("".join(m.content for m in step.messages), step.reward, step.done, step.success) for step in steps]
@@ -181,7 +181,7 @@ def test_perfect_play_beats_the_opponent_from_every_pile_that_can_be_won() -> No
     ("kind", "options", "problem"),
     [
         (FrozenLake, {"maps": "huge"}, "options.maps must be random or fixed, got 'huge'"),
-        (Calculator, {"largest": 21}, "options.largest must be from 1 to 20, got 21"),
+        (Calculator, {"largest": 51}, "options.largest must be from 1 to 50, got 51"),
         (Calculator, {"operators": "+/"}, r"options.operators must be some of \+-\*, got '\+/'"),
         (Calculator, {"answers": 2}, "options.answers must be from 0 to 1, got 2"),
         (Nim, {"smallest": 9, "largest": 8}, "options.smallest must be 1 to largest"),

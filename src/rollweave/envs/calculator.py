@@ -17,8 +17,11 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
 }
-LARGEST = 9
-MOST = 20
+LARGEST = 20
+"""Default of `largest`: with so many questions a small model learns to copy numbers; of 100 it learns each by heart, and fails
+on those held out."""
+
+MOST = 50
 """Greatest `largest`: every number that can come up is a word of its own."""
 
 CALL_REWARD = 0.2
@@ -36,7 +39,7 @@ class Calculator:
     `answers` is the share of the warm-up's transcripts that are solved rightly.
     """
 
-    def __init__(self, *, largest: int = LARGEST, operators: str = "+-*", answers: float = 0.5) -> None:
+    def __init__(self, *, largest: int = LARGEST, operators: str = "+-", answers: float = 0.5) -> None:
         if not 1 <= largest <= MOST:
             raise ConfigError(f"options.largest must be from 1 to {MOST}, got {largest}")
         if not operators or set(operators) - set(OPERATIONS):
