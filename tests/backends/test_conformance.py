@@ -26,7 +26,7 @@ def tiny_checkpoint(directory: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from rollweave.engine.checkpoint import read_shape
+    from rollweave.weights.checkpoint import read_shape
 
     config = {
         "architectures": ["Qwen3ForCausalLM"],

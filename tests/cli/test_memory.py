@@ -7,9 +7,9 @@ from safetensors import safe_open
 
 from rollweave.cli.memory import kv_bytes, memory, parameters, scratch_shape
 from rollweave.codec.config import loads
-from rollweave.engine.checkpoint import read_shape
 from rollweave.schema.config import RunConfig, ScratchModel
 from rollweave.train.scratch import build_checkpoint
+from rollweave.weights.checkpoint import read_shape
 
 SCRATCH = ScratchModel(hidden=24, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=40, context=64)
 

@@ -55,15 +55,6 @@ def test_frames_before_a_bad_length_are_still_delivered() -> None:
         decoder.feed(b"")
 
 
-def test_a_stream_that_ends_inside_a_frame_is_refused() -> None:
-    decoder = FrameDecoder()
-    decoder.feed(b"".join(frame(b"whole")))
-    decoder.end()
-    decoder.feed(b"".join(frame(b"whole"))[:-1])
-    with pytest.raises(WireError, match="ended inside a frame"):
-        decoder.end()
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=60))
 def test_garbage_raises_wire_error_and_nothing_else(garbage: bytes) -> None:

@@ -126,7 +126,7 @@ def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     GPT2Config().save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(TrainerError, match="model_type must be one of"):
+    with pytest.raises(TrainerError, match="architectures must name one of"):
         load_model(tmp_path / "gpt2", dtype="float32", device="cpu")
     config = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     config.save_pretrained(tmp_path / "sliding")

@@ -12,10 +12,10 @@ from rollweave.cli.dryenvs import Domain
 from rollweave.cli.machine import gpu_memory, memory_bytes
 from rollweave.cli.memory import Need, checkpoint_bytes, memory, parameters, scratch_shape, trajectory_bytes
 from rollweave.codec.chat import ChatCodec
-from rollweave.engine.checkpoint import ModelShape, read_shape
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.train.scratch import build_tokenizer
+from rollweave.weights.checkpoint import ModelShape, read_shape
 
 COMFORT = 0.8
 """Share of what is free beyond which an estimate deserves a warning."""

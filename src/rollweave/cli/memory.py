@@ -4,9 +4,9 @@ An estimate for planning, labelled as such: exact for weights, gradients, optimi
 that a forward pass keeps for the backward pass; a fixed share for each interpreter with its libraries.
 """
 
-from rollweave.engine.checkpoint import ModelShape
 from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20
 """An interpreter with torch and transformers imported and warm: 350 to 450 MB measured on CPU."""

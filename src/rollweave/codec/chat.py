@@ -45,7 +45,6 @@ class TokenizerLike(Protocol):
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
     def token_to_id(self, token: str, /) -> int | None: ...
     def id_to_token(self, id: int, /) -> str | None: ...
-    def get_vocab_size(self, with_added_tokens: bool = True) -> int: ...
 
 
 class ChatCodec:
@@ -117,10 +116,6 @@ class ChatCodec:
         """The text of any tokens, special ones included."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a whole conversation, rendered and tokenized at once: what incremental tokens are checked against."""
-        return self._encode(self._template.render(messages, prompt=False))
-
     def words(self, words: Sequence[str]) -> tuple[int, ...]:
         """Token ids of an action grammar's words. Raises ConfigError for a word that is not one token."""
         found = [self._encode(word) for word in words]
@@ -128,10 +123,6 @@ class ChatCodec:
             if len(ids) != 1:
                 raise ConfigError(f"{self._name}: an allowed word must be one token, got {word!r} of {len(ids)} tokens")
         return tuple(ids[0] for ids in found)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.get_vocab_size()
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

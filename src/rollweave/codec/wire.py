@@ -78,11 +78,6 @@ class FrameDecoder:
             del buffer[:position]
         return found
 
-    def end(self) -> None:
-        """Say that the stream has ended. Raises WireError where it ended inside a frame."""
-        if self._buffer:
-            raise WireError(f"stream ended inside a frame, after {len(self._buffer)} of its bytes")
-
 
 class Decoder(Generic[T]):
     """`FrameDecoder` and `decoder_of` in one: a stream of bytes into nouns of one type or union."""

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollweave.engine.checkpoint import ModelShape
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.policy.batching import Entry
+from rollweave.weights.checkpoint import ModelShape
 
 TILE_ROWS = 16
 """Rows of a deterministic tile. Sixteen rows were measured to be bit-identical wherever they stand in it."""

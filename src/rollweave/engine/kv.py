@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.engine.checkpoint import ModelShape
 from rollweave.policy.batching import Entry
+from rollweave.weights.checkpoint import ModelShape
 
 GROWTH_TOKENS = 128
 """The mirror's rows grow in steps of this many tokens at least: growing copies all of it."""

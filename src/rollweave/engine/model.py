@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import silu
 
 from rollweave.engine.attention import TILE_ROWS, Attention, AttentionPlan
-from rollweave.engine.checkpoint import ModelShape
 from rollweave.schema.errors import WeightsError
+from rollweave.weights.checkpoint import ModelShape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from rollweave.engine.attention import Attention, Chunk
-from rollweave.engine.checkpoint import ModelShape, read_shape, read_tensors_of
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder
 from rollweave.policy.batching import Entry, StepPlan
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import EngineSpec
+from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 
 class Runner:

@@ -9,22 +9,18 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from rollweave.schema.errors import TrainerError
+from rollweave.schema.errors import ConfigError, TrainerError
 from rollweave.train.attention import MAX_SCORES, attend
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.packing import Grid, Packed
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 MAX_LOGITS = 1 << 26
 """Logits held at once (elements, 256 MB in fp32)."""
@@ -53,21 +49,19 @@ class RmsNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over packed rows."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.max_scores = MAX_SCORES
-        self.kv_heads = config.num_key_value_heads
-        self.heads = config.num_attention_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
-        out_bias = config.model_type != "qwen2" and bias
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=out_bias)
-        if config.model_type == "qwen3":
-            self.q_norm: RmsNorm | None = RmsNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm: RmsNorm | None = RmsNorm(self.head_dim, config.rms_norm_eps)
+        self.kv_heads = shape.kv_heads
+        self.heads = shape.heads
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden, self.heads * self.head_dim, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden, self.kv_heads * self.head_dim, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden, bias=shape.out_bias)
+        if shape.qk_norm:
+            self.q_norm: RmsNorm | None = RmsNorm(self.head_dim, shape.eps)
+            self.k_norm: RmsNorm | None = RmsNorm(self.head_dim, shape.eps)
         else:
             self.q_norm = self.k_norm = None
 
@@ -111,12 +105,12 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        bias = bool(getattr(config, "mlp_bias", False))
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        bias = shape.mlp_bias
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=bias)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _joined(swiglu(_joined(x, [(self.gate_proj, None), (self.up_proj, None)])), [(self.down_proj, None)])
@@ -125,12 +119,12 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm, each added to the stream."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = Mlp(config)
-        self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.mlp = Mlp(shape)
+        self.input_layernorm = RmsNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.eps)
 
     def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(x), packed, shared, last)
@@ -142,11 +136,11 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The stack below the head. `forward` returns hidden states of the predicting rows, [M, H]."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.hidden, shape.eps)
 
 
 class Scores(NamedTuple):
@@ -167,16 +161,15 @@ class Reference(NamedTuple):
 class Model(nn.Module):
     """A causal language model whose forward gives log-probs of the labels, so that no more logits exist than needed."""
 
-    def __init__(self, config: Any, compute_dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelShape, compute_dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
+        self.shape = shape
         self.compute_dtype = compute_dtype
         self.max_logits = MAX_LOGITS
-        self.model = Decoder(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
+        self.model = Decoder(shape)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, packed: Packed, temperature: float, reference: Reference | None = None) -> Scores:
         """Log-probs of `packed.labels` at `temperature`, the policy's entropy there, and how far it is from `reference`."""
@@ -213,30 +206,31 @@ class Model(nn.Module):
     def _shared(self, packed: Packed, x: torch.Tensor) -> Shared:
         length = packed.keys.positions.shape[1]
         places = torch.arange(length, device=x.device)
-        cos, sin = self.rotary(x.float(), places[None])  # [1, T, D], both halves alike
-        half = cos.shape[-1] // 2
-        turns = torch.complex(cos[..., :half], sin[..., :half])
+        angles = places[:, None].float() * torch.tensor(self.shape.inv_freq, device=x.device)
+        turns = torch.polar(torch.ones_like(angles), angles)[None]
         return Shared(turns=turns, query_turns=turns[0][packed.queries.positions])
 
 
 def load_model(path: Path, *, dtype: str, device: str) -> Model:
     """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is that of the computation.
 
-    Raises `TrainerError` for an architecture that this model does not cover.
+    Raises `TrainerError` for an architecture that this model does not cover, and for tensors that are missing or misshapen.
     """
-    config = AutoConfig.from_pretrained(path)
-    if config.model_type not in ARCHITECTURES:
-        raise TrainerError(f"model_type must be one of {', '.join(ARCHITECTURES)}, got {config.model_type!r} in {path}")
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        raise TrainerError(f"sliding-window attention is not supported, but {path} asks for it")
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    try:
+        shape = read_shape(path)
+        tensors = {name: tensor.float() for name, tensor in read_tensors_of(path)}
+    except ConfigError as error:
+        raise TrainerError(str(error)) from error
     with torch.device("meta"):
-        model = Model(config, getattr(torch, dtype))
-    model.load_state_dict(source.state_dict(), assign=True)
-    if config.tie_word_embeddings:
+        model = Model(shape, getattr(torch, dtype))
+    wanted = shape.tensors()
+    for name, size in wanted.items():
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != size:
+            raise TrainerError(f"{path}: tensor {name} must have shape {size}, got {found}")
+    model.load_state_dict({name: tensors[name] for name in wanted}, assign=True, strict=False)
+    if shape.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    model.rotary = LlamaRotaryEmbedding(config)
     for parameter in model.parameters():
         parameter.requires_grad_(True)
     return model.to(device)

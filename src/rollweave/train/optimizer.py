@@ -9,10 +9,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from rollweave.schema.config import TrainerConfig
-from rollweave.train.ranks import full, like, local
+from rollweave.train.ranks import full, is_sharded, like, local
 
 BETA1 = 0.9
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +39,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     """Scale gradients down to `max_norm` (over all ranks); return the norm before. Gradients that are not finite stay."""
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
-    if isinstance(norm, DTensor):
+    if is_sharded(norm):
         norm = norm.full_tensor()
     value = float(norm)
     if math.isfinite(value) and value > max_norm:

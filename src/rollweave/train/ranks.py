@@ -1,18 +1,22 @@
 """The trainer's ranks: sharding with FSDP2, and the few collectives around it.
 
-Invariants: with one rank nothing here touches torch.distributed; every rank makes the same calls in the same order.
+Invariants: with one rank nothing here touches torch.distributed; every rank makes the same calls in the same order. FSDP2 and
+distributed tensors are imported only where there are several ranks: they take seconds, which a laptop's run would wait for.
 """
 
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -68,6 +72,8 @@ def leave(ranks: Ranks) -> None:
 def shard(model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks) -> None:
     """Shard parameters over the ranks, layer by layer (FSDP2). Nothing happens with one rank."""
     if ranks.world > 1:
+        from torch.distributed.fsdp import fully_shard
+
         for layer in layers:
             fully_shard(layer)
         # Without resharding the root would keep its gathered weights from one forward to the next, whatever was written.
@@ -76,25 +82,34 @@ def shard(model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks) -> None:
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients over ranks; off for all micro-batches but the last."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(enabled)
+    set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's, where the model is sharded
+    if set_sync is not None:
+        set_sync(enabled)
+
+
+def is_sharded(tensor: torch.Tensor) -> "TypeIs[DTensor]":
+    """Whether this is a distributed tensor. None can exist before their module is imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, gathered from all ranks where it is sharded."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the tensor, sharing its memory."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`value`, sharded and placed as `target` is."""
     value = value.to(device=target.device, dtype=target.dtype)
-    if isinstance(target, DTensor):
+    if is_sharded(target):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(value, target.device_mesh, target.placements)
     return value

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-import transformers
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollweave.schema.config import ScratchModel
 from rollweave.train.files import new_directory
+from rollweave.weights.checkpoint import ModelShape, read_shape
 
 TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unk|>"
 SPECIALS = (PAD, TURN_START, TURN_END, UNKNOWN)
@@ -39,31 +39,47 @@ def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str],
     Raises `ValueError` for a word that cannot be a token.
     """
     tokenizer = build_tokenizer(words)
-    config = Qwen3Config(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=scratch.hidden,
-        num_hidden_layers=scratch.layers,
-        num_attention_heads=scratch.heads,
-        num_key_value_heads=scratch.kv_heads,
-        head_dim=scratch.head_dim,
-        intermediate_size=scratch.ffn,
-        max_position_embeddings=scratch.context,
-        initializer_range=scratch.init_std,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": scratch.rope_theta},
-        bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id(TURN_END),
-        pad_token_id=tokenizer.token_to_id(PAD),
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = _model_config(scratch, tokenizer)
     with new_directory(path) as directory:
-        model.save_pretrained(directory)
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        tensors = _random_weights(read_shape(directory), init_std=scratch.init_std, seed=seed)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(directory / "tokenizer.json"))
         (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(scratch.context), indent=2))
+
+
+def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": scratch.hidden,
+        "num_hidden_layers": scratch.layers,
+        "num_attention_heads": scratch.heads,
+        "num_key_value_heads": scratch.kv_heads,
+        "head_dim": scratch.head_dim,
+        "intermediate_size": scratch.ffn,
+        "max_position_embeddings": scratch.context,
+        "initializer_range": scratch.init_std,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": scratch.rope_theta},
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "dtype": "float32",
+    }
+
+
+def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> dict[str, torch.Tensor]:
+    """As transformers initialises: norms are 1, everything else is normal; this architecture has no biases."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(size) if name.endswith("norm.weight") else init_std * torch.randn(size, generator=generator)
+        for name, size in shape.tensors().items()
+    }
 
 
 def build_tokenizer(words: Iterable[str]) -> Tokenizer:

@@ -122,7 +122,7 @@ class Trainer:
                 f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of step {batch.step}"
             )
         rows = batch_rows(batch, self._config.algorithm)
-        vocabulary = self._model.config.vocab_size
+        vocabulary = self._model.shape.vocab
         for row in rows:
             if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
                 raise TrainerError(f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}")

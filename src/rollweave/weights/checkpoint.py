@@ -1,4 +1,4 @@
-"""Reads a Hugging Face checkpoint directory: the shape of the model from config.json, its tensors from safetensors.
+"""Reads a Hugging Face checkpoint directory, for engines and trainer alike: shape from config.json, tensors from safetensors.
 
 Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or llama3 rotary embeddings. Anything that
 would change the result and is not understood is refused by name.
