@@ -18,8 +18,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 LARGEST = 20
-"""Default of `largest`: with so many questions a small model learns to copy numbers; of 100 it learns each by heart, and fails
-on those held out."""
+"""Default of `largest`. With 9 a tiny model did worse on held-out questions, in one comparison."""
 
 MOST = 50
 """Greatest `largest`: every number that can come up is a word of its own."""

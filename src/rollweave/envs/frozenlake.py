@@ -31,9 +31,9 @@ DIRECTIONS = ("left", "down", "right", "up")  # gymnasium's action numbers
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
-AWAY = 0.3
-"""Share of training tasks on random maps that begin at some other cell that has a way to the goal: so that the agent also meets
-places which its own habits would avoid."""
+AWAY = {"random": 0.3, "fixed": 0.5}
+"""Share of training tasks that begin at some other cell that has a way to the goal: so that the agent also meets places which
+its own habits would avoid."""
 TRANSCRIPT_TURNS = 14
 
 _ACTION = re.compile(r"\s*<(left|down|right|up)>\s*")
@@ -90,12 +90,14 @@ class FrozenLake:
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """A solvable map. Held-out maps are distinct; training maps come as often as they are likely."""
-        if options.get("maps", "random") == "fixed":
-            return new_task(seed=mix(seed, index), map=FIXED)
+        maps = options.get("maps", "random")
         if split is Split.TRAIN:
             rng = random.Random(mix(seed, split, index))
-            lake = _training_map(rng)
-            return new_task(map=lake, start=_somewhere(lake, rng) if rng.random() < AWAY else 0)
+            lake = FIXED if maps == "fixed" else _training_map(rng)
+            start = _somewhere(lake, rng) if rng.random() < AWAY[maps] else 0
+            return new_task(seed=mix(seed, index), map=lake, start=start)
+        if maps == "fixed":
+            return new_task(seed=mix(seed, index), map=FIXED)
         held_out = _held_out_maps(seed, split)
         return new_task(map=held_out[index % len(held_out)])
 

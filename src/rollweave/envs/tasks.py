@@ -4,6 +4,7 @@ Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out
 the final evaluation from another than those that choose a checkpoint.
 """
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,18 +141,16 @@ class TaskSource:
         return self._strings(name, "allowed_words")
 
     def transcripts(self, codec: ChatCodec, *, seed: int) -> Iterator[TokenSequence]:
-        """Scripted conversations for the warm-up, without end, from the domains in proportion to their weights.
+        """Scripted conversations for the warm-up, without end, from each domain equally often.
 
-        Raises ConfigError where a domain has none.
+        The format of each has to be learned, however rarely the domain is drawn. Raises ConfigError where a domain has none.
         """
         rng, names = random.Random(mix(seed, "transcripts")), list(self._domains)
         hooks = {name: getattr(resolve(domain.env), "transcript", None) for name, domain in self._domains.items()}
         for name, hook in hooks.items():
             if hook is None:
                 raise ConfigError(f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}")
-        weights = [self._domains[name].weight for name in names]
-        while True:
-            (name,) = rng.choices(names, weights)
+        for name in itertools.cycle(names):
             said: Sequence[Message] = hooks[name](random.Random(rng.getrandbits(64)), self._domains[name].options)  # type: ignore[misc]
             yield scripted(codec, said)
 
