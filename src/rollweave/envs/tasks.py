@@ -4,7 +4,6 @@ Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out
 the final evaluation from another than those that choose a checkpoint.
 """
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from rollweave.envs.boundary import GuardedEnv, scored
 from rollweave.envs.process import ProcessEnv, Workers, score_in_process
 from rollweave.envs.registry import check_options, resolve
 from rollweave.envs.words import Setting
+from rollweave.policy.mixture import next_domain
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
@@ -141,16 +141,20 @@ class TaskSource:
         return self._strings(name, "allowed_words")
 
     def transcripts(self, codec: ChatCodec, *, seed: int) -> Iterator[TokenSequence]:
-        """Scripted conversations for the warm-up, without end, from each domain equally often.
+        """Scripted conversations for the warm-up, without end, from the domains in proportion to their `warmup_weight`.
 
-        The format of each has to be learned, however rarely the domain is drawn. Raises ConfigError where a domain has none.
+        Raises ConfigError where a domain has none.
         """
         rng, names = random.Random(mix(seed, "transcripts")), list(self._domains)
         hooks = {name: getattr(resolve(domain.env), "transcript", None) for name, domain in self._domains.items()}
         for name, hook in hooks.items():
             if hook is None:
                 raise ConfigError(f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}")
-        for name in itertools.cycle(names):
+        weights = [(name, self._domains[name].warmup_weight) for name in names]
+        drawn: dict[str, int] = {}
+        while True:
+            name = next_domain(weights, drawn)
+            drawn[name] = drawn.get(name, 0) + 1
             said: Sequence[Message] = hooks[name](random.Random(rng.getrandbits(64)), self._domains[name].options)  # type: ignore[misc]
             yield scripted(codec, said)
 

@@ -68,6 +68,7 @@ class TaskConfig(Section):
     env: str = Field(description="Registered environment name, or `package.module:Class` of your own.")
     tag: str = Field("", description="Name in metrics; the environment's name where empty.")
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
+    warmup_weight: Positive = Field(1.0, description="Share of the warm-up's transcripts drawn from this domain.")
     options: dict[str, Any] = Field(default_factory=dict, description="Passed to the environment as keyword arguments.")
     max_turns: PositiveInt = Field(16, description="Turns of one trajectory.")
     max_tokens: PositiveInt = Field(1024, description="Tokens of one trajectory, prompt and observations included.")
