@@ -158,6 +158,14 @@ def restart_controller(world: World) -> None:
             world.join(name)
 
 
+def test_a_domain_may_have_groups_of_its_own_size() -> None:
+    world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
+    world.run()
+    steps = [command for commands in world.commands for command in commands if isinstance(command, c.TrainStep)]
+    sizes = {(group.name, len(group.trajectory_ids)) for step in steps for group in step.groups}
+    assert sizes == {("a", 5), ("b", 2)}
+
+
 def test_a_snapshot_restores_an_equal_core() -> None:
     world = World(config(), seed=3)
     world.start()

@@ -114,7 +114,7 @@ def activations(config: RunConfig, shape: ModelShape) -> int:
 def batch_tokens(config: RunConfig) -> int:
     """Most tokens of one training batch."""
     longest = max(task.max_tokens for task in config.tasks)
-    return config.rollout.groups_per_step * config.rollout.group_size * longest
+    return config.rollout.groups_per_step * max(config.group_size(task.name) for task in config.tasks) * longest
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:

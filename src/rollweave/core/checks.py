@@ -63,7 +63,7 @@ def _check_groups(run: Run) -> None:
     assert len(in_lineage) == len(set(in_lineage)), "a group was trained twice in one lineage"
     assert {group.id for group in training if group.status is GroupStatus.TRAINED} == set(in_lineage)
     for group in training:
-        assert len(group.chosen) <= run.config.rollout.group_size, group
+        assert len(group.chosen) <= run.group_sizes[group.name], group
         if group.status is GroupStatus.BUFFERED and state.swept_at == run.next_version():
             for member in group.chosen:
                 assert acceptable(state.trajectories[member].initiated, run.next_version(), run.mode.window), group

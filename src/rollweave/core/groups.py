@@ -67,7 +67,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
         return
     group.status, group.task = GroupStatus.ACTIVE, event.task
     rollout = run.config.rollout
-    size = rollout.group_size + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
+    size = run.group_sizes[group.name] + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
     for member in range(size):
         trajectory = Trajectory(id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now)
         group.members.append(trajectory.id)
@@ -134,7 +134,7 @@ def settle(run: Run, group: Group) -> None:
     verdict = group_verdict(
         rewards,
         pending=pending,
-        group_size=rollout.group_size,
+        group_size=run.group_sizes[group.name],
         min_members=rollout.min_members,
         dynamic_sampling=rollout.dynamic_sampling,
     )

@@ -18,6 +18,7 @@ class Run:
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
+        self.group_sizes = {name: config.group_size(name) for name in self.tasks}
         # A streamed step trains mini-batch by mini-batch as groups complete; any other takes its batch whole.
         self.parts = min(config.trainer.minibatches, config.rollout.groups_per_step) if self.mode.streamed else 1
 

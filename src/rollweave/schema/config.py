@@ -69,6 +69,9 @@ class TaskConfig(Section):
     tag: str = Field("", description="Name in metrics; the environment's name where empty.")
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     warmup_weight: Positive = Field(1.0, description="Share of the warm-up's transcripts drawn from this domain.")
+    group_size: PositiveInt | None = Field(
+        None, description="Trajectories in a group of this domain; rollout.group_size if unset."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Passed to the environment as keyword arguments.")
     max_turns: PositiveInt = Field(16, description="Turns of one trajectory.")
     max_tokens: PositiveInt = Field(1024, description="Tokens of one trajectory, prompt and observations included.")
@@ -220,6 +223,14 @@ class RunConfig(Section):
     faults: FaultsConfig = FaultsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
 
+    def own_group_sizes(self) -> dict[str, int]:
+        """Group size by task domain, of those that set their own."""
+        return {task.name: task.group_size for task in self.tasks if task.group_size is not None}
+
+    def group_size(self, name: str) -> int:
+        """Trajectories in a group of task domain `name`."""
+        return self.own_group_sizes().get(name, self.rollout.group_size)
+
     @model_validator(mode="after")
     def _rules(self) -> Self:
         names = [task.name for task in self.tasks]
@@ -229,12 +240,11 @@ class RunConfig(Section):
         if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
         relative = self.algorithm.advantage != "reinforce_pp"
-        if relative and rollout.group_size < 2:
-            raise ValueError(f"rollout.group_size must be at least 2 for {self.algorithm.advantage}, got {rollout.group_size}")
-        if rollout.min_members > rollout.group_size:
-            raise ValueError(
-                f"rollout.min_members must be at most group_size ({rollout.group_size}), got {rollout.min_members}"
-            )
+        for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
+            if relative and size < 2:
+                raise ValueError(f"{name}.group_size must be at least 2 for {self.algorithm.advantage}, got {size}")
+            if rollout.min_members > size:
+                raise ValueError(f"rollout.min_members must be at most {name}.group_size ({size}), got {rollout.min_members}")
         if self.engines.kv_tokens % self.engines.block_tokens:
             raise ValueError(
                 f"engines.kv_tokens must be a multiple of block_tokens ({self.engines.block_tokens}), "
