@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ class Child:
         self._gone = asyncio.Event()
         self._reaper: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        # Whoever forgets a child, or loses the event loop under it, leaves no process behind.
+        weakref.finalize(self, _forget, process, ours)
         ours.setblocking(False)
         self._loop.add_reader(ours, self._readable)
 
@@ -144,8 +147,7 @@ class Child:
         try:
             status = await asyncio.to_thread(self._wait)
         finally:
-            if self._process.returncode is None:
-                self._process.kill()
+            _end(self._process)  # cancelled, perhaps before the thread began
         reason = f"{self._error or 'ended'} ({_status(status)})"
         tail = log_tail(self._log)
         try:
@@ -159,6 +161,18 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill and reap a process that nobody has waited for: a killed process ends at once."""
+    if process.returncode is None:
+        process.kill()
+        process.wait()
+
+
+def _forget(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+    ours.close()
+    _end(process)
 
 
 def spawn(

@@ -1,0 +1,6 @@
+"""A child that does nothing until it is killed."""
+
+import signal
+
+if __name__ == "__main__":
+    signal.pause()
