@@ -7,9 +7,12 @@ import msgspec
 import pytest
 
 from rollweave.bench.contract import Result, json_line
+from rollweave.bench.learning import GOALS, Goal
+from rollweave.bench.learning import figures_of as learning_figures
 from rollweave.bench.modes import MODES, TARGET, figures_of, ratio
-from rollweave.bench.runs import Measured, conditions_of, shares
+from rollweave.bench.runs import Measured, conditions_of, example, shares
 from rollweave.cli.bench import shown
+from rollweave.codec.config import load
 from rollweave.live.summary import Summary
 from rollweave.report.data import read_run
 from tests.report.synthetic import STEP_S, write_run
@@ -60,6 +63,27 @@ def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(measured: Measur
     figures = figures_of("sync", [measured, short], conditions, quick=False)
     assert figures["wall_s_sync"] is None
     assert conditions["wall_s_sync"] == "not measured: 1 of 2 seeds did not reach the target"
+
+
+def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(measured: Measured) -> None:
+    rates = measured.summary.success_rate
+    low = min(rates, key=lambda task: rates[task])
+    goal = Goal(config="x.toml", targets=dict(rates), limit_s=measured.trained_s, seeds=2)
+    figures = learning_figures(goal, [measured, measured], quick=False)
+    assert figures["seeds_ok"] == 2
+    assert figures[f"success_{low}"] == [rates[low]] * 2
+    assert figures["wall_s"] == [round(measured.trained_s, 1)] * 2
+    late = Goal(config="x.toml", targets=dict(rates), limit_s=measured.trained_s - 1, seeds=2)
+    assert learning_figures(late, [measured], quick=False)["seeds_ok"] == 0
+    missed = Goal(config="x.toml", targets=dict(rates) | {low: rates[low] + 0.01}, limit_s=1e9, seeds=2)
+    figures = learning_figures(missed, [measured], quick=False)
+    assert (figures["seeds_ok"], figures["success"]) == (0, [rates[low]])
+
+
+def test_goals_are_those_of_the_examples() -> None:
+    for goal in GOALS.values():
+        config = load(example(goal.config), [])
+        assert {task.name for task in config.tasks} == set(goal.targets)
 
 
 def test_modes_are_those_of_the_issue() -> None:

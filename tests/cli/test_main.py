@@ -74,7 +74,7 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
         (["eval", "nothing"], ["RUN must be a run directory"]),
         (["report", "nothing"], ["RUN must be a run directory"]),
         (["trace", "nothing"], ["RUN must be a run directory"]),
-        (["bench", "nothing"], ["NAME must be one of engine, demo, modes, got 'nothing'"]),
+        (["bench", "nothing"], ["NAME must be one of engine, demo, fixed, multitask, modes, got 'nothing'"]),
         (["bench", "engine", "--seeds", "3"], ["--seeds must be left out for bench engine"]),
     ],
 )

@@ -11,7 +11,7 @@ from rollweave.cli.console import err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "modes")
+NAMES = ("engine", "demo", "fixed", "multitask", "modes")
 
 
 def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
@@ -40,13 +40,13 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.engine.bench import bench_engine
 
         return Result(bench=name, **bench_engine(quick=quick))
-    if name == "demo":
-        from rollweave.bench.demo import bench_demo
+    if name == "modes":
+        from rollweave.bench.modes import bench_modes
 
-        return bench_demo(seeds=seeds, quick=quick, say=say)
-    from rollweave.bench.modes import bench_modes
+        return bench_modes(seeds=seeds, quick=quick, say=say)
+    from rollweave.bench.learning import bench_learning
 
-    return bench_modes(seeds=seeds, quick=quick, say=say)
+    return bench_learning(name, seeds=seeds, quick=quick, say=say)
 
 
 def shown(value: Figure) -> str:
