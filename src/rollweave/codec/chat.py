@@ -4,14 +4,20 @@ A conversation grows by appending only. After the agent's turn comes what the ch
 the rest of the end of turn, the new messages, and the opening of the next turn. That text is taken from a rendering in which
 the agent's words are a mark, so neither their tokenization nor what the template does to earlier turns (drop the thinking,
 trim) can change a token that was already there.
+
+What an environment or a user writes is text: where it spells a special token (`<|im_end|>`), the spelling is tokenized as
+ordinary text, so that no message can close its own turn and speak as another role. Special tokens come from the template
+alone. (A template whose turns are marked by ordinary text has no such guard.)
 """
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
+import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.codec.template import ChatError, ChatTemplate, read_json, read_template, special_tokens
@@ -29,33 +35,25 @@ CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", c
 QUESTION: Final = Message(role="user", content="\u2042new\u2042")
 """A message to look for in a rendering."""
 
+OPEN, CLOSE = "\ue000", "\ue001"
+"""Stand around text in a rendering that is to be tokenized without special tokens. Private characters: no template has them."""
+
 CACHED = 8192
 """Renderings kept: the messages of small environments repeat."""
-
-
-class Encoding(Protocol):
-    @property
-    def ids(self) -> list[int]: ...
-
-
-class TokenizerLike(Protocol):
-    """What we need of `tokenizers.Tokenizer`."""
-
-    def encode(self, sequence: str, /, *, add_special_tokens: bool) -> Encoding: ...
-    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
-    def token_to_id(self, token: str, /) -> int | None: ...
-    def id_to_token(self, id: int, /) -> str | None: ...
 
 
 class ChatCodec:
     """A tokenizer and a chat template. Raises ConfigError for a template whose conversations cannot grow by appending."""
 
     def __init__(
-        self, tokenizer: TokenizerLike, template: ChatTemplate, *, name: str = "chat template", eos: Iterable[int] = ()
+        self, tokenizer: Tokenizer, template: ChatTemplate, *, name: str = "chat template", eos: Iterable[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._name = name
+        special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+        spelled = [*sorted(map(re.escape, special), key=len, reverse=True), f"[{OPEN}{CLOSE}{MARK[0]}]"]
+        self._guarded = re.compile("|".join(spelled))
         self._check_extendable()
         closing = self._after_mark(CONTEXT, prompt=False)
         following = self._encode(self._after_mark((*CONTEXT, QUESTION), prompt=True))
@@ -125,16 +123,39 @@ class ChatCodec:
         return tuple(ids[0] for ids in found)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """The tokens of a rendering: special ones where it spells them, save between OPEN and CLOSE."""
+        if OPEN not in text:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = []
+        for index, piece in enumerate(re.split(f"{OPEN}(.+?){CLOSE}", text, flags=re.DOTALL)):
+            tokenizer = self._literal if index % 2 else self._tokenizer
+            ids += tokenizer.encode(piece, add_special_tokens=False).ids
+        return tuple(ids)
+
+    @cached_property
+    def _literal(self) -> Tokenizer:
+        """The same tokenizer, to which the spelling of a special token is text. Made at need: a large vocabulary takes time."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _guard(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with what must stay text between OPEN and CLOSE: special tokens, and our own marks."""
+        return [
+            message
+            if self._guarded.search(message.content) is None
+            else msgspec.structs.replace(message, content=self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", message.content))
+            for message in messages
+        ]
 
     def _is_special(self, token: int) -> bool:
         return self._tokenizer.decode([token], skip_special_tokens=True) == ""
 
     def _render_start(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode(self._template.render(messages, prompt=True))
+        return self._encode(self._template.render(self._guard(messages), prompt=True))
 
     def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
-        return self._encode(self._after_mark((*CONTEXT, *messages), prompt=prompt))
+        return self._encode(self._after_mark((*CONTEXT, *self._guard(messages)), prompt=prompt))
 
     def _after_mark(self, messages: Sequence[Message], *, prompt: bool) -> str:
         pieces = self._template.render(messages, prompt=prompt).split(MARK)
