@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,16 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the same name; offline or online as the user's environment says."""
+    """A run of the same name; offline or online as the user's environment says. `--resume` continues the same one."""
 
     def __init__(self, module: Any, run_dir: Path, config: dict[str, Any]) -> None:
-        self._run = module.init(project="rollweave", name=run_dir.name, dir=str(run_dir), config=config, resume="allow")
+        kept = run_dir / "wandb_id"
+        if not kept.exists():
+            kept.write_text(secrets.token_hex(4))
+        self._run = module.init(
+            project="rollweave", name=run_dir.name, dir=str(run_dir), config=config, id=kept.read_text(), resume="allow"
+        )
+        self._run.define_metric("*", step_metric="training_step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "training_step": step})
