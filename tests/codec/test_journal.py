@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.codec.journal import HEAD, HEADER, NEW_SUFFIX, SCHEMA_VERSION, JournalReader, JournalWriter
+from rollweave.codec.disk import NEW_SUFFIX
+from rollweave.codec.journal import HEAD, HEADER, SCHEMA_VERSION, JournalReader, JournalWriter
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineLost, EngineSuspended, Event, StopRequested, TimerFired

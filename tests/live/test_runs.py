@@ -1,8 +1,10 @@
 """Whole runs through real processes: what they leave behind, and that every fault ends in a run that accounts for all."""
 
 import contextlib
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from rollweave.live.rundir import RunDir
 from rollweave.live.trace import ENGINES
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, DiskError
 from tests.live.whole import FAKES, ROOT, fault, lines, make_config, pids, replay, run, run_dir, trained, write
 
 
@@ -184,6 +186,43 @@ def test_a_run_that_is_over_may_go_on_with_more_steps(tmp_path: Path) -> None:
     summary = run(longer, resume=True)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
     assert_trained_once(longer)
+
+
+class FullDisk(Silent):
+    """From step 1 on the disk has no room for the file `name`."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._name, self._patch, self._write = name, monkeypatch, os.pwrite
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        if line["kind"] == "step" and line["step"] == 1:
+            self._patch.setattr(os, "pwrite", self.write)
+
+    def write(self, fd: int, data: bytes, offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().name != self._name:
+            return self._write(fd, data, offset)
+        if len(data) > 1:
+            return self._write(fd, data[:1], offset)  # a disk fills up in the middle of a piece
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("name", ["journal.bin", "000000.bin", "metrics.jsonl", "trace.json"])
+def test_a_full_disk_stops_the_run_with_one_error_and_it_goes_on_later(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(DiskError) as caught:
+        train(config, progress=FullDisk(name, patch), programs=FAKES)
+    assert re.fullmatch(
+        rf"cannot write .*/{name}: No space left on device; last good checkpoint: step \d; \d+ started = .*; --resume goes .*",
+        str(caught.value),
+    )
+    assert_gone(config)
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    assert_trained_once(config)
+    assert lines(config, "resumed")[0]["differing"] == 0
+    assert {line["step"] for line in lines(config, "step")} == {0, 1, 2, 3}
 
 
 class Buggy(Silent):

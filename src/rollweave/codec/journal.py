@@ -6,7 +6,6 @@ zeros, opens as the records that are whole; damage anywhere before the last reco
 offset, and nothing is repaired silently; `rotate` leaves the old file or the new one, never a mixture.
 """
 
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 import xxhash
 
+from rollweave.codec.disk import AppendFile, replace_file
 from rollweave.schema.errors import CorruptJournalError
 
 T = TypeVar("T")
@@ -28,8 +28,6 @@ SCHEMA_VERSION = 1
 HEADER = struct.Struct("<8sI")  # magic, schema version
 HEAD = struct.Struct("<IB3xIQ")  # payload bytes, kind, check of these two at this offset, xxh3-64 of the payload
 SNAPSHOT, RECORD = 1, 2
-
-NEW_SUFFIX = ".new"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,67 +69,46 @@ class JournalWriter:
     """Appends to a journal. `append` writes through to the operating system, without a buffer of ours; `sync` to the disk."""
 
     def __init__(self, path: str | Path, *, version: int = SCHEMA_VERSION) -> None:
-        """Open or create; a torn tail is cut off. Raises CorruptJournalError, and OSError."""
+        """Open or create; a torn tail is cut off. Raises CorruptJournalError, and DiskError."""
         self.path = Path(path)
         self._version = version
         self._encoder = msgspec.msgpack.Encoder()
         whole = _whole_bytes(self.path, version) if self.path.exists() else 0
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self.size = whole
+        self._file = AppendFile(self.path, keep=whole, header=HEADER.pack(MAGIC, version))
+
+    @property
+    def size(self) -> int:
         """Bytes written, all of them whole records."""
-        try:
-            os.ftruncate(self._fd, whole)
-            if not whole:
-                self._write(HEADER.pack(MAGIC, version))
-        except BaseException:
-            os.close(self._fd)
-            raise
+        return self._file.size
 
     def append(self, now: float, event: object) -> None:
-        """Append one record. Raises OSError (a full disk, say); the journal then is as it was before."""
-        self._write(_record(RECORD, self._encoder.encode((now, event)), self.size))
+        """Append one record. Raises DiskError; the journal then is as it was before."""
+        self._file.append(_record(RECORD, self._encoder.encode((now, event)), self._file.size))
 
     def sync(self) -> None:
-        """Return when everything that was appended would survive a power loss."""
-        os.fsync(self._fd)
+        """Return when everything that was appended would survive a power loss. Raises DiskError."""
+        self._file.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Go on in a new file that starts with `snapshot` and takes this one's name, atomically. Raises OSError."""
-        new = self.path.with_name(self.path.name + NEW_SUFFIX)
+        """Go on in a new file that starts with `snapshot` and takes this one's name, atomically.
+
+        Raises DiskError, and the journal then goes on as it is.
+        """
         content = HEADER.pack(MAGIC, self._version)
         content += _record(SNAPSHOT, snapshot, len(content))
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            _write_all(fd, content, 0)
-            os.fsync(fd)
-            new.replace(self.path)
-        except BaseException:
-            os.close(fd)
-            new.unlink(missing_ok=True)
-            raise
-        os.close(self._fd)
-        self._fd, self.size = fd, len(content)
-        _sync_directory(self.path.parent)
+        replace_file(self.path, content)
+        self._file.close()
+        self._file = AppendFile(self.path, keep=len(content))
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _write(self, data: bytes) -> None:
-        try:
-            _write_all(self._fd, data, self.size)
-        except BaseException:
-            os.ftruncate(self._fd, self.size)  # half a record must not stand before the next one
-            raise
-        self.size += len(data)
 
 
 def _record(kind: int, payload: bytes, offset: int) -> bytes:
@@ -186,18 +163,3 @@ def _whole_bytes(path: Path, version: int) -> int:
 def _blank(data: bytes, start: int) -> bool:
     """True if nothing follows: the file ends, or was made longer but not yet written when the power went."""
     return data.count(0, start) == max(0, len(data) - start)
-
-
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -37,7 +37,7 @@ class RunJournal:
     """Appends to the journal of one run."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CorruptJournalError, and OSError."""
+        """Raises CorruptJournalError, and DiskError."""
         self._writer = JournalWriter(path)
 
     @property
@@ -46,15 +46,15 @@ class RunJournal:
         return self._writer.size
 
     def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Record one handled event. On return it survives our death. Raises OSError."""
+        """Record one handled event. On return it survives our death. Raises DiskError."""
         self._writer.append(now, Handled(event=event, digest=digest(commands)))
 
     def sync(self) -> None:
-        """On return all that was recorded survives a power loss."""
+        """On return all that was recorded survives a power loss. Raises DiskError."""
         self._writer.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Begin anew with the core's snapshot of this moment. Raises OSError, and the journal then goes on as it is."""
+        """Begin anew with the core's snapshot of this moment. Raises DiskError, and the journal then goes on as it is."""
         self._writer.rotate(snapshot)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.codec.chat import ChatCodec
+from rollweave.core.core import Core
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
@@ -34,6 +35,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import StartInit, Warn
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import DiskError
 from rollweave.schema.serving import EngineSpec, Sampling
 from rollweave.schema.work import Purpose
 
@@ -60,7 +62,8 @@ def train(
     """Run `config` to its end, or go on with it (`resume`), with engines and trainer as processes or as threads (`inproc`).
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at once, and raises KeyboardInterrupt.
-    Raises `ConfigError` for what the user must change. What goes wrong in the run itself is in the summary's `error`.
+    Raises `ConfigError` for what the user must change, and `DiskError` where the run's files cannot be written: what is written
+    stays good, and `resume` goes on from it. What else goes wrong in the run itself is in the summary's `error`.
     """
     source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
@@ -97,6 +100,8 @@ class _Start:
             with _signals(world, self._progress):
                 try:
                     await world.run(begun.first(engine_ids), engines=engine_ids, fresh=not begun.resumed)
+                except DiskError as error:
+                    raise DiskError(error.errno, f"{error}; {_standing(core)}; --resume goes on once there is room") from error
                 finally:
                     await self._source.close()
             evaluation = metrics.final_evaluation or metrics.last_evaluation
@@ -270,6 +275,13 @@ class Episodes:
             allowed=(*codec.words(words), *codec.stop_token_ids) if words else (),
         )
         return Speech(codec=codec, sampling=sampling)
+
+
+def _standing(core: Core) -> str:
+    """What a run that has to stop at once has come to."""
+    checkpoint = core.state.checkpoint
+    kept = "no checkpoint yet" if checkpoint is None else f"last good checkpoint: step {checkpoint}"
+    return f"{kept}; {describe(core.account())}"
 
 
 def _threads(count: int) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """What the run says about itself, line by line: `metrics.jsonl` always, TensorBoard and Weights & Biases where asked for.
 
 Invariants: one line of kind `step` a training step, one of kind `evaluation` an evaluation, one of kind `warning` a
-warning, in the order in which they happened; each with the run's time. A line is written whole. Sinks only mirror lines.
+warning, in the order in which they happened; each with the run's time. A line is written whole, and a torn one that a power
+loss left is cut off. Sinks only mirror lines.
 """
 
 import json
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollweave.codec.disk import AppendFile, writing
 from rollweave.core.state import State
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
@@ -60,7 +62,8 @@ class Metrics:
         progress: Progress,
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        """Go on at the end of `path`. Raises DiskError, as all that writes a line."""
+        self._file = AppendFile(path, keep=_whole_lines(path))
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
         self._before = _Cumulated.of(state(), clock())
@@ -130,19 +133,20 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        with writing(self._file.path.parent):
+            for sink in self._sinks:
+                sink.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(line).encode() + b"\n")
         self._progress.line(line)
 
     def _mirror(self, step: int, line: Mapping[str, Any], prefix: str = "") -> None:
         if self._sinks:
             values = {f"{prefix}{name}": value for name, value in _flat(line) if name not in ("step", "final")}
-            for sink in self._sinks:
-                sink.write(step, values)
+            with writing(self._file.path.parent):
+                for sink in self._sinks:
+                    sink.write(step, values)
 
 
 class _Cumulated:
@@ -182,6 +186,11 @@ class _Cumulated:
                 for who, causes in self.idle.items()
             },
         }
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _outcome(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, Any]:

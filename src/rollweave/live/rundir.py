@@ -4,12 +4,14 @@ Invariants: at most one controller holds a run directory (an advisory lock that 
 writes into a directory that holds something; whatever is inside is named here and nowhere else.
 """
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
 from typing import Self
 
 from rollweave.codec.config import dumps
+from rollweave.codec.disk import replace_file, writing
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 
@@ -33,24 +35,27 @@ class RunDir:
 
     @classmethod
     def claim(cls, config: RunConfig, *, resume: bool) -> Self:
-        """Make or take over the run's directory. Raises `ConfigError` where it is in use, or not as `resume` expects."""
+        """Make or take over the run's directory.
+
+        Raises `ConfigError` where it is in use, or not as `resume` expects; `DiskError` where it cannot be written.
+        """
         run = cls(Path(config.run.dir) / config.run.name)
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
-        run.path.mkdir(parents=True, exist_ok=True)
-        run._take_lock()
+        with writing(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._take_lock()
         if not resume and any(entry != run.lock and not _empty_directory(entry) for entry in run.path.iterdir()):
             run.release()
             raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
-        run.logs.mkdir(exist_ok=True)
-        run.checkpoints.mkdir(exist_ok=True)
+        with writing(run.path):
+            run.logs.mkdir(exist_ok=True)
+            run.checkpoints.mkdir(exist_ok=True)
         return run
 
     def write_config(self, config: RunConfig) -> None:
-        """Write `config.toml`, whole or not at all."""
-        fresh = self.config.with_suffix(".new")
-        fresh.write_text(dumps(config))
-        fresh.replace(self.config)
+        """Write `config.toml`, whole or not at all. Raises DiskError."""
+        replace_file(self.config, dumps(config).encode())
 
     def release(self) -> None:
         """Give the lock back. A second call does nothing."""
@@ -66,9 +71,10 @@ class RunDir:
             holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             raise ConfigError(f"run.name: {self.path} is in use by another controller, process {holder}") from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without our name
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rollweave.codec.disk import replace_file
 from rollweave.core.account import Account
 from rollweave.core.core import Core
 from rollweave.schema.base import Noun
@@ -65,10 +66,8 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write `summary.json`, whole or not at all."""
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(msgspec.to_builtins(summary), indent=2) + "\n")
-    fresh.replace(path)
+    """Write `summary.json`, whole or not at all. Raises DiskError."""
+    replace_file(path, json.dumps(msgspec.to_builtins(summary), indent=2).encode() + b"\n")
 
 
 def describe(account: Account) -> str:

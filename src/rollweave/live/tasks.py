@@ -1,7 +1,7 @@
 """Every task of the live world has one owner: this group.
 
-Invariants: a task that raises is our own bug and ends the whole group with that error (several with a group of them);
-`cancel_all` ends every task, and each that is spawned after it.
+Invariants: a task that raises is our own bug, or the disk's, and ends the whole group with that error (several with a group of
+them; a full disk meets everyone who writes, and is one error); `cancel_all` ends every task, and each that is spawned after it.
 """
 
 import asyncio
@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+from rollweave.schema.errors import DiskError
 
 T = TypeVar("T")
 
@@ -50,7 +52,8 @@ class Tasks:
         try:
             await self._group.__aexit__(kind, error, traceback)
         except BaseExceptionGroup as group:
-            if len(group.exceptions) == 1:
+            same_cause = all(isinstance(raised, DiskError) for raised in group.exceptions)
+            if len(group.exceptions) == 1 or same_cause:
                 raise group.exceptions[0] from None
             raise
 

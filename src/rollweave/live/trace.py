@@ -4,15 +4,21 @@ Invariants: written as it happens, one event a line, so that a killed run leaves
 end); bounded: beyond `LIMIT` events further ones are counted and not written.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollweave.codec.disk import AppendFile
+from rollweave.schema.errors import DiskError
+
 LIMIT = 500_000
 """Events in one trace: about 60 MB, what a viewer still opens."""
 
 _encode = msgspec.json.Encoder().encode
+
+OPENING = b"[\n"
 
 BUFFER_LINES = 256
 """Lines gathered before they are written."""
@@ -27,17 +33,16 @@ class Trace:
     """Appends spans. Times are seconds of the run's clock."""
 
     def __init__(self, path: Path, *, limit: int = LIMIT) -> None:
-        """Open `path`, going on after what an earlier life wrote."""
+        """Open `path`, going on after what an earlier life wrote. Raises DiskError, as all that writes."""
         self._limit = limit
         self._lines: list[bytes] = []
         self._lanes: dict[tuple[int, str], int] = {}
         self._free: dict[int, list[int]] = {}
         self._next: dict[int, int] = {}
         self.dropped = 0
-        self._written = _cut_end(path)
-        self._file = path.open("ab")
+        self._written, whole = _whole_events(path)
+        self._file = AppendFile(path, keep=whole, header=OPENING)
         if self._written == 0:
-            self._file.write(b"[\n")
             for process, name in ROWS.items():
                 self._meta("process_name", process, 0, name)
 
@@ -67,15 +72,15 @@ class Trace:
 
     def flush(self) -> None:
         """Hand what was gathered to the operating system."""
-        if self._lines:
-            self._file.write(b"".join(self._lines))
-            self._lines.clear()
-        self._file.flush()
+        lines = b"".join(self._lines)
+        self._lines.clear()
+        self._file.append(lines)
 
     def close(self) -> None:
-        """Write the end. The file is valid JSON from then on."""
-        self.flush()
-        self._file.write(b"{}]\n")
+        """Write the end. The file is valid JSON from then on, unless the disk refuses: viewers accept the missing end."""
+        with contextlib.suppress(DiskError):
+            self.flush()
+            self._file.append(b"{}]\n")
         self._file.close()
 
     def _lane(self, row: int, lane: str) -> int:
@@ -100,23 +105,17 @@ class Trace:
         self._written += 1
         self._lines.append(_encode(event) + b",\n")
         if len(self._lines) >= BUFFER_LINES:
-            self._file.write(b"".join(self._lines))
-            self._lines.clear()
+            self.flush()
 
 
-def _cut_end(path: Path) -> int:
-    """Make a former trace appendable: cut a torn last line and the closing bracket. Returns how many events it has."""
-    if not path.exists():
-        return 0
-    with path.open("r+b") as file:
-        events, end = 0, 0
-        for line in file:
-            if line == b"[\n" or line.endswith(b"},\n"):
-                events += line != b"[\n"
+def _whole_events(path: Path) -> tuple[int, int]:
+    """How many events a former trace has, and the bytes that they take: without a torn last line and the closing bracket."""
+    events, end = 0, 0
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                if line != OPENING and not line.endswith(b"},\n"):
+                    break
+                events += line != OPENING
                 end += len(line)
-            else:
-                break
-        file.truncate(end)
-    if events == 0:
-        path.unlink()
-    return events
+    return events, end if events else 0

@@ -15,6 +15,7 @@ from typing import Self
 import msgspec
 import xxhash
 
+from rollweave.codec.disk import AppendFile, writing
 from rollweave.schema.base import Tagged, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
@@ -164,28 +165,29 @@ class TrajectoryStore:
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open `directory`, made where absent. The torn tail of the newest segment is cut off.
 
-        Raises `CorruptJournalError` if an older segment is damaged, OSError where the disk refuses.
+        Raises `CorruptJournalError` if an older segment is damaged, `DiskError` where the disk refuses.
         """
-        directory.mkdir(parents=True, exist_ok=True)
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._index: dict[TrajectoryId, Entry] = {}
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
-        self._end = 0
+        whole = 0
         for number in numbers:
             found, end = _scan(directory, number)
             self._enter(found)
             size = _segment_path(directory, number).stat().st_size
             if number == self._segment:
-                self._end = end
+                whole = end
             elif end != size:
                 path = _segment_path(directory, number)
                 raise CorruptJournalError(f"{path}: record at byte {end} of {size} does not match its checksum")
-        self._fd = self._open(self._segment, self._end)
+        self._file = self._open(self._segment, whole)
 
     def append(self, record: Ended) -> None:
-        """Write an ended attempt; it replaces earlier attempts of the same trajectory in the index."""
+        """Write an ended attempt; it replaces earlier attempts of the same trajectory in the index. Raises `DiskError`."""
         trajectory = record.trajectory
         payload = _encoder.encode(record)
         offset = self._write(payload)
@@ -201,7 +203,10 @@ class TrajectoryStore:
         )
 
     def score(self, record: Scored) -> None:
-        """Write the score of the attempt that was appended last. Raises `StoreError` for an attempt that is not there."""
+        """Write the score of the attempt that was appended last.
+
+        Raises `StoreError` for an attempt that is not there, and `DiskError`.
+        """
         entry = self._index.get(record.trajectory_id)
         if entry is None or entry.attempt != record.attempt:
             raise StoreError(f"no attempt {record.attempt} of trajectory {record.trajectory_id} to score")
@@ -246,13 +251,11 @@ class TrajectoryStore:
         return len(self._index)
 
     def sync(self) -> None:
-        """Force what was written to the disk itself."""
-        os.fsync(self._fd)
+        """Force what was written to the disk itself. Raises `DiskError`."""
+        self._file.sync()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,32 +272,18 @@ class TrajectoryStore:
             if entry is not None and entry.attempt == key.attempt:
                 entry.score = key
 
-    def _open(self, number: int, end: int) -> int:
-        fd = os.open(_segment_path(self._directory, number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(fd, end)
-        self._segment, self._end = number, end
-        if end == 0:
-            os.pwrite(fd, MAGIC, 0)
-            self._end = len(MAGIC)
-        return fd
+    def _open(self, number: int, end: int) -> AppendFile:
+        file = AppendFile(_segment_path(self._directory, number), keep=end, header=MAGIC)
+        self._segment = number
+        return file
 
     def _write(self, payload: bytes) -> int:
-        """Append one record and return the offset of its payload. A failed write leaves the file as it was."""
-        if self._end > max(len(MAGIC), self._segment_bytes):
-            os.close(self._fd)
-            self._fd = -1
-            self._fd = self._open(self._segment + 1, 0)
+        """Append one record and return the offset of its payload."""
+        if self._file.size > max(len(MAGIC), self._segment_bytes):
+            self._file.close()
+            self._file = self._open(self._segment + 1, 0)
         frame = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
-        done = 0
-        try:
-            while done < len(frame):
-                done += os.pwrite(self._fd, memoryview(frame)[done:], self._end + done)
-        except OSError:
-            os.ftruncate(self._fd, self._end)
-            raise
-        offset = self._end + FRAME.size
-        self._end += len(frame)
-        return offset
+        return self._file.append(frame) + FRAME.size
 
 
 class TrajectoryReader:

@@ -41,5 +41,12 @@ class CorruptJournalError(RollweaveError):
     """A journal record before the tail does not match its checksum."""
 
 
+class DiskError(RollweaveError, OSError):
+    """The run's own files cannot be written: no space, say. What was written before is whole, and the run can be resumed."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class WireError(RollweaveError):
     """A peer sent bytes that are not a frame of ours."""
