@@ -120,4 +120,4 @@ def _mean(values: Sequence[float]) -> float:
 
 def _deviation(values: Sequence[float]) -> float:
     mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(max(1, len(values)))  # no square that overflows

@@ -45,7 +45,7 @@ from rollweave.train.warmup import warm_up
 from rollweave.train.weights import copies, named, put_named, swapped
 from rollweave.weights.store import Publisher
 
-EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError)
+EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
 """What data, disks and devices raise; anything else is a bug of ours and ends the process."""
 
 
@@ -135,7 +135,7 @@ class Trainer:
         rewards = [t.reward for group in batch.groups for t in group.trajectories if t.reward is not None]
         mean = math.fsum(rewards) / max(1, len(rewards))
         values["reward_mean"] = mean
-        values["reward_std"] = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards)))
+        values["reward_std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(max(1, len(rewards)))
         values["tokens_per_s"] = values["input_tokens"] * self._config.trainer.epochs / train_s
         self._parts_done += 1
         if self._parts_done >= batch.parts:
