@@ -63,7 +63,7 @@ def test_overrides() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    name=st.text("abc._-", min_size=1, max_size=5),
+    name=st.text("abc._-", max_size=5).map("a".__add__),
     seed=st.integers(0, 2**40),
     lr=st.floats(1e-9, 1),
     stop=st.none() | st.floats(0, 1),
@@ -92,7 +92,7 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
     assert found[1:] == [
         "my.toml: rollout.group_size must be greater than or equal to 1, got 0",
         "my.toml: unknown key rollout.beta",
-        "my.toml: engines.count must be a valid integer, unable to parse string as an integer, got 'many'",
+        "my.toml: engines.count must be a valid integer, got 'many'",
     ]
 
 
@@ -109,6 +109,25 @@ def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
 )
 def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
     assert problems(GOOD, f"{key}=1") == [f"--set (and my.toml): unknown key {key}{suggestion}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("run.name=.", "run.name must satisfy"),
+        ("run.name=..", "run.name must satisfy"),
+        ("run.name=-x", "run.name must satisfy"),
+        (f"run.name={'x' * 101}", "run.name must satisfy: String should have at most 100 characters"),
+        (f"run.seed={2**63}", "run.seed must be less than"),
+        ("run.steps=true", "run.steps must be a valid integer, got True"),
+        ('run.steps="3"', "run.steps must be a valid integer, got '3'"),
+        ("trainer.lr=true", "trainer.lr must be a valid number, got True"),
+        ("tasks.0.max_turns=0", "tasks.0.max_turns must be greater than or equal to 1, got 0"),
+    ],
+)
+def test_a_wrong_value_is_one_line(override: str, problem: str) -> None:
+    (line,) = problems(GOOD, override)
+    assert f"--set (and my.toml): {problem}" in line
 
 
 def test_rules_between_fields_say_which() -> None:
@@ -147,4 +166,11 @@ def test_a_wrong_value_is_quoted_in_short() -> None:
 def test_files_that_are_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: config must be a readable text file"):
         load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="config must be a readable text file"):
+        load("null\0byte.toml")
     assert problems("= 3")[0].startswith("my.toml: config must be valid TOML")
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(GOOD, encoding="utf-8-sig")
+    assert load(tmp_path / "a.toml") == loads(GOOD)

@@ -55,3 +55,6 @@ def reported() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:  # `rollweave trace … | head`
         raise typer.Exit(0) from error
+    except OSError as error:  # a disk that is full, a file that may not be read
+        error_lines(str(error))
+        raise typer.Exit(FAILED) from error

@@ -18,7 +18,7 @@ from rollweave.schema.config import RunConfig
 
 def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True) -> list[Check]:
     """All checks. `deep` also resets an environment of each domain with a task, and estimates memory and disk."""
-    checks = [*_run_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
+    checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
         domain, found = examine_domain(config, index, deep=deep)
@@ -31,6 +31,13 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
 
         checks += examine_model(config, domains)
     return checks
+
+
+def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool) -> list[Check]:
+    try:
+        return list(_run_directory(config, resume=resume, fresh=fresh))
+    except (OSError, ValueError) as error:  # a name too long, a null byte, no permission to look
+        return [fail("run.dir", f"must be a readable directory, or not there yet, got {config.run.dir!r:.200}: {error}")]
 
 
 def _run_directory(config: RunConfig, *, resume: bool, fresh: bool) -> Iterator[Check]:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ EXPORT = "hf"
 def find_run(name: str) -> RunDir:
     """The run directory that `name` means: a path, or a name under `runs/`. Raises ConfigError."""
     for path in (Path(name), RUNS / name):
-        if (path / "config.toml").exists() or (path / "metrics.jsonl").exists():
+        if any(os.path.exists(path / file) for file in ("config.toml", "metrics.jsonl")):  # Path.exists raises for odd names
             return RunDir(path)
     known = sorted(path.parent.name for path in RUNS.glob("*/config.toml"))
     near = difflib.get_close_matches(name, known, n=1)

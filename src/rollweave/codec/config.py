@@ -26,8 +26,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`, `tasks.0.max_turns=8`). Raises ConfigError."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
     return loads(text, overrides, name=str(file))
 
@@ -42,7 +42,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        lines = [_line(detail, name, touched) for detail in error.errors()]
+        lines = [_line(detail, name, touched) for detail in _own(error.errors())]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
@@ -82,6 +82,16 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The problems without those of a section that only repeat one inside of it: a wrong task is not a lack of tasks."""
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail in details
+        if not any(len(place) > len(detail["loc"]) and place[: len(detail["loc"])] == detail["loc"] for place in places)
+    ]
 
 
 def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ...]]) -> str:

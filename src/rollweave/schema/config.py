@@ -8,11 +8,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+# Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
+PositiveInt = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 
 
 class Section(BaseModel):
@@ -202,9 +204,13 @@ class WatchdogConfig(Section):
 
 
 class RunSection(Section):
-    name: str = Field(description="Name of the run directory.", pattern=r"^[A-Za-z0-9._-]+$")
-    dir: str = Field("runs", description="Where run directories are made.")
-    seed: Count = Field(0, description="Seed of tasks, sampling and training.")
+    name: str = Field(
+        description="Name of the run directory: letters, digits, `._-`; dot and hyphen not first.",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        max_length=100,
+    )
+    dir: str = Field("runs", description="Where run directories are made.", pattern=r"^[^\x00]*$")
+    seed: Seed = Field(0, description="Seed of tasks, sampling and training.")
     steps: Count = Field(100, description="Training steps.")
     checkpoint_every: Count = Field(0, description="Steps between checkpoints; 0 is only at the end.")
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Metric sinks beside metrics.jsonl.")
