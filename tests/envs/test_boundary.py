@@ -43,8 +43,12 @@ async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_to
     [
         ("raise", r"step raised KeyError: 'lost key' \(.*worlds\.py:\d+\)"),
         ("exit", "step raised SystemExit: 3"),
+        ("interrupt", "step raised KeyboardInterrupt"),
+        ("cancelled", "step raised CancelledError"),
+        ("speechless", "step raised Speechless: .its text cannot be shown"),
         ("none", "step must return Step, got None"),
-        ("nan", "step must return a finite reward, got nan"),
+        ("nan", r"step must return a finite reward, at most 1e\+12, got nan"),
+        ("vast", r"step must return a finite reward, at most 1e\+12, got -1e\+300"),
         ("wrong type", "step must return Step of the right types: Expected `str`, got `int`"),
         ("wrong role", "step must return Step of the right types: Invalid enum value 'judge'"),
         ("silent", "at least one message while the episode is not done"),
@@ -98,8 +102,9 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
     [
         ("raise", r"score raised ValueError: bad \(.*worlds\.py"),
         ("stop", "score raised RuntimeError: StopIteration"),
-        ("none", "must return a finite number or a Score, got None"),
-        ("nan", "must return a finite number or a Score, got Score"),
+        ("cancelled", "score raised CancelledError"),
+        ("none", "must return a finite number, .*, or a Score, got None"),
+        ("nan", "must return a finite number, .*, or a Score, got Score"),
     ],
 )
 async def test_what_is_wrong_with_a_reward(said: str, problem: str) -> None:

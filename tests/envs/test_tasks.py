@@ -56,6 +56,8 @@ def test_a_make_task_that_breaks_its_promise(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": f"{HERE}BadTask", "tag": "bad"})
     with pytest.raises(EnvError, match="bad: make_task must return a Task, got str"):
         draw(of, "bad", 0)
+    with pytest.raises(EnvError, match="bad: make_task raised SystemExit: 4"):
+        draw(of, "bad", 2)
     with pytest.raises(EnvError, match="bad: make_task raised LookupError: no more tasks"):
         draw(of, "bad", 1)
 

@@ -53,10 +53,18 @@ class Echo:
                 raise KeyError("lost key")
             case "exit":
                 raise SystemExit(3)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "speechless":
+                raise Speechless
             case "none":
                 return None
             case "nan":
                 return Step.of("x", reward=float("nan"))
+            case "vast":
+                return Step.of("x", reward=-1e300)
             case "wrong type":
                 return Step.of(3)  # type: ignore[arg-type]
             case "wrong role":
@@ -78,6 +86,11 @@ class Echo:
             case "unshowable":
                 return Unshowable()
         return Step.of(f"you said {action}", reward=0.25, done=action == "end", success=True if action == "end" else None)
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
 
 
 class Unshowable:
@@ -111,6 +124,8 @@ class Scored(Echo):
         said = episode.actions()[0]
         if said == "raise":
             raise ValueError("bad")
+        if said == "cancelled":
+            raise asyncio.CancelledError
         if said == "stop":
             raise StopIteration
         if said == "block":
@@ -140,6 +155,8 @@ class BadClose(Echo):
 class BadTask(Echo):
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: str, options: Options) -> Any:
+        if index > 1:
+            raise SystemExit(4)
         if index:
             raise LookupError("no more tasks")
         return "a task"

@@ -1,7 +1,7 @@
 """Where the user's code ends and ours begins: the one place in which its failures and its garbage are found.
 
 Invariant: what passes is an `Observation`, `Step` or `Score` of the right types with finite numbers; everything else becomes
-an `EnvError` or `RewardError` that says what was wrong. Cancellation passes through.
+an `EnvError` or `RewardError` that says what was wrong. The caller's cancellation passes through.
 """
 
 import asyncio
@@ -23,6 +23,12 @@ from rollweave.schema.work import Task
 T = TypeVar("T", Observation, Step)
 N = TypeVar("N", Observation, Step, Score)
 
+RAISED = (Exception, SystemExit, KeyboardInterrupt)
+"""What the user's code may raise. A Ctrl-C is no KeyboardInterrupt here: the run takes signals in its event loop."""
+
+LARGEST_REWARD = 1e12
+"""Rewards are squared and summed, in float32 too: beyond this that overflows."""
+
 SHOWN = 80
 """Characters of garbage that an error quotes."""
 
@@ -33,7 +39,7 @@ class GuardedEnv:
     def __init__(self, name: str, options: Options, *, faults: FaultsConfig, seed: int, block: bool) -> None:
         try:
             env = resolve(name)(**options)
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             raise EnvError(_what_happened("making the environment", error)) from error
         self._env = Faulty(env, faults, seed=seed, block=block)
 
@@ -44,8 +50,8 @@ class GuardedEnv:
     async def step(self, action: str) -> Step:
         """Take the agent's words."""
         step = _checked(await self._called("step", action), Step, "step")
-        if not math.isfinite(step.reward):
-            raise EnvError(f"step must return a finite reward, got {step.reward}")
+        if not abs(step.reward) <= LARGEST_REWARD:  # nor is NaN
+            raise EnvError(f"step must return a finite reward, at most {LARGEST_REWARD:g}, got {step.reward}")
         if not step.done and not step.messages:
             raise EnvError("step must return at least one message while the episode is not done, got none")
         return step
@@ -57,7 +63,11 @@ class GuardedEnv:
     async def _called(self, method: str, *arguments: Any) -> Any:
         try:
             return await getattr(self._env, method)(*arguments)
-        except (Exception, SystemExit) as error:
+        except asyncio.CancelledError as error:
+            if _asked_to_cancel():
+                raise
+            raise EnvError(_what_happened(method, error)) from error
+        except RAISED as error:
             raise EnvError(_what_happened(method, error)) from error
 
 
@@ -72,7 +82,11 @@ async def scored(name: str, options: Options, episode: Episode, *, faults: Fault
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
         found = await awaited(await _in_thread(lambda: hook(episode, options)))
-    except (Exception, SystemExit) as error:
+    except asyncio.CancelledError as error:
+        if _asked_to_cancel():
+            raise
+        raise RewardError(_what_happened("score", error)) from error
+    except RAISED as error:
         raise RewardError(_what_happened("score", error)) from error
     found = _plain(found) if hasattr(found, "item") else found
     if isinstance(found, int | float):
@@ -81,9 +95,15 @@ async def scored(name: str, options: Options, episode: Episode, *, faults: Fault
         score = _typed(found, Score) if isinstance(found, Score) else None
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise RewardError(f"score must return a number or a Score: {error}") from error
-    if score is None or not math.isfinite(score.reward):
-        raise RewardError(f"score must return a finite number or a Score, got {_short(found)}")
+    if score is None or not abs(score.reward) <= LARGEST_REWARD:
+        raise RewardError(f"score must return a finite number, at most {LARGEST_REWARD:g}, or a Score, got {_short(found)}")
     return score
+
+
+def _asked_to_cancel() -> bool:
+    """Whether the caller cancels, or its time is up; otherwise the user's code raised CancelledError by itself."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _checked(value: Any, kind: type[T], method: str) -> T:
@@ -121,7 +141,11 @@ def _what_happened(method: str, error: BaseException) -> str:
         return f"{method}: {error}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{method} raised {type(error).__name__}: {error}{place}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be shown)"
+    return f"{method} raised {type(error).__name__}: {text}{place}"
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from rollweave.codec.chat import ChatCodec
 from rollweave.codec.conversation import scripted
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
-from rollweave.envs.boundary import GuardedEnv, scored
+from rollweave.envs.boundary import RAISED, GuardedEnv, scored
 from rollweave.envs.process import ProcessEnv, Workers, score_in_process
 from rollweave.envs.registry import check_options, resolve
 from rollweave.envs.words import Setting
@@ -120,7 +120,7 @@ class TaskSource:
             )
         except RollweaveError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise EnvError(f"{name}: make_task raised {type(error).__name__}: {error}") from error
         if not isinstance(made, Task):
             raise EnvError(f"{name}: make_task must return a Task, got {type(made).__name__}")
@@ -166,10 +166,13 @@ class TaskSource:
     def _strings(self, name: str, method: str) -> tuple[str, ...]:
         domain = self._domain(name)
         hook: Any = getattr(resolve(domain.env), method, None)
-        found = () if hook is None else tuple(hook(domain.options))
-        wrong = [word for word in found if not isinstance(word, str) or not word]
+        said: Any = () if hook is None else hook(domain.options)
+        found = () if isinstance(said, str) else tuple(said)
+        wrong = [said] if isinstance(said, str) else [word for word in found if not isinstance(word, str) or not word]
         if wrong:
-            raise ConfigError(f"{method} of environment {domain.env!r} must return non-empty strings, got {wrong[0]!r}")
+            raise ConfigError(
+                f"{method} of environment {domain.env!r} must return a list of non-empty strings, got {wrong[0]!r}"
+            )
         return found
 
 
