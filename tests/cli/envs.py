@@ -57,6 +57,18 @@ class BadWords(Fine):
         return ["fine", ""]
 
 
+class OneWord(Fine):
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        return "hello"
+
+
+class Foreign(Fine):
+    @classmethod
+    def allowed_words(cls, options: Options) -> Sequence[str]:
+        return ["adieu"]
+
+
 class Voiceless:
     def reset(self, task: Task) -> Observation:
         return Observation.of("hello")

@@ -61,7 +61,13 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         ("tasks.0.env=tests.cli.envs:Hangs", "tasks.0", "must answer within step_s, got nothing in 0.3 s"),
         ("tasks.0.env=tests.cli.envs:Undrawable", "tasks.0", "make_task raised LookupError: no tasks today"),
         ("tasks.0.env=tests.cli.envs:Garbage", "tasks.0", "reset must return Observation, got 'hello'"),
-        ("tasks.0.env=tests.cli.envs:BadWords", "tasks.0", "words must return non-empty strings, got ''"),
+        ("tasks.0.env=tests.cli.envs:BadWords", "tasks.0", "words must return a list of non-empty strings, got ''"),
+        ("tasks.0.env=tests.cli.envs:OneWord", "tasks.0", "words must return a list of non-empty strings, got 'hello'"),
+        (
+            "tasks.0.env=tests.cli.envs:Foreign",
+            "model",
+            "allowed_words must be among words, which are one token each, got 'adieu'",
+        ),
         ("tasks.0.options.sings=1", "tasks.0", "unexpected keyword argument 'sings'"),
         ("engines.kv_tokens=1000000000000", "memory", "the largest part is engines: KV cache"),
         ("model.scratch.hidden=400000000", "disk", "must hold the checkpoints"),
@@ -130,8 +136,32 @@ class TestModelPath:
     def test_without_weights(self, tmp_path: Path, model: Path) -> None:
         (model / "model.safetensors").unlink()
         ((name, detail),) = self.examine(tmp_path, model)
-        assert name == "model.path"
+        assert name == "model"
         assert "must hold model.safetensors" in detail
+
+    def test_weights_that_are_torn(self, tmp_path: Path, model: Path) -> None:
+        file = model / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert "model.safetensors must be a whole safetensors file" in detail
+
+    def test_an_index_with_a_file_that_is_not_there(self, tmp_path: Path, model: Path) -> None:
+        (model / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert "model-2.safetensors must be a whole safetensors file" in detail
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"intermediate_size": 64}, "mlp.gate_proj.weight must have shape (64, 16), got (32, 16)"),
+            ({"tie_word_embeddings": False}, "missing ['lm_head.weight']"),
+            ({"hidden_size": "x"}, "config.json must have values of the right types"),
+        ],
+    )
+    def test_weights_of_another_shape(self, tmp_path: Path, model: Path, changes: dict[str, object], words: str) -> None:
+        self.edit(model / "config.json", **changes)
+        ((_, detail),) = self.examine(tmp_path, model)
+        assert words in detail
 
     def test_another_architecture(self, tmp_path: Path, model: Path) -> None:
         self.edit(model / "config.json", architectures=["GPT2LMHeadModel"])

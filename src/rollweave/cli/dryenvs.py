@@ -62,11 +62,16 @@ def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
     method = getattr(kind, name, None)
     if method is None:
         return ()
-    found = _guarded(lambda: tuple(method(task.options)), PATIENCE_S, f"{name} must return words")
-    wrong = [word for word in found if not isinstance(word, str) or not word]
+    said = _guarded(lambda: _listed(method(task.options)), PATIENCE_S, f"{name} must return words")
+    wrong = [said] if isinstance(said, str) else [word for word in said if not isinstance(word, str) or not word]
     if wrong:
-        raise BrokenError(f"{name} must return non-empty strings, got {wrong[0]!r}")
-    return found
+        raise BrokenError(f"{name} must return a list of non-empty strings, got {wrong[0]!r:.80}")
+    return tuple(said)
+
+
+def _listed(said: Any) -> Any:
+    """Iterated here, in the user's code, unless it is a string, whose letters were not meant."""
+    return said if isinstance(said, str) else tuple(said)
 
 
 def _transcript(kind: type[Any], task: TaskConfig, where: str) -> Check:

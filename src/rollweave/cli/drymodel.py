@@ -13,9 +13,9 @@ from rollweave.cli.machine import gpu_memory, memory_bytes
 from rollweave.cli.memory import Need, checkpoint_bytes, memory, parameters, scratch_shape, trajectory_bytes
 from rollweave.codec.chat import ChatCodec
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.train.scratch import build_tokenizer
-from rollweave.weights.checkpoint import ModelShape, read_shape
+from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
 
 COMFORT = 0.8
 """Share of what is free beyond which an estimate deserves a warning."""
@@ -25,7 +25,9 @@ def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
     """The model, and what it needs. `domains` are the task domains that are in order."""
     try:
         shape, checks = _model(config, domains, complete=len(domains) == len(config.tasks))
-    except (ConfigError, ValueError, KeyError) as error:
+    except ConfigError as error:
+        return [fail("model", str(error))]
+    except (ValueError, KeyError, TypeError) as error:
         return [fail("model", _text(error))]
     if shape is not None:
         checks += _memory(config, shape)
@@ -39,7 +41,11 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
         if not complete:
             return None, [warn("model.scratch", "its vocabulary depends on the tasks, see there")]
         words = [word for domain in domains for word in domain.words]
-        vocab = build_tokenizer(words).get_vocab_size()
+        tokenizer = build_tokenizer(words)
+        for word in (word for domain in domains for word in domain.allowed):
+            if len(tokenizer.encode(word).ids) != 1:
+                raise ConfigError(f"allowed_words must be among words, which are one token each, got {word!r}")
+        vocab = tokenizer.get_vocab_size()
         shape = scratch_shape(config.model.scratch, vocab)
         text = f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them words of the tasks"
         checks = [ok("model.scratch", text)]
@@ -51,7 +57,10 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
     if not directory.is_dir():
         raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
     shape = read_shape(directory)
-    checks = [ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}"), _weights(directory)]
+    checks = [
+        ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}"),
+        _weights(directory, shape),
+    ]
     codec = ChatCodec.from_directory(directory)
     checks.append(ok("chat template", f"grows turn by turn; a turn ends at token {', '.join(map(str, codec.stop_token_ids))}"))
     for domain in domains:
@@ -62,11 +71,13 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
     return shape, checks
 
 
-def _weights(directory: Path) -> Check:
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if single.exists() or index.exists():
-        return ok("weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors"))))
-    return fail("model.path", f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither")
+def _weights(directory: Path, shape: ModelShape) -> Check:
+    """The files' headers against the shape: a torn download, or weights of another model. Raises ConfigError."""
+    try:
+        shape.check(read_sizes(directory))
+    except WeightsError as error:
+        raise ConfigError(f"{directory}: {error}") from error
+    return ok("weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors"))))
 
 
 def _memory(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
@@ -116,4 +127,5 @@ def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
 
 
 def _text(error: Exception) -> str:
-    return f"config.json must name {error}" if isinstance(error, KeyError) else str(error)
+    what = f"name {error}" if isinstance(error, KeyError) else f"have values of the right types: {error}"
+    return f"config.json must {what}"

@@ -84,17 +84,10 @@ class Decoder:
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise WeightsError unless `tensors` are exactly this model's parameters by name and shape, in floating point."""
-        wanted = self.shape.tensors()
-        missing = sorted(set(wanted) - set(tensors))
-        unknown = sorted(set(tensors) - set(wanted) - ({"lm_head.weight"} if self.shape.tied else set()))
-        if missing or unknown:
-            raise WeightsError(f"tensors must be the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
-        for name, shape in wanted.items():
-            tensor = tensors[name]
-            if tuple(tensor.shape) != shape:
-                raise WeightsError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-            if tensor.dtype not in FLOATS:
-                raise WeightsError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        self.shape.check({name: tensor.shape for name, tensor in tensors.items()})
+        for name in self.shape.tensors():
+            if tensors[name].dtype not in FLOATS:
+                raise WeightsError(f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy parameters in. Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped."""

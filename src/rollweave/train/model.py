@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rollweave.schema.errors import ConfigError, TrainerError
+from rollweave.schema.errors import ConfigError, TrainerError, WeightsError
 from rollweave.train.attention import MAX_SCORES, attend
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
 from rollweave.train.packing import Grid, Packed
@@ -219,16 +219,12 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
     try:
         shape = read_shape(path)
         tensors = {name: tensor.float() for name, tensor in read_tensors_of(path)}
-    except ConfigError as error:
-        raise TrainerError(str(error)) from error
+        shape.check({name: tensor.shape for name, tensor in tensors.items()})
+    except (ConfigError, WeightsError) as error:
+        raise TrainerError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = Model(shape, getattr(torch, dtype))
-    wanted = shape.tensors()
-    for name, size in wanted.items():
-        found = tuple(tensors[name].shape) if name in tensors else None
-        if found != size:
-            raise TrainerError(f"{path}: tensor {name} must have shape {size}, got {found}")
-    model.load_state_dict({name: tensors[name] for name in wanted}, assign=True, strict=False)
+    model.load_state_dict({name: tensors[name] for name in shape.tensors()}, assign=True, strict=False)
     if shape.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     for parameter in model.parameters():

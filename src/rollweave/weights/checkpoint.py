@@ -6,15 +6,15 @@ would change the result and is not understood is refused by name.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, WeightsError
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -71,6 +71,17 @@ class ModelShape:
             found["lm_head.weight"] = (self.vocab, self.hidden)
         return found
 
+    def check(self, found: Mapping[str, Sequence[int]]) -> None:
+        """Raise WeightsError unless `found`, shapes by name, are this model's parameters, or they and a tied `lm_head.weight`."""
+        wanted = self.tensors()
+        missing = sorted(set(wanted) - set(found))
+        unknown = sorted(set(found) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
+        if missing or unknown:
+            raise WeightsError(f"tensors must be the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
+        for name, shape in wanted.items():
+            if tuple(found[name]) != shape:
+                raise WeightsError(f"{name} must have shape {shape}, got {tuple(found[name])}")
+
 
 def read_shape(directory: Path) -> ModelShape:
     """The shape that `directory/config.json` describes. Raises ConfigError for what is missing or not understood."""
@@ -108,18 +119,36 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def read_tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the checkpoint, sharded or not, by its transformers name."""
+    """Every tensor of the checkpoint, sharded or not, by its transformers name. Raises ConfigError as `read_sizes` does."""
+    for shard in _shards(directory):
+        for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            yield name, shard.get_tensor(name)
+
+
+def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by name, from the files' headers. Raises ConfigError for a file that is missing or torn."""
+    return {name: tuple(shard.get_slice(name).get_shape()) for shard in _shards(directory) for name in shard.keys()}  # noqa: SIM118
+
+
+def _shards(directory: Path) -> Iterator[Any]:
+    """The checkpoint's safetensors files, opened one after the other."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        files = sorted(set(_read_json(index)["weight_map"].values()))
+        places = _read_json(index).get("weight_map")
+        if not isinstance(places, dict):
+            raise ConfigError(f"{index} must have a weight_map, got {type(places).__name__}")
+        files = sorted(set(places.values()))
     elif (directory / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:
         raise ConfigError(f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither")
     for file in files:
-        with safe_open(str(directory / file), framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                yield name, shard.get_tensor(name)
+        try:
+            opened = safe_open(str(directory / file), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{directory / file} must be a whole safetensors file: {error}") from error
+        with opened as shard:
+            yield shard
 
 
 def _read_json(path: Path) -> dict[str, Any]:
