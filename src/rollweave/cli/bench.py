@@ -37,9 +37,9 @@ def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
 def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
     say: Callable[[str], None] = lambda text: err.print(text, markup=False, soft_wrap=True)  # noqa: E731
     if name == "engine":
-        from rollweave.engine.bench import bench_engine
+        from rollweave.bench.engine import bench_engine
 
-        return Result(bench=name, **bench_engine(quick=quick))
+        return bench_engine(quick=quick)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

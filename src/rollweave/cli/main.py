@@ -99,7 +99,10 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches.")] = None,
 ) -> None:
-    """Measure, and compare with peers in the same run."""
+    """Measure, and compare with peers in the same run.
+
+    `engine` compares with vLLM where ROLLWEAVE_VLLM_PYTHON names the interpreter of an environment that has it.
+    """
     with reported():
         from rollweave.cli.bench import bench as work
 
