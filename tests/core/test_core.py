@@ -257,6 +257,15 @@ def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
     assert any(command.reason == "stale" for command in cancels)
 
 
+def test_partial_lets_stale_work_end_and_trains_none_of_it() -> None:
+    world = World(config("partial", steps=6, rollout={"spare_groups": 3}), seed=17)
+    world.run()
+    assert world.core.account().dropped.get("stale", 0) > 0
+    cancels = [command for commands in world.commands for command in commands if isinstance(command, c.CancelTrajectory)]
+    assert not any(command.reason == "stale" for command in cancels)
+    assert max(world.core.state.counters.staleness) <= 1
+
+
 def test_a_user_may_stop_a_run_and_take_it_up_again() -> None:
     world = World(config(steps=6), seed=19)
     world.start()

@@ -19,17 +19,14 @@ def test_the_presets_are_those_of_the_design() -> None:
     assert preset(ModeName.SYNC, 9) == Mode(window=0, update=Update.AT_ONCE)
     assert preset(ModeName.ONE_STEP, 9) == Mode(window=1, update=Update.ROLLED_OUT)
     assert preset(ModeName.STREAM, 9) == Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
-    assert preset(ModeName.PARTIAL, 9) == Mode(window=9, update=Update.AT_ONCE)
-    assert preset(ModeName.BOUNDED, 9) == Mode(window=9, update=Update.AT_BATCH)
+    assert preset(ModeName.PARTIAL, 9) == Mode(window=9, update=Update.AT_ONCE, aborts=False)
+    assert preset(ModeName.BOUNDED, 9) == Mode(window=9, update=Update.AT_ONCE)
 
 
 @pytest.mark.parametrize(
     ("update", "batch_ready", "in_flight", "too_old", "expected"),
     [
         (Update.AT_ONCE, False, 5, False, True),
-        (Update.AT_BATCH, False, 0, False, False),
-        (Update.AT_BATCH, True, 5, False, True),
-        (Update.AT_BATCH, False, 5, True, True),
         (Update.ROLLED_OUT, False, 5, False, False),
         (Update.ROLLED_OUT, False, 0, False, True),
         (Update.ROLLED_OUT, True, 5, False, True),

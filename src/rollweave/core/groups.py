@@ -147,6 +147,8 @@ def settle(run: Run, group: Group) -> None:
         for member in members:
             if member.stage is not Stage.SCORED:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
+        if not run.mode.aborts and not _fresh(run, group, run.next_version()):
+            drop(run, group, StopReason.STALE)  # it was let run to its end
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
     _watch_yield(run, verdict, scored=bool(rewards))
@@ -196,13 +198,16 @@ def drop(run: Run, group: Group, reason: str) -> None:
 
 
 def sweep_doomed(run: Run) -> None:
-    """Cancel early what can no longer be trained on: no step from the next one on would accept it (RollArt §6.2)."""
+    """Cancel early what can no longer be trained on: no step from the next one on would accept it (RollArt §6.2).
+
+    A mode that does not abort only evicts what is buffered; what is under way is dropped when it is done.
+    """
     state, version = run.state, run.next_version()
     if state.swept_at == version:
         return
     state.swept_at = version
     reason = StopReason.SURPLUS if run.mode.window == 0 else StopReason.STALE
-    for group_id in [*state.active_groups, *state.buffer]:
+    for group_id in [*(state.active_groups if run.mode.aborts else ()), *state.buffer]:
         group = state.groups.get(group_id)
         if group is not None and not _fresh(run, group, version):
             drop(run, group, reason)

@@ -1,8 +1,12 @@
 """How far rollouts may run ahead of training: the modes as presets of small policies (DESIGN §4).
 
-A mode answers three questions. How many steps may lie between the weights that started a trajectory and the weights that
-train on it (`window`)? When do engines take newly published weights (`update`)? May a step's mini-batches train as they
-complete (`streamed`)? Everything else (what is launched, what is doomed, what a batch accepts) follows from `window`.
+A mode answers four questions. How many steps may lie between the weights that started a trajectory and the weights that
+train on it (`window`)? When do engines take newly published weights (`update`)? Is a trajectory that can no longer be trained on
+aborted at once, or only refused when it is done (`aborts`)? May a step's mini-batches train as they complete (`streamed`)?
+Everything else (what is launched, what is doomed, what a batch accepts) follows from `window`.
+
+RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here (docs/decisions/0002), so that weights which
+wait for the batch would doom all that is in flight; `bounded` therefore updates at once.
 """
 
 import enum
@@ -15,13 +19,13 @@ class Update(enum.Enum):
     """When engines take published weights. The final evaluation takes them at once in every mode."""
 
     AT_ONCE = "at_once"  # interrupting what is in flight (AReaL); also sync, where nothing is in flight
-    AT_BATCH = "at_batch"  # when the next batch is ready (RollArt §6.2 steps 1 to 4)
     ROLLED_OUT = "rolled_out"  # when the next batch is rolled out, so that nothing is in flight (one-step)
 
 
 class Mode(Noun, frozen=True, kw_only=True):
     window: int
     update: Update
+    aborts: bool = True
     streamed: bool = False
 
 
@@ -35,9 +39,9 @@ def preset(name: ModeName, alpha: int) -> Mode:
         case ModeName.STREAM:
             return Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
         case ModeName.PARTIAL:
-            return Mode(window=alpha, update=Update.AT_ONCE)
+            return Mode(window=alpha, update=Update.AT_ONCE, aborts=False)
         case ModeName.BOUNDED:
-            return Mode(window=alpha, update=Update.AT_BATCH)
+            return Mode(window=alpha, update=Update.AT_ONCE)
 
 
 def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
@@ -51,7 +55,5 @@ def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) 
     match mode.update:
         case Update.AT_ONCE:
             return True
-        case Update.AT_BATCH:
-            return batch_ready
         case Update.ROLLED_OUT:
             return batch_ready or in_flight == 0
