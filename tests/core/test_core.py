@@ -248,6 +248,40 @@ def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
     assert world.core.state.trainer.status is TrainerStatus.STARTING
 
 
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
+    world = World(config(steps=6), seed=3)
+    world.start()
+    while world.core.state.checkpoint != 4:
+        world.step()
+    world.damaged_checkpoint = True
+    world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
+    until(world, c.PublishWeights)
+    assert world.warnings[-1].message.startswith("back at checkpoint 2")
+    assert (world.core.state.checkpoint, world.core.state.trainer.step) == (2, 2)
+    world.damaged_checkpoint = False
+    while world.finish is None:
+        world.step()
+    books = world.core.account()
+    assert books.balanced
+    assert books.trained == 6 * 3 * 2
+    everything = [member for ids in world.trained.values() for member in ids]
+    assert len(everything) == len(set(everything)) == books.trained
+
+
+def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
+    world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=3)
+    world.start()
+    while until(world, c.SaveCheckpoint).step != 2:  # type: ignore[attr-defined]
+        pass
+    assert world.core.state.evaluation is not None
+    world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=2, error="disk full"))
+    world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
+    while world.finish is None:
+        assert world.handled < 20_000
+        world.step()
+    assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [0, 2, 4, 6]
+
+
 def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
     world = World(config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()

@@ -41,6 +41,7 @@ class World:
         self.handled = 0
         self.mute: set[str] = set()  # engines that take turns and never answer
         self.stuck_trainer = False
+        self.damaged_checkpoint = False  # a restarted trainer cannot read the newest checkpoint
 
     # Driving.
 
@@ -220,9 +221,10 @@ class World:
                     self.checkpoints &= {command.step, *command.keep}
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
-                assert command.step is None or command.step in self.checkpoints, "a checkpoint that was pruned"
+                assert {command.step, command.fallback} <= {None, *self.checkpoints}, "a checkpoint that was pruned"
+                damaged = command.fallback is not None and (self.damaged_checkpoint or self.fails())
                 self.trainer_epoch = command.epoch
-                self.trainer_step = command.step or 0
+                self.trainer_step = (command.fallback if damaged else command.step) or 0
                 self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
             case _:

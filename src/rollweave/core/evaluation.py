@@ -45,6 +45,14 @@ def holds_weights(run: Run) -> bool:
     return False
 
 
+def forgo(run: Run, published: int) -> None:
+    """Give up an evaluation that has not begun and never will: engines take the published version, the trainer lost its own."""
+    evaluation = run.state.evaluation
+    if evaluation is not None and not evaluation.begun and evaluation.version != published:
+        run.warn("evaluation", f"of version {evaluation.version} given up: its weights are lost", count="evaluation_lost")
+        abandon(run)
+
+
 def advance(run: Run) -> None:
     """Begin when every engine that has weights has the same; then keep the pools filled with episodes."""
     state, evaluation = run.state, run.state.evaluation

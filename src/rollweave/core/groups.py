@@ -252,6 +252,13 @@ def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:
 # Forgetting.
 
 
+def cover(run: Run, group: Group) -> None:
+    """No restored trainer will lose the step of this group: nobody needs its tokens any more."""
+    group.status = GroupStatus.COVERED
+    run.emit(Evict(trajectory_ids=tuple(group.chosen), reason="trained"))
+    forget_if_over(run, group)
+
+
 def forget_if_over(run: Run, group: Group) -> None:
     """Forget a group that is dropped, or trained and covered by a checkpoint, once its last member has stopped."""
     if group.id not in run.state.groups or group.status not in (GroupStatus.DROPPED, GroupStatus.COVERED):

@@ -189,7 +189,7 @@ class State(msgspec.Struct):
     closing: dict[TrajectoryId, None] = {}
     active_groups: dict[GroupId, None] = {}  # training groups being drawn or rolled out
     buffer: dict[GroupId, None] = {}
-    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since the last checkpoint
+    lineage: dict[int, list[GroupId]] = {}  # step → groups trained since checkpoint `fallback`
     barren_groups: int = 0  # groups dropped in a row without one member scored
     last_failure: str = ""  # of an attempt: stop reason and the world's words
     filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
@@ -200,6 +200,7 @@ class State(msgspec.Struct):
     next_group: int = 0
     drawn: dict[str, int] = {}
     checkpoint: int | None = None  # newest step that a checkpoint covers
+    fallback: int | None = None  # the checkpoint before it, in case it is damaged
     checkpoint_failed_at: int = -1
     best_step: int | None = None
     best_score: float = -1.0

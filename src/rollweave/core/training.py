@@ -1,7 +1,8 @@
 """Training: batches taken from the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
 
-Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint stay in `lineage`, so
-that a restored trainer's lost steps give their groups back (DESIGN §12.3). A version is published once its step is whole.
+Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint but one stay in
+`lineage`, so that a restored trainer's lost steps give their groups back (DESIGN §12.3), even where the last checkpoint turns
+out to be damaged. A version is published once its step is whole.
 """
 
 from rollweave.core import evaluation, groups
@@ -25,10 +26,18 @@ def _enter(run: Run, status: TrainerStatus) -> None:
 
 
 def on_ready(run: Run, event: TrainerReady) -> None:
-    """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to the buffer if still fresh."""
+    """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to the buffer if still fresh.
+
+    A trainer that could not read its last checkpoint is back at the one before, and the last one counts no more.
+    """
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
         return
+    if state.checkpoint is not None and event.step < state.checkpoint:
+        run.warn("trainer", f"back at checkpoint {event.step}: {event.note}", count="checkpoint_damaged")
+        if state.best_step is not None and state.best_step > event.step:
+            state.best_step, state.best_score = None, -1.0
+        state.checkpoint, state.fallback = event.step, None
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
     for step in [step for step in state.lineage if step >= event.step]:
@@ -137,6 +146,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.PUBLISHING:
         return
     state.published_version, state.published_id = event.version, event.weights_id
+    evaluation.forgo(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     if not run.training:
         return
@@ -162,12 +172,10 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
         return
-    state.checkpoint = event.step
-    for step in [step for step in state.lineage if step < event.step]:
+    state.checkpoint, state.fallback = event.step, state.checkpoint
+    for step in [step for step in state.lineage if state.fallback is not None and step < state.fallback]:
         for group_id in state.lineage.pop(step):
-            group = state.groups[group_id]
-            group.status = GroupStatus.COVERED
-            groups.forget_if_over(run, group)
+            groups.cover(run, state.groups[group_id])
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -210,4 +218,4 @@ def start_again(run: Run, reason: str) -> None:
     state, trainer = run.state, run.state.trainer
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
-    run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, reason=reason))
+    run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason))

@@ -5,7 +5,7 @@ Invariants: there is at most one trainer, of the newest epoch; everything it say
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rollweave.live.checkpoints import Checkpoints
@@ -13,7 +13,6 @@ from rollweave.live.tasks import Tasks
 from rollweave.live.trace import TRAINER, Trace
 from rollweave.live.trainer_link import TrainerBackend, TrainerLostError
 from rollweave.rollout.store import StoreError, TrajectoryStore
-from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
@@ -39,6 +38,10 @@ class Post(Protocol):
         """Queue an event; `then` follows once it is in the journal."""
 
 
+class DamagedCheckpointError(TrainerLostError):
+    """The trainer lives, and cannot read a checkpoint."""
+
+
 class TrainerSeat:
     """`make(epoch, fresh)` starts a trainer, or raises OSError. `on_saved` follows when a checkpoint is in the journal."""
 
@@ -62,20 +65,17 @@ class TrainerSeat:
         self._epoch = 0
         self._backend: TrainerBackend | None = None
         self._life: asyncio.Task[None] | None = None
-        self._trained: dict[int, list[TrajectoryId]] = {}  # by step, not yet covered by a checkpoint
 
-    def start(self, epoch: int, step: int | None) -> None:
-        """Start a trainer process; from checkpoint `step`, or afresh. The one before it is killed."""
+    def start(self, epoch: int, steps: Sequence[int] = ()) -> None:
+        """Start a trainer process; from the first of these checkpoints that is good, or afresh. The one before it is killed."""
         former, self._life = self._life, None
         if self._backend is not None:
             self._backend.kill()
         self._backend, self._epoch = None, epoch
-        for lost in [trained for trained in self._trained if trained >= (step or 0)]:
-            del self._trained[lost]  # the core may train on these again
-        self._life = self._tasks.spawn(self._live(epoch, step, former), f"trainer {epoch}")
+        self._life = self._tasks.spawn(self._live(epoch, steps, former), f"trainer {epoch}")
 
     def restart(self, command: RestartTrainer) -> None:
-        self.start(command.epoch, command.step)
+        self.start(command.epoch, [step for step in (command.step, command.fallback) if step is not None])
 
     def train(self, command: TrainStep) -> None:
         self._tasks.spawn(self._train(self._epoch, command), f"train {command.step}.{command.part}")
@@ -93,7 +93,7 @@ class TrainerSeat:
         if backend is not None:
             await backend.close()
 
-    async def _live(self, epoch: int, step: int | None, former: asyncio.Task[None] | None) -> None:
+    async def _live(self, epoch: int, steps: Sequence[int], former: asyncio.Task[None] | None) -> None:
         """One trainer from its start to its loss."""
         if former is not None:
             await asyncio.wait([former])
@@ -102,15 +102,14 @@ class TrainerSeat:
             if epoch != self._epoch:
                 return
             try:
-                backend = self._backend = self._make(epoch, step is None)
+                backend = self._backend = self._make(epoch, not steps)
                 await backend.ready()
-                if step is not None:
-                    await self._restore(backend, step)
+                step, note = await self._restore_first(backend, steps)
             except (RollweaveError, OSError) as error:
                 self._lost(epoch, str(error))
                 return
             self._trace.span(TRAINER, "trainer", "start", started, self._clock(), epoch=epoch)
-            self._post(TrainerReady(epoch=epoch, step=step or 0))
+            self._post(TrainerReady(epoch=epoch, step=step, note=note))
             self._lost(epoch, await asyncio.shield(backend.lost))
         finally:
             if backend is not None:
@@ -120,10 +119,24 @@ class TrainerSeat:
         if epoch == self._epoch:
             self._post(TrainerLost(epoch=epoch, error=error))
 
+    async def _restore_first(self, backend: TrainerBackend, steps: Sequence[int]) -> tuple[int, str]:
+        """Restore the first of these checkpoints that is good: its step, and what is wrong with those before it."""
+        wrong: list[str] = []
+        for step in steps:
+            try:
+                await self._restore(backend, step)
+            except DamagedCheckpointError as error:
+                wrong.append(str(error))
+            else:
+                return step, "; ".join(wrong)
+        if wrong:
+            raise DamagedCheckpointError("; ".join(wrong))
+        return 0, ""
+
     async def _restore(self, backend: TrainerBackend, step: int) -> None:
         reply = await backend.ask(Restore(path=str(self._checkpoints.path(step))))
         if not isinstance(reply, Restored):
-            raise TrainerLostError(f"checkpoint of step {step} cannot be restored: {_error(reply)}")
+            raise DamagedCheckpointError(f"checkpoint of step {step} cannot be restored: {_error(reply)}")
 
     async def _train(self, epoch: int, command: TrainStep) -> None:
         backend = self._backend
@@ -141,7 +154,6 @@ class TrainerSeat:
             return
         self._trace.span(TRAINER, "trainer", f"train {step}.{part}", started, self._clock(), groups=len(batch.groups))
         if isinstance(reply, Trained):
-            self._trained.setdefault(step, []).extend(member for group in command.groups for member in group.trajectory_ids)
             self._on_trained(command, batch, reply.metrics)
             self._post(StepTrained(epoch=epoch, step=step, part=part))
         else:
@@ -195,8 +207,6 @@ class TrainerSeat:
 
     def _saved(self, command: SaveCheckpoint) -> None:
         """The checkpoint is in the journal: what only earlier ones needed may go."""
-        for step in [step for step in self._trained if step < command.step]:
-            self._store.forget(self._trained.pop(step))
         self._on_saved()
         keep = {*command.keep, command.step}
         self._tasks.spawn(asyncio.to_thread(self._checkpoints.prune, keep), "prune checkpoints")

@@ -121,7 +121,7 @@ class World:
                 self.pump.post(first)
                 self.fleet.start(engines)
                 if fresh:
-                    self.seat.start(0, None)
+                    self.seat.start(0)
                 await self.pump.run()
                 await asyncio.gather(self.fleet.close(), self.seat.close())
             finally:

@@ -73,7 +73,7 @@ class CancelTrajectory(Tagged, frozen=True, kw_only=True):
 
 
 class Evict(Tagged, frozen=True, kw_only=True):
-    """These scored trajectories will not be trained on; the store may forget their tokens. No answer is owed."""
+    """These scored trajectories will not be trained on (again); the store may forget their tokens. No answer is owed."""
 
     trajectory_ids: tuple[TrajectoryId, ...]
     reason: str
@@ -163,12 +163,13 @@ class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
 class RestartTrainer(Tagged, frozen=True, kw_only=True):
     """Kill what is left of the trainer, start it as `epoch` and restore checkpoint `step` (None: start afresh).
 
-    → TrainerReady | TrainerLost
+    Where that one is damaged, `fallback` is restored, if there is one. → TrainerReady | TrainerLost
     """
 
     epoch: int
     step: int | None
     reason: str
+    fallback: int | None = None
 
 
 # The run.

@@ -157,10 +157,14 @@ class EngineLost(Tagged, frozen=True, kw_only=True):
 
 
 class TrainerReady(Tagged, frozen=True, kw_only=True):
-    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's step when restored."""
+    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's step when restored.
+
+    `note` says why it is not the checkpoint that was asked for first.
+    """
 
     epoch: int
     step: int
+    note: str = ""
 
 
 class StepTrained(Tagged, frozen=True, kw_only=True):
