@@ -79,6 +79,25 @@ def test_a_problem_is_a_failure_that_says_what_to_change(tmp_path: Path, overrid
     assert any(words in check.detail for check in wrong), wrong
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["tasks.0.env=tests.cli.envs:Undrawable"], "make_task raised LookupError: no tasks today"),
+        (["tasks.0.env=frozenlake", "tasks.0.options.maps=round"], "options.maps must be random or fixed, got 'round'"),
+        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/a', reward='math:sqrt'}"], "options.path must be a readable file"),
+        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:root'}"], "math has no root"),
+        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:sqrt'}"], "must have records for split test"),
+        (["tasks.0.env=jsonl", "tasks.0.options={path=5, reward='math:sqrt'}"], "options.path must be a readable file, got 5"),
+    ],
+)
+def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(tmp_path: Path, overrides: list[str], words: str) -> None:
+    (tmp_path / "one").write_text('{"prompt": "a lonely record"}\n')
+    sets = [override.replace("{dir}", str(tmp_path)) for override in overrides]
+    (wrong,) = failures(dryrun.examine(config(tmp_path, *sets, "warmup.steps=0"), deep=False))
+    assert wrong.name == "tasks.0"
+    assert words in wrong.detail
+
+
 def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None:
     checks = dryrun.examine(config(tmp_path, "tasks.0.env=tests.cli.envs:Raises"), deep=False)
     assert failures(checks) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.envs import jsonl
 from rollweave.envs.base import Episode, Score, Split, Step, new_task, split_of
 from rollweave.envs.gym_text import GymText
 from rollweave.envs.jsonl import Jsonl
@@ -77,6 +78,11 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
     failing = data(tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:bad_reward")
     with pytest.raises(RewardError, match="ZeroDivisionError: no"):
         score(failing, draw(failing, "data"), "x")
+
+
+def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "bom.jsonl").write_text('{"prompt": "a"}', encoding="utf-8-sig")
+    assert len(jsonl._records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
 
 
 def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollweave.cli.checks import Check, fail, ok
+from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation
 from rollweave.envs.registry import check_options, resolve
 from rollweave.envs.tasks import TaskSource
@@ -18,7 +19,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.work import Purpose
+from rollweave.schema.work import Purpose, Task
 
 T = TypeVar("T")
 
@@ -50,8 +51,9 @@ def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain
         allowed = _words(kind, "allowed_words", task)
         if config.warmup.steps:
             checks.append(_transcript(kind, task, where))
+        drawn = _drawn(config, task)
         if deep:
-            checks.append(_first_look(config, task, where))
+            checks.append(_first_look(config, task, drawn, where))
     except (ConfigError, BrokenError) as error:
         return None, [*checks, fail(where, str(error))]
     return Domain(words=words, allowed=allowed), checks
@@ -86,14 +88,30 @@ def _transcript(kind: type[Any], task: TaskConfig, where: str) -> Check:
     return ok(f"{where} warm-up", _first_paragraph(method) or f"{len(said)} messages in a transcript")
 
 
-def _first_look(config: RunConfig, task: TaskConfig, where: str) -> Check:
-    """Draw the first training task and reset an environment with it, where the run would have it: inline or in a process."""
-    alone = config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
+def _drawn(config: RunConfig, task: TaskConfig) -> Task:
+    """The first training task, and before it the first of each kind of evaluation that the run makes: do options and data do?"""
+    source = TaskSource(_alone(config, task))
+    wanted = [(FINAL_TASKS_FROM, config.eval.final_episodes), (0, config.eval.every and config.eval.episodes)]
+
+    def draw() -> Task:
+        for index, count in wanted:
+            if count:
+                source.draw(task.name, index, Purpose.EVAL)
+        return source.draw(task.name, 0, Purpose.TRAIN)
+
+    return _guarded(draw, PATIENCE_S, "a task must be drawn")
+
+
+def _alone(config: RunConfig, task: TaskConfig) -> RunConfig:
+    return config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
+
+
+def _first_look(config: RunConfig, task: TaskConfig, drawn: Task, where: str) -> Check:
+    """Reset an environment with the first training task, where the run would have it: inline or in a process."""
 
     async def look(logs: Path) -> Observation:
-        source = TaskSource(alone, logs=logs)
+        source = TaskSource(_alone(config, task), logs=logs)
         try:
-            drawn = await asyncio.to_thread(source.draw, task.name, 0, Purpose.TRAIN)
             env = await source.worlds(task.name).open(drawn, seed=0)
             try:
                 async with asyncio.timeout(task.step_s):
@@ -107,7 +125,7 @@ def _first_look(config: RunConfig, task: TaskConfig, where: str) -> Check:
 
     with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
         limit_s = PATIENCE_S + task.step_s
-        observation = _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "a task must be drawn and its environment reset")
+        observation = _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset")
     text = " ".join(message.content for message in observation.messages).strip()
     return ok(f"{where} task", f"begins with {text!r:.90}")
 

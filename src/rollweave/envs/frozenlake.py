@@ -49,8 +49,7 @@ class FrozenLake:
     """
 
     def __init__(self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False) -> None:
-        if maps not in ("random", "fixed"):
-            raise ConfigError(f"options.maps must be random or fixed, got {maps!r}")
+        _known(maps)
         self._lake: Any = None
         self._map: Map = ()
         self._visited: set[tuple[int, int]] = set()
@@ -90,7 +89,7 @@ class FrozenLake:
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """A solvable map. Held-out maps are distinct; training maps come as often as they are likely."""
-        maps = options.get("maps", "random")
+        maps = _known(options.get("maps", "random"))
         if split is Split.TRAIN:
             rng = random.Random(mix(seed, split, index))
             lake = FIXED if maps == "fixed" else _training_map(rng)
@@ -132,6 +131,12 @@ class FrozenLake:
 
 
 @functools.lru_cache(64)
+def _known(maps: Any) -> str:
+    if maps not in ("random", "fixed"):
+        raise ConfigError(f"options.maps must be random or fixed, got {maps!r}")
+    return str(maps)
+
+
 def _lake(rows: Map) -> Any:
     """Gymnasium's environment on a map. Making one takes a millisecond, and the members of a group have the same map."""
     return gymnasium.make("FrozenLake-v1", desc=list(rows), is_slippery=False, disable_env_checker=True).unwrapped

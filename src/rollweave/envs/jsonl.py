@@ -44,7 +44,8 @@ class Jsonl:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """The next record of the split. Raises ConfigError where the split is empty."""
+        """The next record of the split. Raises ConfigError for options that are wrong, and where the split is empty."""
+        _reward(options["reward"])
         held_out = options.get("held_out", "")
         file = held_out if held_out and split is not Split.TRAIN else options["path"]
         rows = _rows(file, options.get("prompt", "prompt"), split, bool(held_out))
@@ -76,8 +77,8 @@ def _records(path: str, prompt: str) -> tuple[dict[str, Any], ...]:
     """Every record of the file. Raises ConfigError that names file and line."""
     found: list[dict[str, Any]] = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"options.path must be a readable file, got {path!r}: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -72,7 +72,7 @@ class ModelShape:
         return found
 
     def check(self, found: Mapping[str, Sequence[int]]) -> None:
-        """Raise WeightsError unless `found`, shapes by name, are this model's parameters, or they and a tied `lm_head.weight`."""
+        """Raise WeightsError unless `found`, shapes by name, are this model's parameters; a tied `lm_head.weight` may be."""
         wanted = self.tensors()
         missing = sorted(set(wanted) - set(found))
         unknown = sorted(set(found) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
