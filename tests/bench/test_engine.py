@@ -25,7 +25,7 @@ def small() -> Subject:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return compare([small()], turns=40, python=fake_python(tmp_path_factory.mktemp("fake")))
+    return compare([small()], turns=40, python=fake_python(tmp_path_factory.mktemp("fake")), eager=False)
 
 
 def value(result: Result, name: str) -> float:
@@ -54,7 +54,7 @@ def test_the_rest_of_the_batch_changes_nothing(result: Result) -> None:
 
 @pytest.mark.parametrize("behaviour", ["crashes", "dies"])
 def test_a_vllm_that_fails_is_null_with_the_reason(tmp_path: Path, behaviour: str) -> None:
-    result = compare([small()], turns=40, python=fake_python(tmp_path, behaviour))
+    result = compare([small()], turns=40, python=fake_python(tmp_path, behaviour), eager=True)
     assert set(result.figures) == {*SPEEDS, *RATIOS, *EXACTNESS}
     assert value(result, "ratio_to_hf_16_small") > 0
     words = {"crashes": "no kernel for heads of 16", "dies": "out of memory"}

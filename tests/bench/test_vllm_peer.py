@@ -21,14 +21,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from rollweave.bench.vllm_peer import VllmServer
-with VllmServer(sys.argv[1], sys.argv[2], kv_bytes=1, scratch=Path(sys.argv[2]), concurrency=1) as server:
+with VllmServer(sys.argv[1], sys.argv[2], kv_bytes=1, eager=True, scratch=Path(sys.argv[2]), concurrency=1) as server:
     server.wait_ready()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def server(tmp_path: Path, behaviour: str = "") -> VllmServer:
-    return VllmServer(fake_python(tmp_path, behaviour), str(tmp_path), kv_bytes=1, scratch=tmp_path, concurrency=4)
+    return VllmServer(fake_python(tmp_path, behaviour), str(tmp_path), kv_bytes=1, eager=True, scratch=tmp_path, concurrency=4)
 
 
 def await_gone(*locks: Path) -> None:
@@ -39,7 +39,7 @@ def await_gone(*locks: Path) -> None:
 
 
 def assert_gone(tmp_path: Path, peer: VllmServer) -> None:
-    """The server is reaped, and its child has ended."""
+    """The guard is reaped, the server and its child have ended."""
     with pytest.raises(ChildProcessError):
         os.waitpid(peer.pid, 0)
     await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
@@ -78,14 +78,10 @@ def test_leaving_it_ends_the_requests_under_way(tmp_path: Path) -> None:
     assert_gone(tmp_path, peer)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a child with its parent")
 def test_it_is_killed_with_us(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, fake_python(tmp_path), str(tmp_path)], check=False)
     assert done.returncode == -signal.SIGKILL
-    await_gone(tmp_path / "server.lock")
-    # Real vLLM's children end with it by themselves; this one does not.
-    os.killpg(os.getpgid(int((tmp_path / "child.pid").read_text())), signal.SIGKILL)
-    await_gone(tmp_path / "child.lock")
+    await_gone(tmp_path / "server.lock", tmp_path / "child.lock")
 
 
 def test_a_crash_at_the_start_is_said_with_its_last_words(tmp_path: Path) -> None:
@@ -120,7 +116,7 @@ def test_requests_that_fail_are_a_reason(tmp_path: Path, behaviour: str, reason:
 
 
 def test_what_is_no_program_is_said(tmp_path: Path) -> None:
-    nobody = VllmServer(str(tmp_path / "none"), str(tmp_path), kv_bytes=1, scratch=tmp_path, concurrency=1)
+    nobody = VllmServer(str(tmp_path / "none"), str(tmp_path), kv_bytes=1, eager=True, scratch=tmp_path, concurrency=1)
     with pytest.raises(PeerError, match="not a program"), nobody:
         pass
 

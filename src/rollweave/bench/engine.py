@@ -92,11 +92,12 @@ def bench_engine(*, quick: bool) -> Result:
     """Tokens/s, ratios to peers, cache hits, log-prob error, and whether a batch changes what its requests get."""
     torch.set_num_threads(THREADS)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return compare(subjects(quick=quick), turns=TURNS_QUICK if quick else TURNS, python=interpreter())
+    return compare(subjects(quick=quick), turns=TURNS_QUICK if quick else TURNS, python=interpreter(), eager=quick)
 
 
-def compare(chosen: Sequence[Subject], *, turns: int, python: str | None) -> Result:
-    """All figures of `chosen`; `turns` turns of the first in two batch sizes; against the vLLM of `python`.
+def compare(chosen: Sequence[Subject], *, turns: int, python: str | None, eager: bool) -> Result:
+    """All figures of `chosen`; `turns` turns of the first in two batch sizes; against the vLLM of `python`, compiled
+    unless `eager`.
 
     vLLM's servers start while what needs no clock is measured. Raises EngineError where our engine fails.
     """
@@ -104,7 +105,7 @@ def compare(chosen: Sequence[Subject], *, turns: int, python: str | None) -> Res
     conditions: dict[str, Any] = {"threads": THREADS, "dtype": "float32", "sampling": "temperature 1", **PEERS}
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollweave-bench-")))
-        cases = [_case(subject, scratch / subject.name, python, stack) for subject in chosen]
+        cases = [_case(subject, scratch / subject.name, python, stack, eager=eager) for subject in chosen]
         for case in cases:
             figures |= _named(case.subject, _checked(case))
         changed, most = batch_changes(cases[0].spec, cases[0].subject, turns)
@@ -127,7 +128,7 @@ def _named(subject: Subject, values: dict[str, Any]) -> dict[str, Any]:
     return {f"{name}_{subject.name}": value for name, value in values.items()}
 
 
-def _case(subject: Subject, scratch: Path, python: str | None, stack: ExitStack) -> Case:
+def _case(subject: Subject, scratch: Path, python: str | None, stack: ExitStack, *, eager: bool) -> Case:
     """Save the model, and let its server start."""
     model = random_model(subject)
     model.save_pretrained(scratch)
@@ -136,7 +137,8 @@ def _case(subject: Subject, scratch: Path, python: str | None, stack: ExitStack)
     if python is None:
         case.missing = MISSING
         return case
-    server = VllmServer(python, str(scratch), kv_bytes=kv_bytes(subject, KV_TOKENS), scratch=scratch, concurrency=COMPARED)
+    kv = kv_bytes(subject, KV_TOKENS)
+    server = VllmServer(python, str(scratch), kv_bytes=kv, eager=eager, scratch=scratch, concurrency=COMPARED)
     try:
         case.vllm = stack.enter_context(server)
     except PeerError as error:
@@ -147,7 +149,7 @@ def _case(subject: Subject, scratch: Path, python: str | None, stack: ExitStack)
 def _await_vllm(case: Case, conditions: dict[str, Any]) -> None:
     if case.vllm is not None:
         try:
-            conditions["vllm"] = conditions_of(case.vllm.wait_ready())
+            conditions["vllm"] = conditions_of(case.vllm.wait_ready(), eager=case.vllm.eager)
         except PeerError as error:
             case.vllm, case.missing = None, str(error)
 

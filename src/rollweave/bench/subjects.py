@@ -31,7 +31,7 @@ def subjects(*, quick: bool) -> list[Subject]:
     large |= {"num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 2048, "max_position_embeddings": 4096}
     return [
         Subject(name="tiny", config=tiny, prompt=64, output=64 if quick else 128, repeats=3 if quick else 7),
-        Subject(name="100m", config=large, prompt=64, output=6 if quick else 32, repeats=1 if quick else 5),
+        Subject(name="100m", config=large, prompt=32 if quick else 64, output=6 if quick else 32, repeats=1 if quick else 5),
     ]
 
 

@@ -70,7 +70,6 @@ def main() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert child.stdout is not None
         child.stdout.readline()
-        Path("child.pid").write_text(str(child.pid))
         ThreadingHTTPServer((known.host, known.port), Handler).serve_forever()
 
 

@@ -1,0 +1,37 @@
+"""Runs a command of another interpreter as long as whoever started us holds our standard input open.
+
+Invariants: the command has a process group of its own, and nothing of that group is left when we end; we end when the command
+does, or when the other end of our standard input closes, which it does however our parent ends. Run as a file by an interpreter
+that need not have this package, so only the standard library is here.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main() -> None:
+    """`python guard.py *arguments`: run `python *arguments`, and end with its exit status (128 and the signal's number)."""
+    command = [sys.executable, *sys.argv[1:]]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=_end_with_input, args=(process.pid,), daemon=True).start()
+    status = process.wait()
+    _end(process.pid)
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _end_with_input(group: int) -> None:
+    sys.stdin.buffer.read()
+    _end(group)
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
