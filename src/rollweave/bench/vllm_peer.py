@@ -51,10 +51,14 @@ EAGER = "--enforce-eager"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""One thread, as every other engine has, left to the system to place; nothing is sent to or fetched from anywhere."""
+"""One thread, as every other engine has, left to the system to place; nothing is sent to or fetched from anywhere.
+
+Without `VLLM_ENABLE_V1_MULTIPROCESSING=0` the option `uni` is overruled on a CPU.
+"""
 
 
 class PeerError(RollweaveError):
