@@ -268,6 +268,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it() -> None:
     assert len(everything) == len(set(everything)) == books.trained
 
 
+def test_no_checkpoint_that_can_be_read_ends_the_run_at_once() -> None:
+    world = World(config(), seed=3)
+    world.start()
+    until(world, c.TrainStep)
+    world.feed(e.TrainerLost(epoch=0, error="checkpoint of step 0 is torn", hopeless=True))
+    assert world.finish is not None
+    assert "checkpoint of step 0 is torn" in world.finish.error
+    assert world.core.account().balanced
+    assert world.core.account().in_flight == 0
+
+
 def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
     world = World(config(steps=6, eval={"every": 2, "episodes": 2}), seed=3)
     world.start()

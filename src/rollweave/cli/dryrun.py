@@ -11,6 +11,7 @@ from pathlib import Path
 from rollweave.cli.checks import Check, fail, ok, warn
 from rollweave.cli.dryenvs import Domain, examine_domain
 from rollweave.cli.machine import cores
+from rollweave.codec.config import load
 from rollweave.live.rundir import RunDir
 from rollweave.live.sinks import missing_sinks
 from rollweave.schema.config import RunConfig
@@ -47,9 +48,11 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool) -> Iterator[
         if not run.config.exists():
             yield fail("run.name", f"{path} must hold a run to resume, found no config.toml")
         else:
+            if run.journal.exists():
+                yield from (fail("--resume", line) for line in config.strays_from(load(run.config)))
             yield ok("run.name", f"goes on in {path}")
         return
-    holds = path.exists() and any(entry != run.lock for entry in path.iterdir())
+    holds = run.holds_something()
     if holds and not fresh:
         yield fail(
             "run.name", f"{path} holds a run already; go on with --resume, delete it with --fresh, or choose another name"

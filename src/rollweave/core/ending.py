@@ -30,7 +30,10 @@ def advance(run: Run) -> None:
             training.save(run, final=True)
     if state.phase is Phase.SAVING and state.trainer.status is TrainerStatus.IDLE:
         if state.checkpoint_failed_at == state.trainer.step:
-            state.error = f"the final checkpoint of step {state.trainer.step} failed; newest good one: {state.checkpoint}"
+            state.error = (
+                f"the final checkpoint of step {state.trainer.step} failed: {state.checkpoint_error}; "
+                f"last good checkpoint: step {state.checkpoint}"
+            )
             _finish_with_error(run)
             return
         state.phase = Phase.EVALUATING

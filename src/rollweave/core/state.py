@@ -202,6 +202,7 @@ class State(msgspec.Struct):
     checkpoint: int | None = None  # newest step that a checkpoint covers
     fallback: int | None = None  # the checkpoint before it, in case it is damaged
     checkpoint_failed_at: int = -1
+    checkpoint_error: str = ""
     best_step: int | None = None
     best_score: float = -1.0
     evaluated_version: int = -1

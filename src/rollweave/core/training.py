@@ -185,7 +185,7 @@ def on_save_failed(run: Run, event: CheckpointFailed) -> None:
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
         return
     run.warn("trainer", f"checkpoint of step {event.step} failed: {event.error}", count="checkpoint_failed")
-    state.checkpoint_failed_at = event.step
+    state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
     _enter(run, TrainerStatus.IDLE)
 
 
@@ -193,7 +193,11 @@ def on_save_failed(run: Run, event: CheckpointFailed) -> None:
 
 
 def on_lost(run: Run, event: TrainerLost) -> None:
-    if event.epoch == run.state.trainer.epoch:
+    if event.epoch != run.state.trainer.epoch:
+        return
+    if event.hopeless:
+        run.state.error = run.state.error or f"the trainer cannot go on: {event.error}"
+    else:
         restart(run, f"lost: {event.error}")
 
 

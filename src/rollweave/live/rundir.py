@@ -45,13 +45,17 @@ class RunDir:
         with writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
-        if not resume and any(entry != run.lock and not _empty_directory(entry) for entry in run.path.iterdir()):
+        if not resume and run.holds_something():
             run.release()
             raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
         with writing(run.path):
             run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
         return run
+
+    def holds_something(self) -> bool:
+        """True if a run has written here: anything but the lock and directories that are empty."""
+        return self.path.exists() and any(entry != self.lock and not _empty_directory(entry) for entry in self.path.iterdir())
 
     def write_config(self, config: RunConfig) -> None:
         """Write `config.toml`, whole or not at all. Raises DiskError."""

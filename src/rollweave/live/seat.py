@@ -106,7 +106,7 @@ class TrainerSeat:
                 await backend.ready()
                 step, note = await self._restore_first(backend, steps)
             except (RollweaveError, OSError) as error:
-                self._lost(epoch, str(error))
+                self._lost(epoch, str(error), hopeless=isinstance(error, DamagedCheckpointError))
                 return
             self._trace.span(TRAINER, "trainer", "start", started, self._clock(), epoch=epoch)
             self._post(TrainerReady(epoch=epoch, step=step, note=note))
@@ -115,9 +115,9 @@ class TrainerSeat:
             if backend is not None:
                 backend.kill()
 
-    def _lost(self, epoch: int, error: str) -> None:
+    def _lost(self, epoch: int, error: str, *, hopeless: bool = False) -> None:
         if epoch == self._epoch:
-            self._post(TrainerLost(epoch=epoch, error=error))
+            self._post(TrainerLost(epoch=epoch, error=error, hopeless=hopeless))
 
     async def _restore_first(self, backend: TrainerBackend, steps: Sequence[int]) -> tuple[int, str]:
         """Restore the first of these checkpoints that is good: its step, and what is wrong with those before it."""

@@ -202,8 +202,11 @@ class CheckpointFailed(Tagged, frozen=True, kw_only=True):
 
 
 class TrainerLost(Tagged, frozen=True, kw_only=True):
+    """`hopeless`: another trainer would fail in the same way, since no checkpoint can be read."""
+
     epoch: int
     error: str
+    hopeless: bool = False
 
 
 Event = (
