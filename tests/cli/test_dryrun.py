@@ -8,7 +8,8 @@ import torch
 
 from rollweave.cli import dryrun
 from rollweave.cli.checks import Status, failures
-from rollweave.codec.config import loads
+from rollweave.codec.config import dumps, loads
+from rollweave.live.rundir import RunDir
 from rollweave.schema.config import RunConfig, ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
@@ -120,6 +121,27 @@ def test_a_directory_that_holds_a_run_needs_resume_or_fresh(tmp_path: Path) -> N
     assert names() == ["run.name"]
     assert names(resume=True) == []
     assert names(fresh=True) == []
+
+
+def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "dry")
+    run.path.mkdir()
+    run.journal.touch()
+    run.config.write_text(dumps(config(tmp_path)))
+    changes = [
+        "run.seed=5",
+        "model.scratch.hidden=32",
+        "tasks.0.env=nim",
+        "run.steps=9",
+        "tasks.0.weight=2",
+        "model.dtype=bfloat16",
+    ]
+    wrong = failures(dryrun.examine(config(tmp_path, *changes), deep=False, resume=True))
+    assert [(check.name, check.detail.split(" must stay")[0]) for check in wrong] == [
+        ("--resume", "run.seed"),
+        ("--resume", "model.scratch"),
+        ("--resume", "tasks (fine).env"),
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

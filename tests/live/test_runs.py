@@ -188,6 +188,17 @@ def test_a_run_that_is_over_may_go_on_with_more_steps(tmp_path: Path) -> None:
     assert_trained_once(longer)
 
 
+def test_a_run_does_not_go_on_with_another_seed_and_loses_nothing_by_the_attempt(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 77})})
+    before = RunDir(Path(config.run.dir) / config.run.name).config.read_bytes()
+    with pytest.raises(ConfigError, match=r"--resume: run\.seed must stay as the run began, 5, got 77"):
+        run(other, resume=True)
+    assert RunDir(Path(config.run.dir) / config.run.name).config.read_bytes() == before
+    assert run(config, resume=True).steps == 2
+
+
 class FullDisk(Silent):
     """From step 1 on the disk has no room for the file `name`."""
 

@@ -14,6 +14,7 @@ from rollweave.live.rundir import RunDir
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, WorldLost
 
 
@@ -41,11 +42,15 @@ class Beginning:
 def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning:
     """The run's beginning. Raises `CorruptJournalError` where the journal is damaged before its end.
 
-    The former life is replayed under its own configuration; only then does `config` take over, which may ask for more steps.
+    The former life is replayed under its own configuration; only then does `config` take over, which may ask for more steps,
+    but not for another model: `ConfigError` says what must stay.
     """
     if not run.journal.exists():
         return Beginning(core=Core(config), at=0.0, resumed=False)
-    replay = Replay(run.journal, load(run.config))
+    former = load(run.config)
+    if strays := config.strays_from(former):
+        raise ConfigError("\n".join(f"--resume: {line}" for line in strays))
+    replay = Replay(run.journal, former)
     core = replay.finish()
     at = core.state.idle.clock
     if at is None:  # killed before its first event

@@ -237,6 +237,22 @@ class RunConfig(Section):
         """Trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
 
+    def strays_from(self, former: "RunConfig") -> list[str]:
+        """What a run that began as `former` cannot go on with under this configuration; one line a problem.
+
+        Its weights have their shape, its buffer holds its domains' trajectories, and its seed keeps held-out tasks apart.
+        """
+        fixed: dict[str, tuple[Any, Any]] = {"run.seed": (former.run.seed, self.run.seed)}
+        then, now = former.model.model_dump(exclude={"dtype", "device"}), self.model.model_dump(exclude={"dtype", "device"})
+        fixed |= {f"model.{field}": (then[field], now[field]) for field in then}
+        envs = {task.name: task.env for task in self.tasks}
+        fixed |= {f"tasks ({task.name}).env": (task.env, envs.get(task.name)) for task in former.tasks}
+        return [
+            f"{field} must stay as the run began, {before!r}, got {after!r}"
+            for field, (before, after) in fixed.items()
+            if before != after
+        ]
+
     @model_validator(mode="after")
     def _rules(self) -> Self:
         names = [task.name for task in self.tasks]
