@@ -7,6 +7,7 @@ import pytest
 
 from rollweave.cli.evaluate import evaluation_config, half_width
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
 from tests.report.synthetic import config_of
 
 
@@ -32,6 +33,11 @@ def test_its_directory_says_what_was_evaluated(tmp_path: Path) -> None:
     assert config.run.name == "step-7-t0.7-n50"
     assert Path(config.run.dir) == tmp_path / "run" / "evaluations"
     assert config.eval.temperature == 0.7
+
+
+def test_a_temperature_without_end(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--temperature must be a finite number, got inf"):
+        made(tmp_path, temperature=math.inf)
 
 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])

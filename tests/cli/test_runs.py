@@ -68,6 +68,11 @@ class TestCheckpoints:
         (run.path / "best").symlink_to("checkpoints/step-000005")
         assert exported_checkpoint(run, "best")[0] == 5
 
+    def test_a_best_that_is_no_link(self, run: RunDir) -> None:
+        (run.path / "best").touch()
+        with pytest.raises(ConfigError, match="best must be a link to a checkpoint"):
+            exported_checkpoint(run, "best")
+
     def test_a_step(self, run: RunDir) -> None:
         assert exported_checkpoint(run, "5")[0] == 5
 

@@ -68,6 +68,14 @@ def test_wrong_input_is_one_line_and_exit_code_2(run: Path, arguments: list[str]
     assert len(errors.strip().splitlines()) == 1
 
 
+def test_a_tokenizer_that_is_damaged(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1).path
+    (path / "model" / "tokenizer.json").write_text("{")
+    code, _, errors = say(str(path), "g0.0")
+    assert code == 2
+    assert "tokenizer.json must be a tokenizer" in errors
+
+
 def test_one_trajectory_is_shown_turn_by_turn(run: Path) -> None:
     code, text, _ = say(str(run), "g9.1")
     assert code == 0

@@ -89,7 +89,7 @@ def _transcript(kind: type[Any], task: TaskConfig, where: str) -> Check:
 
 
 def _drawn(config: RunConfig, task: TaskConfig) -> Task:
-    """The first training task, and before it the first of each kind of evaluation that the run makes: do options and data do?"""
+    """The first training task, and before it the first of each kind of evaluation: do options and data do?"""
     source = TaskSource(_alone(config, task))
     wanted = [(FINAL_TASKS_FROM, config.eval.final_episodes), (0, config.eval.every and config.eval.episodes)]
 

@@ -42,6 +42,8 @@ def evaluation_config(
     """The configuration of a run that only evaluates `model`, on the tasks of `trained`."""
     count = episodes if episodes is not None else trained.eval.final_episodes or trained.eval.episodes
     warmth = temperature if temperature is not None else trained.eval.temperature
+    if not math.isfinite(warmth):
+        raise ConfigError(f"--temperature must be a finite number, got {warmth}")
     if count < 1:
         raise ConfigError("--episodes must be given where the run has none of its own, got nothing")
     section = trained.run.model_copy(

@@ -54,8 +54,10 @@ def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
     best = run.path / "best"
     if which == "last" or (which == "best" and not best.exists()):
         step = steps[-1]
+    elif which == "best" and (name := best.resolve().name.removeprefix("step-")).isdecimal():
+        step = int(name)
     elif which == "best":
-        step = int(best.resolve().name.removeprefix("step-"))
+        raise ConfigError(f"--checkpoint: {best} must be a link to a checkpoint, got {best.resolve()}; name a step")
     elif which.isdecimal():
         step = int(which)
     else:

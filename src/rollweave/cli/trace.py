@@ -213,7 +213,10 @@ def _tokenizer(run: RunDir) -> Tokenizer | None:
     for place in places:
         file = place / "tokenizer.json"
         if file.exists():
-            return Tokenizer.from_file(str(file))
+            try:
+                return Tokenizer.from_file(str(file))
+            except Exception as error:  # the library has no type of its own for a file that is damaged
+                raise ConfigError(f"{file} must be a tokenizer: {error}") from error
     return None
 
 

@@ -1,11 +1,13 @@
 """Reads what a run wrote about itself, whole or killed in the middle.
 
-Invariants: needs only `metrics.jsonl`; what else is missing leaves its part of the report out. A torn last line is ignored.
+Invariants: needs only `metrics.jsonl`; what else is missing or damaged leaves its part of the report out. Lines that are torn
+or not of our making are ignored.
 """
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,9 +101,9 @@ def read_run(run: RunDir) -> RunData:
     for line in _json_lines(run.metrics):
         _sort_in(data, line)
     if run.summary.exists():
-        data.summary = json.loads(run.summary.read_text())
-    if run.config.exists():
-        data.config = run.config.read_text()
+        data.summary = next(_objects([run.summary.read_text(errors="replace")]), None)
+    if run.config.is_file():
+        data.config = run.config.read_text(errors="replace")
     if run.trace.exists():
         _read_trace(run.trace, data)
     return data
@@ -127,25 +129,31 @@ def _sort_in(data: RunData, line: dict[str, Any]) -> None:
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        yield from _objects(file)
+
+
+def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Those of the texts that are JSON objects."""
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def _read_trace(path: Path, data: RunData) -> None:
     """Boxes and lane names of `trace.json`, which has one event a line."""
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line.rstrip().rstrip(","))
-            except ValueError:
-                continue
-            if not isinstance(event, dict):
-                continue
-            if event.get("ph") == "M" and event["name"] == "thread_name":
-                data.lanes[event["pid"], event["tid"]] = event["args"]["name"]
-            elif event.get("ph") == "X" and event["pid"] in (ENGINES, ENVIRONMENTS, TRAINER):
-                start = event["ts"] / 1e6
-                data.spans.append(Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6))
+        for event in _objects(line.rstrip().rstrip(",") for line in file):
+            with contextlib.suppress(KeyError, TypeError):  # not an event of ours
+                _read_event(event, data)
+
+
+def _read_event(event: dict[str, Any], data: RunData) -> None:
+    if event.get("ph") == "M" and event["name"] == "thread_name":
+        data.lanes[event["pid"], event["tid"]] = event["args"]["name"]
+    elif event.get("ph") == "X" and event["pid"] in (ENGINES, ENVIRONMENTS, TRAINER):
+        start = event["ts"] / 1e6
+        data.spans.append(Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6))
