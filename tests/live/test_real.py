@@ -11,36 +11,14 @@ from rollweave.live.launch import train
 from rollweave.live.summary import Summary
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
-
-
-def lake(directory: Path, **run: object) -> RunConfig:
-    """Two steps on the fixed frozen lake, from random weights."""
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "lake", "dir": str(directory), "steps": 2, "checkpoint_every": 1, **run},
-            "model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}},
-            "tasks": [
-                {
-                    "env": "frozenlake",
-                    "max_turns": 6,
-                    "max_tokens": 300,
-                    "max_turn_tokens": 6,
-                    "options": {"maps": "fixed"},
-                }
-            ],
-            "rollout": {"groups_per_step": 2, "group_size": 4, "max_running": 8},
-            "engines": {"count": 1, "max_slots": 8, "kv_tokens": 4096},
-            "warmup": {"steps": 5},
-            "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
-        }
-    )
+from tests.live.real import lake
 
 
 def check(config: RunConfig, summary: Summary) -> None:
     assert (summary.error, summary.steps) == ("", config.run.steps)
     assert summary.account.balanced
     assert summary.account.trained == 8 * config.run.steps
-    assert summary.eval_episodes == {"frozenlake": 8}
+    assert summary.eval_episodes == {"lake": 8}
     run = Path(config.run.dir) / config.run.name
     replay = Replay(run / "journal.bin", config)
     assert replay.finish().account() == summary.account
@@ -62,7 +40,7 @@ def test_threads(tmp_path: Path) -> None:
 def test_processes_and_more_steps_later(tmp_path: Path) -> None:
     config = lake(tmp_path)
     check(config, train(config))
-    longer = lake(tmp_path, steps=3)
+    longer = lake(tmp_path, run={"steps": 3})
     check(longer, train(longer, resume=True))
 
 
