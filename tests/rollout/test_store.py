@@ -163,3 +163,16 @@ def test_any_truncation_keeps_exactly_the_whole_records(tmp_path_factory: pytest
     assert [entry.trajectory_id for entry in reader.entries] == [f"g0.{number}" for number in range(whole)] + ["fresh"]
     for number, entry in enumerate(reader.entries[:-1]):
         assert reader.load(entry).sequences[0].tokens == tuple(range(sizes[number]))
+
+
+def test_damage_before_the_tail_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        for name in ("a", "b", "c"):
+            store.append(ended(name))
+    path = tmp_path / "000000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptJournalError, match=r"record at byte \d+ of \d+ does not match"):
+        TrajectoryStore(tmp_path)
+    assert path.read_bytes() == data

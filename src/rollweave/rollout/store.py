@@ -139,6 +139,17 @@ def _scan(directory: Path, number: int) -> tuple[list[Entry | Scored], int]:
     return found, end
 
 
+def _is_damage(path: Path, end: int) -> bool:
+    """True if the record at byte `end`, which is not whole, is followed by others: then it is no torn tail."""
+    with path.open("rb") as file:
+        file.seek(end)
+        head = file.read(FRAME.size)
+        if end == 0 or len(head) < FRAME.size:
+            return False
+        file.seek(FRAME.unpack(head)[0], os.SEEK_CUR)
+        return bool(file.read().strip(b"\0"))
+
+
 def _read(directory: Path, entry: Entry) -> Trajectory:
     with _segment_path(directory, entry.segment).open("rb", buffering=0) as file:
         payload = os.pread(file.fileno(), entry.nbytes, entry.offset)
@@ -165,7 +176,7 @@ class TrajectoryStore:
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         """Open `directory`, made where absent. The torn tail of the newest segment is cut off.
 
-        Raises `CorruptJournalError` if an older segment is damaged, `DiskError` where the disk refuses.
+        Raises `CorruptJournalError` if anything else is damaged, `DiskError` where the disk refuses.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -179,10 +190,10 @@ class TrajectoryStore:
             found, end = _scan(directory, number)
             self._enter(found)
             size = _segment_path(directory, number).stat().st_size
+            path = _segment_path(directory, number)
             if number == self._segment:
                 whole = end
-            elif end != size:
-                path = _segment_path(directory, number)
+            if end != size and (number != self._segment or _is_damage(path, end)):
                 raise CorruptJournalError(f"{path}: record at byte {end} of {size} does not match its checksum")
         self._file = self._open(self._segment, whole)
 
