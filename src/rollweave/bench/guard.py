@@ -11,6 +11,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+
+GRACE_S = 5.0
+"""Seconds that the command has to clear up what it shares (files in /dev/shm), and then again its children."""
 
 
 def main() -> None:
@@ -19,18 +23,26 @@ def main() -> None:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_end_with_input, args=(process.pid,), daemon=True).start()
     status = process.wait()
-    _end(process.pid)
+    until = time.monotonic() + GRACE_S
+    while _signalled(process.pid, signal.SIGTERM) and time.monotonic() < until:
+        time.sleep(0.05)
+    _signalled(process.pid, signal.SIGKILL)
     os._exit(status if status >= 0 else 128 - status)
 
 
 def _end_with_input(group: int) -> None:
     sys.stdin.buffer.read()
-    _end(group)
+    _signalled(group, signal.SIGTERM)
+    time.sleep(GRACE_S)
+    _signalled(group, signal.SIGKILL)
 
 
-def _end(group: int) -> None:
+def _signalled(group: int, number: signal.Signals) -> bool:
+    """Send a signal to all of the group; False where nobody is left of it."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
+        return True
+    return False
 
 
 if __name__ == "__main__":
