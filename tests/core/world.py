@@ -221,8 +221,11 @@ class World:
                     self.checkpoints &= {command.step, *command.keep}
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
-                assert {command.step, command.fallback} <= {None, *self.checkpoints}, "a checkpoint that was pruned"
-                damaged = command.fallback is not None and (self.damaged_checkpoint or self.fails())
+                assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"
+                # The one before may be gone: pruned by a later save whose answer the controller did not live to hear.
+                newer = any(step > (command.step or 0) for step in self.checkpoints)
+                assert command.fallback in {None, *self.checkpoints} or newer, "a fallback that was pruned"
+                damaged = command.fallback in self.checkpoints and (self.damaged_checkpoint or self.fails())
                 self.trainer_epoch = command.epoch
                 self.trainer_step = (command.fallback if damaged else command.step) or 0
                 self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}

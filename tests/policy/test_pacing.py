@@ -128,7 +128,7 @@ def test_routing_prefers_affinity_then_the_least_load_and_never_overfills(
     engines: list[EngineLoad], affine: int, avoid: set[int]
 ) -> None:
     avoided = [EngineId(f"e{index}") for index in sorted(avoid)]
-    chosen = choose(engines, affine=EngineId(f"e{affine}"), avoid=avoided)
+    chosen = choose({engine.id: engine for engine in engines}, affine=EngineId(f"e{affine}"), avoid=avoided)
     free = {engine.id: engine for engine in engines if engine.active < engine.slots}
     if not free:
         assert chosen is None

@@ -1,6 +1,7 @@
 """Invariants of the whole state. Tests check them after every event; production code never does."""
 
 from rollweave.core.account import account
+from rollweave.core.fleet import Fleet
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Stage
 from rollweave.policy.staleness import acceptable
@@ -8,6 +9,7 @@ from rollweave.schema.work import Purpose
 
 
 def check(run: Run) -> None:
+    assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
     _check_indices(run)
     _check_turns(run)
     _check_groups(run)

@@ -79,6 +79,8 @@ class Core:
 def _use_what_is_possible(run: Run) -> None:
     """What an event makes possible, in the order in which one thing enables the next."""
     ending.advance(run)
+    if run.state.phase is Phase.FINISHED:
+        return
     groups.sweep_doomed(run)
     engines.update(run)
     training.take_batch(run)

@@ -20,6 +20,7 @@ LOAD_TRIES = 2
 def start(run: Run, engine_ids: tuple[EngineId, ...]) -> None:
     """The world is starting these engines, and has no others."""
     run.state.engines = {engine_id: Engine(id=engine_id, since=run.now) for engine_id in engine_ids}
+    run.fleet_changed()
 
 
 def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
@@ -80,6 +81,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     if engine.restarts >= run.config.watchdog.restarts:
         run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
         del run.state.engines[engine.id]
+        run.fleet_changed()
         run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
         if not run.state.engines:
             run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
@@ -96,15 +98,13 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
 def update(run: Run) -> None:
     """Give engines the published weights: stale ones at once, serving ones when the mode says so."""
     state = run.state
-    if state.published_id < 0:
+    if state.published_id < 0 or run.fleet.weights_ids <= {state.published_id}:
         return
     outdated = [
         engine
         for engine in state.engines.values()
         if engine.status in (EngineStatus.STALE, EngineStatus.SERVING) and engine.weights_id != state.published_id
     ]
-    if not outdated:
-        return
     held = evaluation.holds_weights(run)
     may_update = not held and update_now(
         run.mode,
@@ -127,4 +127,6 @@ def _load(run: Run, engine: Engine) -> None:
 
 
 def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:
+    """Callers change the engine's version and weights before."""
     engine.status, engine.since = status, run.now
+    run.fleet_changed()

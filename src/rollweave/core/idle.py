@@ -1,7 +1,7 @@
 """Where the time goes: seconds of engines and trainer by what they did or waited for. Kept exactly, from event to event."""
 
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Phase, TrainerStatus
+from rollweave.core.state import Phase, TrainerStatus
 
 
 def account(run: Run) -> None:
@@ -12,24 +12,19 @@ def account(run: Run) -> None:
         return
     elapsed = run.now - idle.clock
     idle.clock = run.now
-    for engine in state.engines.values():
-        cause = _engine_cause(run, engine)
-        idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed
+    fleet = run.fleet
+    waiting = len(fleet.loads) - fleet.busy
+    engines = {"starting": fleet.starting, "weights": fleet.updating, "busy": fleet.busy, _cause_of_waiting(run): waiting}
+    for cause, count in engines.items():
+        if count:
+            idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * count
     cause = _trainer_cause(run)
     idle.trainer[cause] = idle.trainer.get(cause, 0.0) + elapsed
 
 
-def _engine_cause(run: Run, engine: Engine) -> str:
+def _cause_of_waiting(run: Run) -> str:
+    """Why engines that serve have no turns."""
     state = run.state
-    match engine.status:
-        case EngineStatus.STARTING:
-            return "starting"
-        case EngineStatus.STALE | EngineStatus.SUSPENDING | EngineStatus.LOADING:
-            return "weights"
-        case EngineStatus.SERVING:
-            pass
-    if engine.active:
-        return "busy"
     if state.in_run or state.in_init:
         return "environment"
     if state.in_eval or state.eval_queue:

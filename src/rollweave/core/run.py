@@ -1,8 +1,10 @@
 """What the sub-machines share: the settings, the state, the moment, and the commands gathered for this event."""
 
+from rollweave.core.fleet import Fleet
 from rollweave.core.state import Phase, State, TrainerStatus
 from rollweave.policy.modes import Mode, preset
 from rollweave.policy.staleness import acceptable
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config import RunConfig, TaskConfig
 
@@ -14,6 +16,8 @@ class Run:
         self.config = config
         self.state = state
         self.now = 0.0
+        self._fleet: Fleet | None = None
+        self.turn_heap: list[tuple[float, int, TrajectoryId]] | None = None  # see core/turns
         self.out: list[Command] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
@@ -40,10 +44,20 @@ class Run:
         step_is_full = trainer.parts_done + (trainer.status is TrainerStatus.TRAINING) >= self.parts
         return trainer.step + step_is_full
 
+    @property
+    def fleet(self) -> Fleet:
+        """All engines together."""
+        if self._fleet is None:
+            self._fleet = Fleet.of(self.state)
+        return self._fleet
+
+    def fleet_changed(self) -> None:
+        """An engine came, went, or changed in another way than by its turns."""
+        self._fleet = None
+
     def serving_version(self) -> int | None:
         """The oldest version among engines that have weights; None if no engine has any."""
-        versions = [engine.version for engine in self.state.engines.values() if engine.version >= 0]
-        return min(versions) if versions else None
+        return self.fleet.version
 
     def admits_training(self) -> bool:
         """True if a trajectory that is launched now, under the engines' version, could be trained on by a step to come."""

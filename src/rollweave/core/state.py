@@ -183,7 +183,8 @@ class State(msgspec.Struct):
     init_queue: dict[TrajectoryId, None] = {}
     in_init: dict[TrajectoryId, None] = {}
     in_run: dict[TrajectoryId, None] = {}
-    turn_queue: dict[TrajectoryId, None] = {}
+    turn_queue: dict[TrajectoryId, int] = {}  # → number of its arrival
+    arrivals: int = 0
     eval_queue: dict[TrajectoryId, None] = {}
     in_eval: dict[TrajectoryId, None] = {}
     closing: dict[TrajectoryId, None] = {}

@@ -130,7 +130,7 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
     if turn is None or turn.engine is None:
         return
     engine = run.state.engines.get(turn.engine)
-    if engine is not None and engine.active.pop(trajectory.id, None) is not None:
+    if engine is not None and run.fleet.vacate(engine, trajectory.id):
         run.emit(
             AbortTurn(
                 trajectory_id=trajectory.id,

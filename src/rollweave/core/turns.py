@@ -3,14 +3,20 @@
 Invariant: an open turn is either in `turn_queue` or in exactly one engine's `active`; `try_number` fences late answers.
 """
 
+import heapq
+
 from rollweave.core import trajectories
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
+from rollweave.core.state import Engine, Stage, Trajectory, Turn
 from rollweave.policy.priority import fcfs
-from rollweave.policy.routing import EngineLoad, choose
+from rollweave.policy.routing import choose
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import AbortTurn, StartTurn
 from rollweave.schema.events import TurnDone, TurnFailed, TurnRequested
 from rollweave.schema.work import StopReason
+
+STALE_ENTRIES = 64
+"""Entries of turns that left the queue otherwise, which the heap may hold beyond as many as it has live ones."""
 
 
 def on_requested(run: Run, event: TurnRequested) -> None:
@@ -18,7 +24,7 @@ def on_requested(run: Run, event: TurnRequested) -> None:
     if trajectory is None or trajectory.stage is not Stage.RUN or trajectory.turn is not None:
         return
     trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
-    run.state.turn_queue[trajectory.id] = None
+    _enqueue(run, trajectory)
 
 
 def on_done(run: Run, event: TurnDone) -> None:
@@ -27,7 +33,7 @@ def on_done(run: Run, event: TurnDone) -> None:
         return
     assert turn.engine is not None, "an open turn with a matching try is on an engine"
     engine = run.state.engines[turn.engine]
-    del engine.active[trajectory.id]
+    run.fleet.vacate(engine, trajectory.id)
     engine.strikes = 0
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     counters = run.state.counters
@@ -59,7 +65,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     assert turn.engine is not None, "only an assigned turn can fail"
     engine = run.state.engines.get(turn.engine)
     if engine is not None:
-        engine.active.pop(trajectory.id, None)
+        run.fleet.vacate(engine, trajectory.id)
     run.warn(turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed")
     turn.avoid.append(turn.engine)
     turn.engine, turn.since = None, run.now
@@ -67,7 +73,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     if turn.try_number > run.config.rollout.retries:
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
     else:
-        run.state.turn_queue[trajectory.id] = None
+        _enqueue(run, trajectory)
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
@@ -98,34 +104,46 @@ def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     )
 
 
+def _enqueue(run: Run, trajectory: Trajectory) -> None:
+    state = run.state
+    state.arrivals += 1
+    state.turn_queue[trajectory.id] = state.arrivals
+    heapq.heappush(_heap(run), (-fcfs(trajectory.launched_at), state.arrivals, trajectory.id))
+
+
+def _heap(run: Run) -> list[tuple[float, int, TrajectoryId]]:
+    """Queued turns by (−rank, arrival). Derived; entries whose turn left the queue stay until they surface or are too many."""
+    state = run.state
+    if run.turn_heap is None or len(run.turn_heap) > 2 * len(state.turn_queue) + STALE_ENTRIES:
+        run.turn_heap = [
+            (-fcfs(state.trajectories[trajectory_id].launched_at), arrival, trajectory_id)
+            for trajectory_id, arrival in state.turn_queue.items()
+        ]
+        heapq.heapify(run.turn_heap)
+    return run.turn_heap
+
+
 def dispatch(run: Run) -> None:
     """Hand queued turns to engines, highest rank first, as long as one has a free slot."""
     state = run.state
     if not state.turn_queue or (run.config.rollout.env_stepping == "batch" and _someone_steps(run)):
         return
-    loads = {
-        engine.id: EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots)
-        for engine in state.engines.values()
-        if engine.status is EngineStatus.SERVING
-    }
-    free = sum(load.slots - load.active for load in loads.values())
-    if free <= 0:
-        return
-    queued = [state.trajectories[trajectory_id] for trajectory_id in state.turn_queue]
-    queued.sort(key=lambda trajectory: -fcfs(trajectory.launched_at))  # stable: ties keep the order of arrival
-    for trajectory in queued[:free]:
+    fleet, heap = run.fleet, _heap(run)
+    while state.turn_queue and fleet.free_slots > 0:
+        _, arrival, trajectory_id = heapq.heappop(heap)
+        if state.turn_queue.get(trajectory_id) != arrival:
+            continue  # it left the queue otherwise
+        del state.turn_queue[trajectory_id]
+        trajectory = state.trajectories[trajectory_id]
         turn = trajectory.turn
         assert turn is not None, "a queued turn is open"
-        chosen = choose(list(loads.values()), affine=trajectory.engine, avoid=turn.avoid)
-        assert chosen is not None, "there is a free slot for each"
-        engine = state.engines[chosen]
-        del state.turn_queue[trajectory.id]
+        chosen = choose(fleet.loads, affine=trajectory.engine, avoid=turn.avoid)
+        assert chosen is not None, "there is a free slot"
         turn.engine, turn.since = chosen, run.now
-        engine.active[trajectory.id] = turn.number
-        loads[chosen] = EngineLoad(id=chosen, active=len(engine.active), slots=engine.max_slots)
+        fleet.occupy(state.engines[chosen], trajectory_id, turn.number)
         run.emit(
             StartTurn(
-                trajectory_id=trajectory.id,
+                trajectory_id=trajectory_id,
                 attempt=trajectory.attempt,
                 turn=turn.number,
                 engine_id=chosen,

@@ -1,8 +1,8 @@
 """How far rollouts may run ahead of training: the modes as presets of small policies (DESIGN §4).
 
 A mode answers four questions. How many steps may lie between the weights that started a trajectory and the weights that
-train on it (`window`)? When do engines take newly published weights (`update`)? Is a trajectory that can no longer be trained on
-aborted at once, or only refused when it is done (`aborts`)? May a step's mini-batches train as they complete (`streamed`)?
+train on it (`window`)? When do engines take newly published weights (`update`)? Is a trajectory that can no longer be trained
+on aborted at once, or only refused when it is done (`aborts`)? May a step's mini-batches train as they complete (`streamed`)?
 Everything else (what is launched, what is doomed, what a batch accepts) follows from `window`.
 
 RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here (docs/decisions/0002), so that weights which
