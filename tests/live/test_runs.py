@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from rollweave.live import launch
 from rollweave.live.launch import train
 from rollweave.live.metrics import Silent
 from rollweave.live.rundir import RunDir
@@ -314,3 +316,12 @@ def wait_for(condition: object) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the other process did not come so far"
         time.sleep(0.01)
+
+
+def test_a_run_killed_in_its_first_moment_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "recover", Mock(side_effect=AssertionError("killed")))
+        with pytest.raises(AssertionError, match="killed"):
+            run(config)
+    assert run(config, resume=True).steps == 4

@@ -83,6 +83,8 @@ class _Start:
     async def run(self) -> Summary:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
+            if not run.config.exists():
+                run.write_config(config)  # before anything else is there: what holds a run can be resumed
             store = stack.enter_context(TrajectoryStore(run.trajectories))
             begun = recover(config, run, store)
             clock, core = RunClock(begun.at), begun.core
