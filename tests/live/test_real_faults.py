@@ -47,6 +47,7 @@ from tests.live.real import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENGINE, TRAINER = "rollweave.live.engine_process", "rollweave.live.trainer_process"
+ENVIRONMENT = "rollweave.envs.worker"
 
 
 def turn_in_flight(core: Core) -> bool:
@@ -222,6 +223,15 @@ def test_a_controller_killed_in_the_final_evaluation(tmp_path: Path) -> None:
     check_totals(config, run_to_end(config, resume=True))
     lineage.take(config)
     lineage.check(config.run.steps)
+
+
+def test_a_controller_killed_leaves_no_environment_behind(tmp_path: Path) -> None:
+    config = lake(tmp_path, task={"isolation": "process"}, run={"steps": 6}, rollout={"max_running": 4}, eval={"every": 0})
+    with living(config) as life:
+        life.until(lambda core: core.state.trainer.step >= 1, "a step")
+        assert len(life.children(ENVIRONMENT)) >= 4
+        life.kill()
+    check_totals(config, run_to_end(config, resume=True))
 
 
 def test_a_controller_killed_again_and_again(tmp_path: Path) -> None:
