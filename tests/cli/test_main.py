@@ -118,6 +118,34 @@ def test_a_shell_sees_the_exit_code_and_no_traceback(config: Path, shell: Shell)
     assert text == ""
 
 
+def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A shell command with `$R` for rollweave; its exit code is the first program's."""
+    settings = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+        "R": f"{sys.executable} -m rollweave.cli.main",
+        **env,
+    }
+    arguments = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    return subprocess.run(arguments, capture_output=True, text=True, env=settings, cwd=directory, timeout=100)
+
+
+def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
+    done = odd("$R doctor", tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?  python" in done.stdout
+
+
+def test_closed_outputs_do_not_matter(config: Path, tmp_path: Path) -> None:
+    assert odd(f"$R train {config} --set run.steps=-1 >&- 2>&-", tmp_path).returncode == 2
+
+
+def test_a_run_outlives_the_reader_of_its_lines(config: Path, tmp_path: Path) -> None:
+    done = odd(f"$R train {config} --inproc 2>&1 | head -1", tmp_path)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 1)
+    assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 2
+
+
 @pytest.mark.usefixtures("config")
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     code, text, _ = say("train", "small.toml", "--dry-run")
@@ -176,8 +204,8 @@ def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:
 
 @pytest.mark.usefixtures("config")
 def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
-    code, text, errors = say("train", "small.toml", "--inproc", "--set", "tasks.0.env=tests.cli.envs:Undrawable")
+    code, text, errors = say("train", "small.toml", "--inproc", "--set", "tasks.0.env=tests.cli.envs:Raises")
     assert code == 1, errors
     assert errors[-1].startswith("error: ")
-    assert "no tasks today" in errors[-1]
-    assert "0 started = 0 trained" in text
+    assert "out of cheese" in errors[-1]
+    assert " started = 0 trained" in text

@@ -5,9 +5,12 @@ code 1; what the user stopped ends with 130.
 """
 
 import contextlib
+import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import typer
 from rich.console import Console
@@ -21,8 +24,30 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 PIPED_WIDTH = 140
 """Columns where nobody's terminal says how many there are: tables in files should not be cut."""
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
-err = Console(stderr=True, highlight=False)
+
+class Voice(Console):
+    """A console whose reader may leave: a run goes on without it, and `rollweave trace … | head` has said enough."""
+
+    def on_broken_pipe(self) -> None:
+        """Say no more."""
+        self.quiet = True
+        with contextlib.suppress(OSError, ValueError):  # or Python complains at its end about what it could not flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
+def _fit() -> None:
+    """Make standard output and error fit for us: there where the caller closed them, and `?` for letters they do not have."""
+    for name in ("stdout", "stderr"):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as the program lives)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+_fit()
+out = Voice(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+err = Voice(stderr=True, highlight=False)
 
 
 def error_lines(text: str) -> None:
@@ -53,8 +78,6 @@ def reported() -> Iterator[None]:
     except KeyboardInterrupt as error:
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
-    except BrokenPipeError as error:  # `rollweave trace … | head`
-        raise typer.Exit(0) from error
     except OSError as error:  # a disk that is full, a file that may not be read
         error_lines(str(error))
         raise typer.Exit(FAILED) from error

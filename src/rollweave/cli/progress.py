@@ -5,6 +5,7 @@ Invariants: implements `live.metrics.Progress`; never raises for a line it does 
 always, the same warning at most `WARNINGS_SHOWN` times).
 """
 
+import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -93,7 +94,8 @@ class Plain:
             self._say(f"warning: {component}: more of these are in metrics.jsonl")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # a log on a full disk: the run is worth more than its lines
+            self._console.print(text, markup=False, soft_wrap=True)
 
 
 class Terminal:
