@@ -1,7 +1,9 @@
 """Complete checkpoints are kept by name, unfinished ones cleared, and `best` follows."""
 
 import os
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,6 +36,17 @@ def test_unfinished_ones_do_not_count_and_are_cleared(checkpoints: Checkpoints) 
     checkpoints.prune([1])
     checkpoints.clear_unfinished()
     assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000001"]
+
+
+def test_one_that_was_half_removed_does_not_count(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock())  # killed before it is done
+        checkpoints.prune([2])
+    assert checkpoints.steps() == [2]
+    checkpoints.clear_unfinished()
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000002"]
 
 
 def test_best_is_a_link_that_moves_with_the_run(checkpoints: Checkpoints) -> None:

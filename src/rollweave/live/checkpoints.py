@@ -3,12 +3,15 @@
 Invariant: a directory called `step-…` is complete. Which of them counts is the core's knowledge, kept in the journal.
 """
 
+import contextlib
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 UNFINISHED = "step-*.partial-*"
-"""What a trainer leaves behind when it is killed while writing (`train/files.py`)."""
+"""What a trainer leaves behind when it is killed while writing (`train/files.py`), and what was being removed."""
+
+PRUNED = ".partial-pruned"
 
 
 class Checkpoints:
@@ -26,14 +29,18 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def prune(self, keep: Iterable[int]) -> None:
-        """Remove all complete checkpoints but these."""
+        """Remove all complete checkpoints but these. Each loses its name first: we may be killed on the way."""
         kept = set(keep)
         for step in self.steps():
             if step not in kept:
-                shutil.rmtree(self.path(step), ignore_errors=True)
+                old = self.path(step).with_name(f"{self.path(step).name}{PRUNED}")
+                shutil.rmtree(old, ignore_errors=True)
+                with contextlib.suppress(OSError):  # whatever cannot be removed only takes room
+                    self.path(step).rename(old)
+                shutil.rmtree(old, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
-        """Remove what was being written when the run was killed, or when the disk was full. Nobody may be writing."""
+        """Remove what was being written or removed when the run was killed, or when the disk was full. Nobody may be writing."""
         for leftover in self.directory.glob(UNFINISHED):
             shutil.rmtree(leftover, ignore_errors=True)
 
