@@ -40,7 +40,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def clear_unfinished(self) -> None:
-        """Remove what was being written or removed when the run was killed, or when the disk was full. Nobody may be writing."""
+        """Remove what was being written or removed when the run was killed, or the disk was full. Nobody may be writing."""
         for leftover in self.directory.glob(UNFINISHED):
             shutil.rmtree(leftover, ignore_errors=True)
 
