@@ -122,6 +122,7 @@ def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
         ("run.steps=true", "run.steps must be a valid integer, got True"),
         ('run.steps="3"', "run.steps must be a valid integer, got '3'"),
         ("trainer.lr=true", "trainer.lr must be a valid number, got True"),
+        ("model.scratch.head_dim=3", "model.scratch.head_dim must be a multiple of 2, got 3"),
         ("tasks.0.max_turns=0", "tasks.0.max_turns must be greater than or equal to 1, got 0"),
     ],
 )

@@ -38,7 +38,7 @@ class ScratchModel(Section):
     layers: PositiveInt = 2
     heads: PositiveInt = 4
     kv_heads: PositiveInt = 2
-    head_dim: PositiveInt = 16
+    head_dim: Annotated[PositiveInt, Field(multiple_of=2)] = 16  # rotary embeddings turn pairs
     ffn: PositiveInt = 192
     init_std: Positive = 0.06
     rope_theta: Positive = 10000.0
