@@ -13,7 +13,7 @@ from rollweave.bench.modes import MODES, TARGET, figures_of, ratio
 from rollweave.bench.runs import Measured, conditions_of, example, shares
 from rollweave.cli.bench import shown
 from rollweave.codec.config import load
-from rollweave.live.summary import Summary
+from rollweave.record.summary import Summary
 from rollweave.report.data import read_run
 from tests.report.synthetic import STEP_S, write_run
 

@@ -9,7 +9,7 @@ import torch
 from rollweave.cli import dryrun
 from rollweave.cli.checks import Status, failures
 from rollweave.codec.config import dumps, loads
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig, ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.schema.errors import ConfigError
 from tests.report.synthetic import config_of, write_run
 

@@ -22,8 +22,8 @@ from rollweave.codec.config import dumps
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus, TrainerStatus
 from rollweave.live import launch
-from rollweave.live.journal import Replay
-from rollweave.live.rundir import RunDir
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import TrainStep
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import StepTrained

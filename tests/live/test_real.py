@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.live.journal import Replay
 from rollweave.live.launch import train
-from rollweave.live.summary import Summary
+from rollweave.record.journal import Replay
+from rollweave.record.summary import Summary
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
 from tests.live.real import lake

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from rollweave.live import launch
-from rollweave.live.journal import Replay
 from rollweave.live.world import World
+from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import CorruptJournalError

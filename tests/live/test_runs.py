@@ -19,8 +19,8 @@ import pytest
 from rollweave.live import launch
 from rollweave.live.launch import train
 from rollweave.live.metrics import Silent
-from rollweave.live.rundir import RunDir
-from rollweave.live.trace import ENGINES
+from rollweave.record.rundir import RunDir
+from rollweave.record.trace import ENGINES
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError

@@ -12,9 +12,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rollweave.codec.config import dumps, load
-from rollweave.live.journal import Replay
 from rollweave.live.launch import Programs, train
-from rollweave.live.summary import Summary
+from rollweave.record.journal import Replay
+from rollweave.record.summary import Summary
 from rollweave.schema.config import RunConfig
 from tests.rollout.worlds import TEMPLATE
 

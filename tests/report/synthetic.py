@@ -10,9 +10,9 @@ from rollweave.codec.config import dumps, loads
 from rollweave.core.account import Account
 from rollweave.core.state import State
 from rollweave.live.metrics import Metrics, Silent
-from rollweave.live.rundir import RunDir
-from rollweave.live.summary import Summary, write_summary
-from rollweave.live.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary, write_summary
+from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER, Trace
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import GroupRef, MarkBest, RecordEvaluation, TrainStep, Warn

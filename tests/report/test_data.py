@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.report.data import read_run
 from rollweave.report.page import write_report
 from tests.report.synthetic import write_run

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.live.trace import ENVIRONMENTS, TRAINER
+from rollweave.record.trace import ENVIRONMENTS, TRAINER
 from rollweave.report.data import Span
 from rollweave.report.svg import Frame, nice_ticks, number, smoothed, stacked
 from rollweave.report.timeline import MAX_BOXES, busy_bins, choose_window

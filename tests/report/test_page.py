@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.report.data import read_run
 from rollweave.report.page import render, write_report
 from rollweave.schema.errors import ConfigError

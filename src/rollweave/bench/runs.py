@@ -8,9 +8,9 @@ from typing import Any
 
 from rollweave.codec.config import load
 from rollweave.live import launch
-from rollweave.live.rundir import RunDir
-from rollweave.live.summary import Summary
-from rollweave.live.trace import TRAINER
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary
+from rollweave.record.trace import TRAINER
 from rollweave.report.data import RunData, read_run
 from rollweave.schema.errors import ConfigError, RollweaveError
 

@@ -12,8 +12,8 @@ from rollweave.cli.checks import Check, fail, ok, warn
 from rollweave.cli.dryenvs import Domain, examine_domain
 from rollweave.cli.machine import cores
 from rollweave.codec.config import load
-from rollweave.live.rundir import RunDir
 from rollweave.live.sinks import missing_sinks
+from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
 
 

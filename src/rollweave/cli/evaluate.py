@@ -11,7 +11,7 @@ from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.codec.config import load
 from rollweave.live import launch
-from rollweave.live.summary import Summary
+from rollweave.record.summary import Summary
 from rollweave.schema.config import EvalConfig, ModelConfig, RunConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.live.checkpoints import Checkpoints
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 

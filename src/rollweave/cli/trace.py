@@ -17,7 +17,7 @@ from rollweave.cli.checks import human_seconds
 from rollweave.cli.console import out
 from rollweave.cli.runs import find_run
 from rollweave.codec.config import load
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import Entry, TrajectoryReader
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Purpose, Segment, SegmentKind, StopReason, TokenSequence, Trajectory

@@ -14,7 +14,7 @@ from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load
 from rollweave.live import launch
-from rollweave.live.summary import Summary, describe
+from rollweave.record.summary import Summary, describe
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 

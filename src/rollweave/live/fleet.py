@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rollweave.backends.base import EngineBackend
 from rollweave.live.tasks import Tasks
-from rollweave.live.trace import ENGINES, Trace
+from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, SuspendEngine
 from rollweave.schema.errors import EngineError, WeightsError

@@ -21,15 +21,15 @@ from rollweave.core.core import Core
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
-from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics, Progress, Silent
 from rollweave.live.recover import Beginning, recover
-from rollweave.live.rundir import RunDir
 from rollweave.live.sinks import open_sinks
-from rollweave.live.summary import Summary, describe, summarize, write_summary
-from rollweave.live.trace import Trace
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
 from rollweave.live.world import World
+from rollweave.record.journal import RunJournal
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary, describe, summarize, write_summary
+from rollweave.record.trace import Trace
 from rollweave.rollout.episode import Episode, Speech
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rollweave.codec.disk import AppendFile, writing
 from rollweave.core.state import State
+from rollweave.record.steps import Cumulated
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.serving import EngineStats
@@ -66,7 +67,7 @@ class Metrics:
         self._file = AppendFile(path, keep=_whole_lines(path))
         self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
-        self._before = _Cumulated.of(state(), clock())
+        self._before = Cumulated.of(state(), clock())
         self._engines: Mapping[EngineId, EngineStats] = {}
         self.last_evaluation: dict[str, Any] | None = None
         self.final_evaluation: dict[str, Any] | None = None
@@ -84,7 +85,7 @@ class Metrics:
             return
         parts, self._parts = self._parts, []
         now, state = self._clock(), self._state()
-        counted = _Cumulated.of(state, now)
+        counted = Cumulated.of(state, now)
         line = {
             "kind": "step",
             "step": command.step,
@@ -147,45 +148,6 @@ class Metrics:
             with writing(self._file.path.parent):
                 for sink in self._sinks:
                     sink.write(step, values)
-
-
-class _Cumulated:
-    """Counters of the core at one moment, to tell what one step added."""
-
-    def __init__(self, at: float, counts: dict[str, int], stops: dict[str, int], idle: dict[str, dict[str, float]]) -> None:
-        self.at, self.counts, self.stops, self.idle = at, counts, stops, idle
-
-    @classmethod
-    def of(cls, state: State, at: float) -> "_Cumulated":
-        counters = state.counters
-        counts = {
-            "turns": counters.turns,
-            "output_tokens": counters.output_tokens,
-            "cached_tokens": counters.cached_tokens,
-            "context_tokens": counters.context_tokens,
-            "started": counters.started,
-            "cancelled": counters.cancelled,
-            "dropped": sum(counters.dropped.values()),
-            "retried": sum(counters.retried.values()),
-        }
-        idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
-        return cls(at, counts, dict(counters.stop_reasons), idle)
-
-    def since(self, before: "_Cumulated") -> dict[str, Any]:
-        """What happened between `before` and now."""
-        wall_s = max(1e-9, self.at - before.at)
-        added = {name: count - before.counts[name] for name, count in self.counts.items()}
-        stops = {reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()}
-        return {
-            "wall_s": round(wall_s, 4),
-            "tokens_per_s": round(added["output_tokens"] / wall_s, 1),
-            **added,
-            "stop_reasons": {reason: count for reason, count in stops.items() if count},
-            "idle": {
-                who: {cause: round(seconds - before.idle[who].get(cause, 0.0), 4) for cause, seconds in causes.items()}
-                for who, causes in self.idle.items()
-            },
-        }
 
 
 def _whole_lines(path: Path) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rollweave.codec.config import load
 from rollweave.core.core import Core
 from rollweave.core.state import Stage
-from rollweave.live.journal import Replay
-from rollweave.live.rundir import RunDir
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.config import RunConfig

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.tasks import Tasks
-from rollweave.live.trace import TRAINER, Trace
 from rollweave.live.trainer_link import TrainerBackend, TrainerLostError
+from rollweave.record.trace import TRAINER, Trace
 from rollweave.rollout.store import StoreError, TrajectoryStore
 from rollweave.schema.commands import PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
 from rollweave.schema.errors import RollweaveError

@@ -14,13 +14,13 @@ from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws, Effects
 from rollweave.live.fleet import Fleet
-from rollweave.live.journal import RunJournal
 from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
 from rollweave.live.tasks import Tasks
-from rollweave.live.trace import ENVIRONMENTS, Trace
 from rollweave.live.trainer_link import TrainerBackend
+from rollweave.record.journal import RunJournal
+from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore

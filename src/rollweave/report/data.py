@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollweave.live.rundir import RunDir
-from rollweave.live.trace import ENGINES, ENVIRONMENTS, TRAINER
+from rollweave.record.rundir import RunDir
+from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 from rollweave.schema.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rollweave.live.rundir import RunDir
+from rollweave.record.rundir import RunDir
 from rollweave.report import timeline
 from rollweave.report.charts import ENGINE_CAUSES, TRAINER_CAUSES, evaluation_chart, idle_over_steps, learning_curve, signals
 from rollweave.report.data import RunData, read_run

@@ -6,7 +6,7 @@ around the middle of training that holds at most `MAX_BOXES` of them.
 
 from collections.abc import Iterable, Sequence
 
-from rollweave.live.trace import ENGINES, ENVIRONMENTS, TRAINER
+from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
 from rollweave.report.data import RunData, Span
 from rollweave.report.svg import WIDTH, escape, nice_ticks, number
 

@@ -45,7 +45,7 @@ Key = tuple[TrajectoryId, int]
 
 
 class Spans(Protocol):
-    """Where the pipeline says how long things took; `live/trace.py` draws it."""
+    """Where the pipeline says how long things took; `record/trace.py` draws it."""
 
     def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
         """One phase of the attempt `lane`."""

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from rollweave.live.trace import ENVIRONMENTS, TRAINER, Trace
+from rollweave.record.trace import ENVIRONMENTS, TRAINER, Trace
 
 
 def events(path: Path) -> list[dict[str, object]]:

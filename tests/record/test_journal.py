@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rollweave.core.core import Core
-from rollweave.live.journal import Replay, RunJournal, digest
+from rollweave.record.journal import Replay, RunJournal, digest
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import ResumeEngine, SetTimer
 from rollweave.schema.config import RunConfig

@@ -1,0 +1,44 @@
+"""What one training step added to the core's counters: the part of a step's line in `metrics.jsonl` that every world has."""
+
+from typing import Any
+
+from rollweave.core.state import State
+
+
+class Cumulated:
+    """Counters of the core at one moment, to tell what one step added."""
+
+    def __init__(self, at: float, counts: dict[str, int], stops: dict[str, int], idle: dict[str, dict[str, float]]) -> None:
+        self.at, self.counts, self.stops, self.idle = at, counts, stops, idle
+
+    @classmethod
+    def of(cls, state: State, at: float) -> "Cumulated":
+        counters = state.counters
+        counts = {
+            "turns": counters.turns,
+            "output_tokens": counters.output_tokens,
+            "cached_tokens": counters.cached_tokens,
+            "context_tokens": counters.context_tokens,
+            "started": counters.started,
+            "cancelled": counters.cancelled,
+            "dropped": sum(counters.dropped.values()),
+            "retried": sum(counters.retried.values()),
+        }
+        idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
+        return cls(at, counts, dict(counters.stop_reasons), idle)
+
+    def since(self, before: "Cumulated") -> dict[str, Any]:
+        """What happened between `before` and now."""
+        wall_s = max(1e-9, self.at - before.at)
+        added = {name: count - before.counts[name] for name, count in self.counts.items()}
+        stops = {reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()}
+        return {
+            "wall_s": round(wall_s, 4),
+            "tokens_per_s": round(added["output_tokens"] / wall_s, 1),
+            **added,
+            "stop_reasons": {reason: count for reason, count in stops.items() if count},
+            "idle": {
+                who: {cause: round(seconds - before.idle[who].get(cause, 0.0), 4) for cause, seconds in causes.items()}
+                for who, causes in self.idle.items()
+            },
+        }
