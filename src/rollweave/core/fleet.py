@@ -16,6 +16,7 @@ from rollweave.schema.base import EngineId, TrajectoryId
 class Fleet:
     loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of serving engines
     free_slots: int = 0  # of serving engines
+    active: int = 0  # turns on serving engines
     busy: int = 0  # serving engines that have turns
     starting: int = 0
     updating: int = 0  # stale, suspending or loading
@@ -31,6 +32,7 @@ class Fleet:
         return cls(
             loads={engine.id: _load(engine) for engine in serving},
             free_slots=sum(engine.max_slots - len(engine.active) for engine in serving),
+            active=sum(len(engine.active) for engine in serving),
             busy=sum(bool(engine.active) for engine in serving),
             starting=starting,
             updating=len(engines) - len(serving) - starting,
@@ -56,6 +58,7 @@ class Fleet:
             return  # not serving: its slots count for nothing
         after = self.loads[engine.id] = _load(engine)
         self.free_slots += before.active - after.active
+        self.active += after.active - before.active
         self.busy += (after.active > 0) - (before.active > 0)
 
 

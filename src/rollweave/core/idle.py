@@ -25,8 +25,10 @@ def account(run: Run) -> None:
 def _cause_of_waiting(run: Run) -> str:
     """Why engines that serve have no turns."""
     state = run.state
-    if state.in_run or state.in_init:
+    if state.in_init or len(state.in_run) > run.fleet.active + len(state.turn_queue):
         return "environment"
+    if state.in_run:
+        return "stragglers"  # all that runs is on other engines, or waits for one that takes weights
     if state.in_eval or state.eval_queue:
         return "reward"
     return "window"  # the mode admits nothing: rollouts may not run further ahead of training

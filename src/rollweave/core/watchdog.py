@@ -11,7 +11,10 @@ from rollweave.schema.commands import SetTimer
 from rollweave.schema.work import StopReason
 
 PERIOD_S = 1.0
-"""Seconds between two looks at the deadlines: fine against limits of seconds to minutes."""
+"""Least seconds between two looks at the deadlines."""
+
+LOOKS = 60
+"""Looks within the shortest limit: what takes longer is noticed at most a sixtieth of the limit late."""
 
 GRACE_S = 10.0
 """Seconds beyond a limit that the world is to enforce itself; also the time that a cancelled attempt has to close."""
@@ -36,7 +39,13 @@ def look(run: Run) -> None:
             run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
             groups.give_up_drawing(run, group)
     _check_trainer(run)
-    run.emit(SetTimer(at=run.now + PERIOD_S))
+    run.emit(SetTimer(at=run.now + _period_s(run)))
+
+
+def _period_s(run: Run) -> float:
+    limits = run.config.watchdog
+    waits = [limits.start_s, limits.turn_s, limits.weights_s, limits.train_s, *(task.step_s for task in run.tasks.values())]
+    return max(PERIOD_S, min(waits) / LOOKS)
 
 
 def _check_engine(run: Run, engine: Engine) -> None:

@@ -10,6 +10,7 @@ TASK_COLOURS = ("--blue", "--orange", "--green", "--purple", "--red", "--gray")
 ENGINE_CAUSES = {
     "busy": "--green",
     "environment": "--blue",
+    "stragglers": "--cyan",
     "reward": "--orange",
     "window": "--purple",
     "weights": "--red",

@@ -118,6 +118,7 @@ def _time(data: RunData) -> str:
 LEGENDS = {
     "busy": "working",
     "environment": "waiting for environments",
+    "stragglers": "waiting for turns on other engines",
     "reward": "waiting for rewards",
     "window": "held back by the staleness bound",
     "weights": "taking new weights",
