@@ -1,6 +1,9 @@
 """Each problem that can be known before a run is one failed check that names field, rule and value."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,10 +147,38 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(tmp_path: Path) -> None:
-    wrong = failures(dryrun.examine(config(tmp_path, "model.device=cuda")))
-    assert [check.name for check in wrong] == ["model.device"]
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        pytest.param(
+            "model.device=cuda",
+            "model.device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
+        ),
+        ("tasks.0.env=tests.cli.envs:Foreign", "model"),
+        ("engines.kv_tokens=1000000000000", "memory"),
+        ("model.scratch.hidden=400000000", "disk"),
+    ],
+)
+@pytest.mark.parametrize("deep", [True, False])
+def test_what_the_model_needs_is_known_before_every_run(tmp_path: Path, override: str, name: str, deep: bool) -> None:
+    wrong = failures(dryrun.examine(config(tmp_path, override), deep=deep))
+    assert name in [check.name for check in wrong]
+
+
+def test_a_model_from_scratch_is_looked_at_without_torch(tmp_path: Path) -> None:
+    """Which costs seconds to import, before each run."""
+    (tmp_path / "small.toml").write_text(CONFIG)
+    program = """
+import sys
+from rollweave.cli import dryrun
+from rollweave.cli.checks import failures
+from rollweave.codec.config import load
+assert failures(dryrun.examine(load("small.toml"), deep=False)) == []
+assert "torch" not in sys.modules
+"""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
 
 
 class TestModelPath:

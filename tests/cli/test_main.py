@@ -175,6 +175,7 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     code, text, errors = say("eval", "small", "--episodes", "5", "--inproc")
     assert code == 0, (text, errors)
     assert "checkpoint of step 2" in text
+    assert any(line.endswith("finished: evaluated episodes: 5 of fine") for line in errors), errors
     evaluated = json.loads((tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text())
     assert evaluated["eval_episodes"] == {"fine": 5}
     assert evaluated["steps"] == 0
@@ -184,6 +185,13 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert say("report", "small")[0] == 0
     page = (tmp_path / "runs" / "small" / "report.html").read_text()
     assert "every trajectory is accounted for" in page
+
+    weights = tmp_path / "runs/small/checkpoints/step-000002/hf/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    code, _, errors = say("eval", "small", "--inproc")
+    assert code == 2
+    (line,) = errors
+    assert "model.safetensors must be a whole safetensors file" in line
 
 
 def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.schema.base import Noun
+from rollweave.schema.errors import ConfigError
 
 
 class Status(enum.StrEnum):
@@ -41,6 +42,13 @@ def fail(name: str, detail: str) -> Check:
 
 def failures(checks: Sequence[Check]) -> list[Check]:
     return [check for check in checks if check.status is Status.FAIL]
+
+
+def must_do(checks: Sequence[Check]) -> None:
+    """Raise ConfigError with one line for each check that failed."""
+    wrong = failures(checks)
+    if wrong:
+        raise ConfigError("\n".join(f"{check.name}: {check.detail}" for check in wrong))
 
 
 def show(checks: Sequence[Check], console: Console) -> None:

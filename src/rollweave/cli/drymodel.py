@@ -1,6 +1,6 @@
 """The part of a dry run that looks at the model: its files, and whether memory and disk will hold it.
 
-Apart from the rest because it needs torch, which costs seconds to import.
+It is done before every run: a model from scratch on the CPU is looked at without torch, which costs seconds to import.
 """
 
 import shutil
@@ -111,9 +111,12 @@ def _fits(name: str, needs: Sequence[Need], available: int, what: str) -> Check:
 
 def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
     parent = Path(config.run.dir)
-    while not parent.exists():
-        parent = parent.parent
-    free = shutil.disk_usage(parent).free
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        free = shutil.disk_usage(parent).free
+    except (OSError, ValueError):
+        return  # no directory can have this name: `run.dir` has a check of its own
     checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
     text = (
         f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} trajectories of {human_bytes(free)} free"

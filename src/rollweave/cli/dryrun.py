@@ -1,4 +1,4 @@
-"""Everything about a run that can be known before it costs anything. Without `deep`, only what takes no time to look at.
+"""Everything about a run that can be known before it costs anything. `deep` also begins an episode of each domain.
 
 Each check says for itself what is wrong; all are made, so that the user learns every problem at once.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollweave.cli.checks import Check, fail, ok, warn
 from rollweave.cli.dryenvs import Domain, examine_domain
+from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
 from rollweave.codec.config import load
 from rollweave.live.sinks import missing_sinks
@@ -18,7 +19,7 @@ from rollweave.schema.config import RunConfig
 
 
 def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True) -> list[Check]:
-    """All checks. `deep` also resets an environment of each domain with a task, and estimates memory and disk."""
+    """All checks. `deep` also resets an environment of each domain with a task: that may take time, and open what it opens."""
     checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
@@ -26,12 +27,7 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
         checks += found
         if domain is not None:
             domains.append(domain)
-    checks += _cpu(config)
-    if deep or config.model.path is not None:
-        from rollweave.cli.drymodel import examine_model  # needs torch, which a model from scratch can do without here
-
-        checks += examine_model(config, domains)
-    return checks
+    return [*checks, *_cpu(config), *examine_model(config, domains)]
 
 
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool) -> list[Check]:

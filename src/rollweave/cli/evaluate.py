@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from rollweave.cli.checks import human_seconds
+from rollweave.cli import dryrun
+from rollweave.cli.checks import human_seconds, must_do
 from rollweave.cli.console import err, error_lines, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
@@ -20,7 +21,7 @@ DIRECTORY = "evaluations"
 
 
 def evaluate(name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool) -> None:
-    """Evaluate and print success by task. Raises ConfigError for a run or checkpoint that is not there."""
+    """Evaluate and print success by task. Raises ConfigError for a run or checkpoint that is not there, or not whole."""
     run = find_run(name)
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, found none")
@@ -28,6 +29,7 @@ def evaluate(name: str, *, episodes: int | None, temperature: float | None, chec
     config = evaluation_config(
         load(run.config), directory=run.path, step=step, model=model, episodes=episodes, temperature=temperature
     )
+    must_do(dryrun.examine(config, fresh=True, deep=False))
     clear(config)
     with display(err, name=f"{run.path.name} at step {step}", steps=0) as progress:
         summary = launch.train(config, inproc=inproc, progress=progress)

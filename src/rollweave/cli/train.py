@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from rollweave.cli import dryrun
-from rollweave.cli.checks import failures, human_seconds, show
-from rollweave.cli.console import FAILED, INTERRUPTED, WRONG_INPUT, err, error_lines, out
+from rollweave.cli.checks import human_seconds, must_do, show
+from rollweave.cli.console import FAILED, INTERRUPTED, err, error_lines, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load
@@ -27,10 +27,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
     if dry_run:
         show(checks, out)
-    wrong = failures(checks)
-    if wrong:
-        error_lines("\n".join(f"{check.name}: {check.detail}" for check in wrong))
-        raise typer.Exit(WRONG_INPUT)
+    must_do(checks)
     if dry_run:
         out.print("[green]ready:[/] nothing speaks against this run")
         return

@@ -28,7 +28,7 @@ from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBa
 from rollweave.live.world import World
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
-from rollweave.record.summary import Summary, describe, summarize, write_summary
+from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.rollout.episode import Episode, Speech
 from rollweave.rollout.store import TrajectoryStore
@@ -110,7 +110,7 @@ class _Start:
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
             metrics.event("finished", error=summary.error, account=describe(summary.account))
-            self._progress.phase(f"finished: {describe(summary.account)}")
+            self._progress.phase(f"finished: {outcome(summary)}")
             return summary
 
     def _announce(self, metrics: Metrics, begun: Beginning) -> None:

@@ -70,6 +70,14 @@ def write_summary(path: Path, summary: Summary) -> None:
     replace_file(path, json.dumps(msgspec.to_builtins(summary), indent=2).encode() + b"\n")
 
 
+def outcome(summary: Summary) -> str:
+    """What came of a run as one line for people: of one that only evaluated, its episodes; else its account."""
+    if summary.account.started or not summary.eval_episodes:
+        return describe(summary.account)
+    episodes = (f"{count} of {task}" for task, count in summary.eval_episodes.items())
+    return f"evaluated episodes: {', '.join(episodes)}"
+
+
 def describe(account: Account) -> str:
     """The account as one line for people."""
     dropped = sum(account.dropped.values())

@@ -2,7 +2,7 @@
 
 Invariants: text of printable ASCII, tabs and newlines survives encode and decode unchanged; a whole word is one token
 wherever it stands by itself, the longest word wins, and everything else falls to single characters; the same arguments
-give the same bytes.
+give the same bytes. Torch is imported where weights are drawn: a dry run asks for the tokenizer alone.
 """
 
 import json
@@ -10,14 +10,16 @@ import re
 import string
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rollweave.schema.config import ScratchModel
 from rollweave.train.files import new_directory
 from rollweave.weights.checkpoint import ModelShape, read_shape
+
+if TYPE_CHECKING:
+    import torch
 
 TURN_START, TURN_END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unk|>"
 SPECIALS = (PAD, TURN_START, TURN_END, UNKNOWN)
@@ -38,6 +40,8 @@ def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str],
 
     Raises `ValueError` for a word that cannot be a token.
     """
+    from safetensors.torch import save_file
+
     tokenizer = build_tokenizer(words)
     config = _model_config(scratch, tokenizer)
     with new_directory(path) as directory:
@@ -73,8 +77,10 @@ def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, obje
     }
 
 
-def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> dict[str, torch.Tensor]:
+def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> "dict[str, torch.Tensor]":
     """As transformers initialises: norms are 1, everything else is normal; this architecture has no biases."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(size) if name.endswith("norm.weight") else init_std * torch.randn(size, generator=generator)

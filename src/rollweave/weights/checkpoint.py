@@ -1,7 +1,8 @@
 """Reads a Hugging Face checkpoint directory, for engines and trainer alike: shape from config.json, tensors from safetensors.
 
 Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or llama3 rotary embeddings. Anything that
-would change the result and is not understood is refused by name.
+would change the result and is not understood is refused by name. Torch is imported where tensors are: who only asks for a
+shape of a model from scratch does not wait for it.
 """
 
 import json
@@ -9,12 +10,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from rollweave.schema.errors import ConfigError, WeightsError
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -118,7 +121,7 @@ def read_shape(directory: Path) -> ModelShape:
     )
 
 
-def read_tensors_of(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
     """Every tensor of the checkpoint, sharded or not, by its transformers name. Raises ConfigError as `read_sizes` does."""
     for shard in _shards(directory):
         for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
@@ -174,6 +177,8 @@ def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
     """Rotary frequencies, in fp32 as transformers computes them. Old (`rope_scaling`) and new (`rope_parameters`) spellings."""
+    import torch
+
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -191,8 +196,10 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
     return tuple(inv_freq.tolist())
 
 
-def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+def _llama3(inv_freq: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
     """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    import torch
+
     factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     trained = float(rope["original_max_position_embeddings"])
     wavelength = 2 * math.pi / inv_freq
