@@ -51,6 +51,11 @@ class Garbage(Fine):
         return "hello"  # type: ignore[return-value]
 
 
+class Silent(Fine):
+    async def reset(self, task: Task) -> Observation:
+        return Observation(messages=())
+
+
 class BadWords(Fine):
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:

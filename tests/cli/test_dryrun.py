@@ -49,6 +49,7 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
     assert said["tasks.0.env"] == "fine: tests.cli.envs.Fine"
     assert said["tasks.0 task"] == "begins with 'hello'"
     assert said["tasks.0 warm-up"] == "Says yes or no by chance."
+    assert said["tasks.0 prompt"] == "9 of 1024 tokens"
     assert "about" in said["memory"]
     assert "checkpoints" in said["disk"]
 
@@ -65,6 +66,8 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         ("tasks.0.env=tests.cli.envs:Hangs", "tasks.0", "must answer within step_s, got nothing in 0.3 s"),
         ("tasks.0.env=tests.cli.envs:Undrawable", "tasks.0", "make_task raised LookupError: no tasks today"),
         ("tasks.0.env=tests.cli.envs:Garbage", "tasks.0", "reset must return Observation, got 'hello'"),
+        ("tasks.0.env=tests.cli.envs:Silent", "tasks.0", "reset must return at least one message, got none"),
+        ("tasks.0.max_tokens=9", "tasks.0.max_tokens", "must be more than the first prompt (9 tokens), got 9"),
         ("tasks.0.env=tests.cli.envs:BadWords", "tasks.0", "words must return a list of non-empty strings, got ''"),
         ("tasks.0.env=tests.cli.envs:OneWord", "tasks.0", "words must return a list of non-empty strings, got 'hello'"),
         (

@@ -30,8 +30,11 @@ PATIENCE_S = 30.0
 class Domain(Noun, frozen=True, kw_only=True):
     """What the model must know about a task domain that was found to be in order."""
 
+    name: str
     words: tuple[str, ...]
     allowed: tuple[str, ...]
+    max_tokens: int
+    first: tuple[Message, ...] = ()  # of an episode that was begun; none where none was
 
 
 class BrokenError(RollweaveError):
@@ -52,11 +55,14 @@ def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain
         if config.warmup.steps:
             checks.append(_transcript(kind, task, where))
         drawn = _drawn(config, task)
+        first: tuple[Message, ...] = ()
         if deep:
-            checks.append(_first_look(config, task, drawn, where))
+            first = _first_look(config, task, drawn).messages
+            text = " ".join(message.content for message in first).strip()
+            checks.append(ok(f"{where} task", f"begins with {text!r:.90}"))
     except (ConfigError, BrokenError) as error:
         return None, [*checks, fail(where, str(error))]
-    return Domain(words=words, allowed=allowed), checks
+    return Domain(name=where, words=words, allowed=allowed, max_tokens=task.max_tokens, first=first), checks
 
 
 def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
@@ -106,7 +112,7 @@ def _alone(config: RunConfig, task: TaskConfig) -> RunConfig:
     return config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
 
 
-def _first_look(config: RunConfig, task: TaskConfig, drawn: Task, where: str) -> Check:
+def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
     """Reset an environment with the first training task, where the run would have it: inline or in a process."""
 
     async def look(logs: Path) -> Observation:
@@ -125,9 +131,7 @@ def _first_look(config: RunConfig, task: TaskConfig, drawn: Task, where: str) ->
 
     with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
         limit_s = PATIENCE_S + task.step_s
-        observation = _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset")
-    text = " ".join(message.content for message in observation.messages).strip()
-    return ok(f"{where} task", f"begins with {text!r:.90}")
+        return _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset")
 
 
 def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:

@@ -11,10 +11,11 @@ from rollweave.cli.checks import Check, fail, human_bytes, ok, warn
 from rollweave.cli.dryenvs import Domain
 from rollweave.cli.machine import gpu_memory, memory_bytes
 from rollweave.cli.memory import Need, checkpoint_bytes, memory, parameters, scratch_shape, trajectory_bytes
-from rollweave.codec.chat import ChatCodec
+from rollweave.codec.chat import ChatCodec, ChatError
+from rollweave.codec.template import ChatTemplate
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, WeightsError
-from rollweave.train.scratch import build_tokenizer
+from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
 
 COMFORT = 0.8
@@ -45,13 +46,14 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
         for word in (word for domain in domains for word in domain.allowed):
             if len(tokenizer.encode(word).ids) != 1:
                 raise ConfigError(f"allowed_words must be among words, which are one token each, got {word!r}")
+        codec = ChatCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch"))
         vocab = tokenizer.get_vocab_size()
         shape = scratch_shape(config.model.scratch, vocab)
         text = f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them words of the tasks"
         checks = [ok("model.scratch", text)]
         if not config.warmup.steps:
             checks.append(warn("warmup.steps", "random weights without a warm-up hardly ever succeed, so nothing is learned"))
-        return shape, checks
+        return shape, [*checks, *_prompts(codec, domains)]
     assert config.model.path is not None, "the configuration has one of path and scratch"
     directory = Path(config.model.path)
     if not directory.is_dir():
@@ -68,7 +70,25 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
     longest = max(task.max_tokens for task in config.tasks)
     if longest > shape.context:
         checks.append(fail("tasks.max_tokens", f"must be at most the model's context ({shape.context}), got {longest}"))
-    return shape, checks
+    return shape, [*checks, *_prompts(codec, domains)]
+
+
+def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Whether what an episode begins with leaves room for the agent."""
+    for domain in domains:
+        if not domain.first:
+            continue
+        try:
+            count = len(codec.start(domain.first))
+        except ChatError as error:
+            yield fail(domain.name, f"first messages: {error}")
+            continue
+        if count >= domain.max_tokens:
+            yield fail(
+                f"{domain.name}.max_tokens", f"must be more than the first prompt ({count} tokens), got {domain.max_tokens}"
+            )
+        else:
+            yield ok(f"{domain.name} prompt", f"{count} of {domain.max_tokens} tokens")
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:
