@@ -70,6 +70,11 @@ async def test_numbers_of_numpy_and_lists_pass_as_ours() -> None:
     assert isinstance((await env.step("list")).messages, tuple)
 
 
+async def test_an_episode_begins_with_a_message() -> None:
+    with pytest.raises(EnvError, match="reset must return at least one message, got none"):
+        await guarded("Mute").reset(TASK)
+
+
 async def test_a_constructor_and_a_close_that_fail() -> None:
     with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
         guarded("BadConstructor")

@@ -152,6 +152,11 @@ class BadClose(Echo):
         raise RuntimeError("cannot close")
 
 
+class Mute(Echo):
+    def reset(self, task: Task) -> Observation:
+        return Observation(messages=())
+
+
 class BadTask(Echo):
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: str, options: Options) -> Any:

@@ -45,7 +45,10 @@ class GuardedEnv:
 
     async def reset(self, task: Task) -> Observation:
         """Begin the task."""
-        return _checked(await self._called("reset", task), Observation, "reset")
+        observation = _checked(await self._called("reset", task), Observation, "reset")
+        if not observation.messages:
+            raise EnvError("reset must return at least one message, got none")
+        return observation
 
     async def step(self, action: str) -> Step:
         """Take the agent's words."""
