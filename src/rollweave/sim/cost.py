@@ -1,0 +1,325 @@
+"""What things cost in seconds: engine steps (`EngineCost`; `ProfileCost` from measurements) and training (`TrainerCost`).
+
+A step of an engine is a roofline: the longer of computing and reading memory, then the tensor-parallel all-reduces and a fixed
+overhead. While a batch only decodes, both sides grow linearly with the step's number, so that many steps have a closed form.
+
+What software reaches of the published hardware is stated below, once, for every experiment; none is fitted to a paper's result.
+InferSim is alibaba's simulator of LLM inference, whose constants its README compares with SGLang's measured throughput.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
+from rollweave.sim.models import BF16, ModelShape
+
+ENGINE_COMPUTE = 0.85
+"""Of a GPU's reachable matmul speed, the share an engine's prefill keeps: SGLang with Qwen3-30B-A3B on H20 computes 16,594
+tokens/s (InferSim README), 79 % of the peak if prompts have the README's 4,096 tokens, where H20's matmuls reach 93 %."""
+
+HBM_EFFICIENCY = 0.8
+"""Of the published memory bandwidth: InferSim (`hardware/gpu.py`) for H20 and H800."""
+
+LINK_EFFICIENCY = 0.8
+"""Of a published link's bandwidth, NVLink and RDMA alike: InferSim (`hardware/gpu.py`); taken for all links."""
+
+MEMORY_FRACTION = 0.9
+"""Of a GPU's memory that an engine may use: the default `gpu_memory_utilization` of vLLM 0.9, Laminar's engine."""
+
+ACTIVATION_BYTES = 2e9
+"""Of each GPU, kept for activations, workspaces and captured graphs: assumption."""
+
+STEP_OVERHEAD_S = 1e-3
+"""Scheduling, sampling and launching of one engine step: assumption."""
+
+ALLREDUCE_LATENCY_S = 1e-5
+"""Of one all-reduce within a machine, however small: calculon's A100 system file (`networks[0].latency`)."""
+
+QUERY_TILE = 128
+"""Queries that share one read of the KV in prefill: the row tile of FlashAttention-3 for head dimension 128."""
+
+TRAIN_MFU = 0.4
+"""Of the peak, in training, with all parallelism inside: Llama 3 reports 38-43 % on H100 (The Llama 3 Herd, Table 4)."""
+
+FABRIC = link("rdma")
+"""Between the trainer's machines, whatever way weights leave: InfiniBand in RollArt §7.1, ROSE §6 and Laminar §8."""
+
+STATE_BYTES = 16
+"""Of training state per parameter: bf16 weight and gradient, float32 weight and two moments (ZeRO §3.1)."""
+
+OPTIMIZER_BYTES = 30
+"""Moved per parameter by Adam: float32 gradient, weight, two moments read; the last three and a bf16 weight written."""
+
+CHECKPOINT_BYTES = 14
+"""Saved per parameter: bf16 weight, float32 weight and two moments."""
+
+CHECKPOINT_BYTES_PER_S = 4e9
+"""Written by each machine, to one NVMe drive: assumption."""
+
+
+class EngineCosts(Protocol):
+    """What a simulated engine asks. `kv_tokens`: how many tokens' KV it holds."""
+
+    @property
+    def kv_tokens(self) -> int: ...
+
+    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+        """Seconds of one step.
+
+        `prefill_tokens` prompt tokens are computed, whose attention spans sum to `prefill_context`; `decode` sequences compute
+        one token each, whose contexts sum to `decode_context`.
+        """
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        """Seconds of `steps` steps that only decode, the summed context growing by `decode` a step: the sum of `step_s`."""
+
+
+class EngineCost:
+    """An engine of `tp` GPUs of one machine. Raises ConfigError where the model cannot be split so, or does not fit."""
+
+    kv_tokens: int
+
+    def __init__(self, *, gpu: Gpu, model: ModelShape, tp: int) -> None:
+        if not 1 <= tp <= GPUS_PER_MACHINE:
+            raise ConfigError(f"tp must be from 1 to {GPUS_PER_MACHINE}, the GPUs of a machine, got {tp}")
+        if not _splits(model, tp):
+            raise ConfigError(
+                f"tp must divide the {model.heads} heads of {model.name}, and divide or be a multiple of "
+                f"its {model.kv_heads} key-value heads, got {tp}"
+            )
+        self.kv_tokens = _kv_tokens(gpu, model, tp)
+        if self.kv_tokens < 1:
+            raise ConfigError(_misfit(gpu, model, tp))
+        compute = tp * gpu.bf16_flops * gpu.matmul_efficiency * ENGINE_COMPUTE
+        memory = tp * gpu.hbm_bytes_per_s * HBM_EFFICIENCY
+        # Seconds per unit of work, the whole engine at it; the head is computed where a token is sampled, read in every step.
+        self._prefill_token = 2 * model.layer_parameters / compute
+        self._decode_token = 2 * (model.layer_parameters + model.head_parameters) / compute
+        self._pair = model.attention_flops / compute
+        self._dense = BF16 * (model.dense_parameters + model.head_parameters) / memory
+        self._experts = BF16 * model.expert_parameters / memory
+        self._missed = 1 - model.experts_active / model.experts if model.experts else 0.0
+        self._kv = _kv_bytes(model, tp) / memory
+        # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, one direction of NVLink; two a layer.
+        reduces = 2 * model.layers if tp > 1 else 0
+        sent = 2 * (tp - 1) / tp * model.hidden * BF16
+        self._reduce_token = reduces * sent / (gpu.nvlink_bytes_per_s / 2 * LINK_EFFICIENCY)
+        self._fixed = STEP_OVERHEAD_S + reduces * ALLREDUCE_LATENCY_S
+
+    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+        """See `EngineCosts`. The KV that prefill reads is counted as if its tokens were one sequence's."""
+        tokens = prefill_tokens + decode
+        computing = (
+            prefill_tokens * self._prefill_token + decode * self._decode_token + (prefill_context + decode_context) * self._pair
+        )
+        read = decode_context + (prefill_context / min(prefill_tokens, QUERY_TILE) if prefill_tokens else 0.0)
+        return max(computing, self._weights(tokens) + read * self._kv) + tokens * self._reduce_token + self._fixed
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        """See `EngineCosts`."""
+        roofline = _sum_of_max(
+            (decode * self._decode_token + decode_context * self._pair, decode * self._pair),
+            (self._weights(decode) + decode_context * self._kv, decode * self._kv),
+            steps,
+        )
+        return roofline + steps * (decode * self._reduce_token + self._fixed)
+
+    def _weights(self, tokens: int) -> float:
+        """Seconds to read the weights that `tokens` use: of a layer's experts those expected if each token draws evenly.
+
+        Training balances the experts' load, which is why an even draw is taken.
+        """
+        return self._dense + self._experts * (1 - self._missed**tokens)
+
+
+def _splits(model: ModelShape, tp: int) -> bool:
+    """Whether heads can be shared out: more GPUs than key-value heads hold copies of them (as in vLLM)."""
+    return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
+
+
+def _kv_bytes(model: ModelShape, tp: int) -> int:
+    """Of one token on all GPUs of an engine, copies included."""
+    return model.kv_bytes_per_token * max(1, tp // model.kv_heads)
+
+
+def _kv_tokens(gpu: Gpu, model: ModelShape, tp: int) -> int:
+    """Tokens whose KV fits beside the weights; negative where not even those fit."""
+    free = gpu.hbm_bytes * MEMORY_FRACTION - model.weight_bytes / tp - ACTIVATION_BYTES
+    return math.floor(free * tp / _kv_bytes(model, tp))
+
+
+def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> str:
+    enough = [n for n in range(tp + 1, GPUS_PER_MACHINE + 1) if _splits(model, n) and _kv_tokens(gpu, model, n) >= 1]
+    usable = (gpu.hbm_bytes * MEMORY_FRACTION - ACTIVATION_BYTES) / 1e9
+    sizes = f"{model.weight_bytes / 1e9:.1f} GB of weights, {usable:.1f} GB usable on each GPU"
+    if not enough:
+        return f"model must fit one machine of {GPUS_PER_MACHINE} {gpu.name} ({sizes}), got {model.name}"
+    return f"tp must be at least {enough[0]} for {model.name} on {gpu.name} ({sizes}), got {tp}"
+
+
+def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int) -> float:
+    """The sum over i < `steps` of the larger of two lines (value at 0, slope) at i; they cross at most once."""
+    first, then = (one, other) if one >= other else (other, one)
+    lead = steps
+    if then[1] > first[1]:
+        crossing = (first[0] - then[0]) / (then[1] - first[1])
+        lead = min(steps, math.floor(min(crossing, steps)) + 1)
+    return _sum_of_line(first, 0, lead) + _sum_of_line(then, lead, steps)
+
+
+def _sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
+    """The sum of a line at i in start .. end - 1."""
+    return (end - start) * (line[0] + line[1] * (start + end - 1) / 2)
+
+
+class TrainerCost:
+    """A trainer sharded over `gpus` GPUs, whose weights leave by `link`. Raises ConfigError where its state does not fit."""
+
+    def __init__(self, *, gpu: Gpu, model: ModelShape, gpus: int, link: Link) -> None:
+        state = STATE_BYTES * model.parameters
+        needed = math.ceil(state / (gpu.hbm_bytes * MEMORY_FRACTION))
+        if gpus < needed:
+            need = f"{state / 1e9:.0f} GB of training state"
+            raise ConfigError(f"gpus must be at least {needed} to train {model.name} on {gpu.name} ({need}), got {gpus}")
+        self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
+
+    def step_s(self, *, tokens: int, context: int) -> float:
+        """One optimizer step on `tokens` tokens whose attention spans sum to `context`, gradients reduced and weights updated.
+
+        Forward and backward are three times the forward's FLOPs. Model-parallel communication is inside TRAIN_MFU.
+        """
+        model = self._model
+        flops = 6 * (model.layer_parameters + model.head_parameters) * tokens + 3 * model.attention_flops * context
+        computing = flops / (self._gpus * self._gpu.bf16_flops * TRAIN_MFU)
+        update = OPTIMIZER_BYTES * model.parameters / (self._gpus * self._gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
+        return computing + self._reduce_s() + update
+
+    def publish_s(self, *, over: Link | None = None) -> float:
+        """Handing the weights, each GPU a shard, to one machine that passes them on (Laminar §4.2); by the link, or `over`."""
+        way = over or self._link
+        return way.latency_s + self._model.weight_bytes / _bytes_per_s(way, min(self._gpus, GPUS_PER_MACHINE))
+
+    def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
+        """An engine of `tp` GPUs pulls the weights while `engines` do, itself included, from one machine that holds them.
+
+        The slower of what the engine's GPUs receive and what that machine sends. An engine beside a relay pulls `over` PCIe.
+        """
+        way = over or self._link
+        receiving = self._model.weight_bytes / _bytes_per_s(way, tp)
+        sending = engines * self._model.weight_bytes / _bytes_per_s(way, GPUS_PER_MACHINE)
+        return way.latency_s + max(receiving, sending)
+
+    def checkpoint_s(self) -> float:
+        """Writing weights and optimizer state, each machine its share."""
+        machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
+        return CHECKPOINT_BYTES * self._model.parameters / (machines * CHECKPOINT_BYTES_PER_S)
+
+    def _reduce_s(self) -> float:
+        """A ring all-reduce of bf16 gradients between machines, each of which holds the model once, a share on each GPU."""
+        machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
+        sent = 2 * (machines - 1) / machines * self._model.weight_bytes
+        return 2 * (machines - 1) * FABRIC.latency_s + sent / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)
+
+
+def _bytes_per_s(link: Link, gpus: int) -> float:
+    """What `gpus` GPUs of one machine send or receive together over `link`."""
+    return (gpus if link.per_gpu else 1) * link.bytes_per_s * LINK_EFFICIENCY
+
+
+class Sample(Noun, frozen=True, kw_only=True):
+    """One measured engine step, in the terms of `EngineCosts.step_s`."""
+
+    prefill_tokens: int
+    prefill_context: int
+    decode: int
+    decode_context: int
+    seconds: float
+
+
+class Profile(Noun, frozen=True, kw_only=True):
+    """A measured engine: the file that `ProfileCost.from_json` reads. `subject` says what was measured, for people."""
+
+    kv_tokens: int
+    samples: tuple[Sample, ...]
+    subject: str = ""
+
+
+class ProfileCost:
+    """Step times fitted to measured ones: a constant and a price for each of the four amounts, none negative.
+
+    So a step with more work never costs less, however noisy the samples are. The fit minimises relative errors, because most of
+    a run's steps are short ones. Raises ConfigError for samples that cannot be fitted.
+    """
+
+    kv_tokens: int
+
+    def __init__(self, *, samples: Sequence[Sample], kv_tokens: int) -> None:
+        if kv_tokens < 1:
+            raise ConfigError(f"kv_tokens must be at least 1, got {kv_tokens}")
+        for index, sample in enumerate(samples):
+            _check(sample, index)
+        for amount in ("prefill_tokens", "decode"):
+            values = {getattr(sample, amount) for sample in samples}
+            if len(values) < 2:
+                raise ConfigError(f"samples must have at least two different values of {amount}, got {sorted(values)}")
+        rows = [(1, s.prefill_tokens, s.prefill_context, s.decode, s.decode_context) for s in samples]
+        self.kv_tokens = kv_tokens
+        self._fixed, *prices = _fit(rows, [s.seconds for s in samples])
+        self._prefill_token, self._prefill_pair, self._decode_token, self._decode_pair = prices
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "ProfileCost":
+        """Read a `Profile`. Raises ConfigError naming the file."""
+        try:
+            profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+            return cls(samples=profile.samples, kv_tokens=profile.kv_tokens)
+        except OSError as error:
+            raise ConfigError(f"{path}: profile must be a readable file: {error}") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: profile must be JSON with kv_tokens and samples: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+        """See `EngineCosts`."""
+        prefill = prefill_tokens * self._prefill_token + prefill_context * self._prefill_pair
+        return self._fixed + prefill + decode * self._decode_token + decode_context * self._decode_pair
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        """See `EngineCosts`."""
+        first = self._fixed + decode * self._decode_token + decode_context * self._decode_pair
+        return _sum_of_line((first, decode * self._decode_pair), 0, steps)
+
+
+def _check(sample: Sample, index: int) -> None:
+    for field in ("prefill_tokens", "prefill_context", "decode", "decode_context"):
+        if getattr(sample, field) < 0:
+            raise ConfigError(f"samples[{index}].{field} must be at least 0, got {getattr(sample, field)}")
+    if not (sample.seconds > 0 and math.isfinite(sample.seconds)):
+        raise ConfigError(f"samples[{index}].seconds must be positive and finite, got {sample.seconds}")
+
+
+def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[float]:
+    """The nonnegative prices that minimise the relative errors of `rows @ prices` against `seconds`.
+
+    The best fit is the plain least squares fit of the columns that it uses, so with five columns all 32 choices are tried.
+    """
+    columns = np.array(rows, dtype=np.float64) / np.array(seconds)[:, None]
+    scale = columns.max(axis=0) + (columns.max(axis=0) == 0)  # comparable columns keep the least squares exact
+    columns /= scale
+    best, least = np.zeros(len(scale)), math.inf
+    for used in itertools.product((False, True), repeat=len(scale)):
+        prices = np.zeros(len(scale))
+        prices[list(used)] = np.linalg.lstsq(columns[:, used], np.ones(len(rows)), rcond=None)[0]
+        error = float(np.square(columns @ prices - 1).sum())
+        if error < least and (prices >= 0).all():
+            best, least = prices / scale, error
+    return [float(price) for price in best]
