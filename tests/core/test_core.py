@@ -293,6 +293,24 @@ def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
     assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [0, 2, 4, 6]
 
 
+def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
+    world = World(config(), seed=5)
+    world.start()
+    while not any(isinstance(event, e.TurnDone) for _, event in world.journal):
+        world.step()
+    done = next(event for _, event in world.journal if isinstance(event, e.TurnDone))
+    asked = next(
+        event
+        for _, event in world.journal
+        if isinstance(event, e.TurnRequested) and event.trajectory_id == done.trajectory_id and event.turn == done.turn
+    )
+    before = world.core.snapshot()
+    world.feed(asked)
+    assert not any(isinstance(command, c.StartTurn) for command in world.commands[-1])
+    assert world.core.state.trajectories[done.trajectory_id].turn is None
+    assert len(world.core.snapshot()) == len(before)
+
+
 def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
     world = World(config("bounded", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()

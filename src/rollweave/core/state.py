@@ -50,6 +50,7 @@ class Trajectory(msgspec.Struct):
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
+    asked: int = 0  # turns that this attempt has asked for
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # of the last turn

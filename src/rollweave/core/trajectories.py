@@ -116,6 +116,7 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         retried = run.state.counters.retried
         retried[reason] = retried.get(reason, 0) + 1
         trajectory.attempt += 1
+        trajectory.asked = 0
         trajectory.engine = None
         move(run, trajectory, Stage.QUEUED)
         return

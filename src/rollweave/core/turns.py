@@ -23,6 +23,9 @@ def on_requested(run: Run, event: TurnRequested) -> None:
     trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage is not Stage.RUN or trajectory.turn is not None:
         return
+    if event.turn != trajectory.asked:
+        return  # a message that came twice
+    trajectory.asked += 1
     trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
     _enqueue(run, trajectory)
 
