@@ -1,7 +1,7 @@
 """A fake trainer without a model. Also a process: `python -m tests.live.fake_trainer`.
 
-It trains by counting; `run_dir` ending in "broken" cannot start; a batch whose step is CRASH kills the process; FAIL fails;
-NAN is not finite. Publications are empty payloads.
+It trains by counting; `run_dir` ending in "broken" cannot start, in "refused" never can; a batch whose step is CRASH
+kills the process; FAIL fails; NAN is not finite. Publications are empty payloads.
 """
 
 import json
@@ -9,9 +9,9 @@ import os
 import signal
 from pathlib import Path
 
-from rollweave.backends.parent import Parent
-from rollweave.codec.wire import decoder_of, encode
 from rollweave.live.trainer_link import TrainerSpec
+from rollweave.live.trainer_server import serve
+from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
     Publish,
     Published,
@@ -42,6 +42,8 @@ class FakeTrainer:
     def __init__(self, spec: TrainerSpec) -> None:
         if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
             raise RuntimeError("the fake trainer cannot start")
+        if spec.run_dir.endswith("refused") or (Path(spec.model) / "refused").exists():
+            raise NonFiniteLossError("the fake warm-up is not finite")
         self._rank, self._model = spec.rank, spec.model
         self.step = 0
 
@@ -81,7 +83,7 @@ class FakeTrainer:
             case Save(path=path):
                 if take_fault(self._model, "full-disk"):
                     return SaveFailed(path=path, error="no space left on device")
-                Path(path).mkdir(parents=True)
+                Path(path).mkdir(parents=True, exist_ok=True)  # there already where the journal did not hear of it
                 (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
                 return Saved(path=path, save_s=0.0)
             case Restore(path=path):
@@ -98,18 +100,11 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, FakeTrainer]:
     return TrainerReady(parameters=7), FakeTrainer(spec)
 
 
-def main() -> None:
-    parent = Parent.from_arguments()
-    spec = decoder_of(TrainerSpec)(parent.receive())
+def build_rank(spec: TrainerSpec) -> tuple[TrainerReady, FakeTrainer]:
     sign_in(spec.model)
-    ready, trainer = build(spec)
-    assert os.environ["RANK"] == str(trainer._rank)
-    parent.send(encode(ready))
-    decode = decoder_of(TrainerCommand)
-    commands = parent.queue()
-    while (reply := trainer.handle(decode(commands.get()))) is not None:
-        parent.send(encode(reply))
+    assert os.environ["RANK"] == str(spec.rank)
+    return build(spec)
 
 
 if __name__ == "__main__":
-    main()
+    serve(build_rank)

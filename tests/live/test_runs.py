@@ -161,6 +161,17 @@ def test_what_cannot_start_ends_the_run_with_its_reason(tmp_path: Path, name: st
     assert run(config, resume=True).steps == 4
 
 
+def test_a_trainer_that_can_never_start_is_started_once(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    fault(config, "refused")
+    summary = run(config)
+    assert summary.error == "the trainer cannot go on: the fake warm-up is not finite"
+    assert "trainer_restarted" not in summary.watchdog
+    assert_gone(config)
+    (tmp_path / "model" / "refused").unlink()
+    assert run(config, resume=True).steps == 4
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_killed_controller_resumes_to_the_same_totals(tmp_path: Path, step: int) -> None:
     config = make_config(tmp_path)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerLostError, TrainerSpec
+from rollweave.live.trainer_link import (
+    ProcessTrainer,
+    ThreadTrainer,
+    TrainerBackend,
+    TrainerLostError,
+    TrainerRefusedError,
+    TrainerSpec,
+)
 from rollweave.schema.training import (
     Publish,
     Published,
@@ -89,6 +96,13 @@ async def test_the_death_of_any_rank_is_the_loss_of_all(connect: Connect, kind: 
 async def test_a_trainer_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
     trainer = connect(kind, run_dir="broken")
     with pytest.raises(TrainerLostError, match="the fake trainer cannot start"):
+        await trainer.ready()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_trainer_that_can_never_start_refuses(connect: Connect, kind: str) -> None:
+    trainer = connect(kind, run_dir="refused")
+    with pytest.raises(TrainerRefusedError, match=r"^the fake warm-up is not finite$"):
         await trainer.ready()
 
 

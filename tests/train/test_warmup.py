@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollweave.schema.errors import TrainerError
+from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import TokenSequence
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
@@ -68,6 +68,11 @@ def test_no_steps_no_transcripts(model_dir: Path, tmp_path: Path) -> None:
 def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="needs 4 transcripts"):
         Trainer(configured(), model_dir, tmp_path).warm_up(itertools.islice(transcripts(), 3))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_not_finite_names_the_knob(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"warm-up step \d+: loss nan; warmup.lr is 1e\+20"):
+        Trainer(configured(lr=1e20), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
 
 
 def test_what_is_learned_of_a_transcript() -> None:

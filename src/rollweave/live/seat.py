@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.tasks import Tasks
-from rollweave.live.trainer_link import TrainerBackend, TrainerLostError
+from rollweave.live.trainer_link import TrainerBackend, TrainerLostError, TrainerRefusedError
 from rollweave.record.trace import TRAINER, Trace
 from rollweave.rollout.store import StoreError, TrajectoryStore
 from rollweave.schema.commands import PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
@@ -106,7 +106,7 @@ class TrainerSeat:
                 await backend.ready()
                 step, note = await self._restore_first(backend, steps)
             except (RollweaveError, OSError) as error:
-                self._lost(epoch, str(error), hopeless=isinstance(error, DamagedCheckpointError))
+                self._lost(epoch, str(error), hopeless=isinstance(error, DamagedCheckpointError | TrainerRefusedError))
                 return
             self._trace.span(TRAINER, "trainer", "start", started, self._clock(), epoch=epoch)
             self._post(TrainerReady(epoch=epoch, step=step, note=note))

@@ -18,7 +18,7 @@ import msgspec
 from rollweave.backends.child import Child, spawn
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.schema.base import Noun
-from rollweave.schema.errors import TrainerError
+from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
     SaveFailed,
     StopTrainer,
@@ -39,6 +39,10 @@ _decode = decoder_of(TrainerReply)
 
 class TrainerLostError(TrainerError):
     """The trainer's process is gone, or does not answer and was killed."""
+
+
+class TrainerRefusedError(TrainerLostError):
+    """The trainer cannot start, and another would fail in the same way: its input is the same."""
 
 
 class TrainerSpec(Noun, frozen=True, kw_only=True):
@@ -86,6 +90,16 @@ class TrainerBackend(Protocol):
 BuildTrainer = Callable[[TrainerSpec], tuple[TrainerReady, TrainerLike]]
 
 
+def started(build: BuildTrainer, spec: TrainerSpec) -> tuple[TrainerReady, TrainerLike] | TrainFailed:
+    """The trainer and its first word; or why there is none, where its input is at fault. Raises what chance may have done."""
+    try:
+        return build(spec)
+    except OSError:
+        raise  # a full disk, say
+    except RollweaveError as error:
+        return TrainFailed(error=str(error), nonfinite=isinstance(error, NonFiniteLossError))
+
+
 def _nothing() -> None:
     return
 
@@ -130,9 +144,10 @@ class _Answers:
                 reply = await asyncio.shield(self.first)
         except TimeoutError:
             raise TrainerLostError(f"the trainer was not ready within {limit_s:g} s") from None
+        if isinstance(reply, TrainFailed):
+            raise TrainerRefusedError(reply.error)
         if not isinstance(reply, TrainerReady):
-            error = reply.error if isinstance(reply, TrainFailed) else f"said {type(reply).__name__} instead of ready"
-            raise TrainerLostError(f"the trainer cannot start: {error}")
+            raise TrainerLostError(f"the trainer cannot start: it said {type(reply).__name__} instead of ready")
         return reply
 
 
@@ -171,7 +186,11 @@ class ThreadTrainer:
 
     def _main(self, spec: TrainerSpec, build: BuildTrainer) -> None:
         try:
-            ready, trainer = build(spec)
+            found = started(build, spec)
+            if isinstance(found, TrainFailed):
+                self._say(self._answers.give, found)
+                return
+            ready, trainer = found
             self._say(self._answers.give, ready)
             while not isinstance(command := self._questions.get(), StopTrainer):
                 reply = trainer.handle(command)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import torch
 
-from rollweave.backends.parent import Parent
 from rollweave.codec.chat import ChatCodec
-from rollweave.codec.wire import decoder_of, encode
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.trainer_link import TrainerSpec
+from rollweave.live.trainer_server import serve
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import TrainerCommand, TrainerReady
+from rollweave.schema.training import TrainerReady
 from rollweave.train.scratch import build_checkpoint
 from rollweave.train.trainer import Trainer
 
@@ -49,13 +48,7 @@ def _await_model(model_dir: Path) -> None:
 
 def main() -> None:
     """Serve until `StopTrainer`, or until our parent is gone."""
-    parent = Parent.from_arguments()
-    ready, trainer = build(decoder_of(TrainerSpec)(parent.receive()))
-    parent.send(encode(ready))
-    decode = decoder_of(TrainerCommand)
-    commands = parent.queue()
-    while (reply := trainer.handle(decode(commands.get()))) is not None:
-        parent.send(encode(reply))
+    serve(build)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ class CheckpointFailed(Tagged, frozen=True, kw_only=True):
 
 
 class TrainerLost(Tagged, frozen=True, kw_only=True):
-    """`hopeless`: another trainer would fail in the same way, since no checkpoint can be read."""
+    """`hopeless`: another trainer would fail in the same way, since no checkpoint can be read, or it cannot start."""
 
     epoch: int
     error: str

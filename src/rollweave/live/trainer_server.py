@@ -1,0 +1,24 @@
+"""The trainer's end of the line: one rank, built as its parent says, answers commands until it is told to stop.
+
+Invariant: a trainer that cannot start for a reason that will not change says so, and leaves it to its parent to end it.
+"""
+
+from rollweave.backends.parent import Parent
+from rollweave.codec.wire import decoder_of, encode
+from rollweave.live.trainer_link import BuildTrainer, TrainerSpec, started
+from rollweave.schema.training import TrainerCommand, TrainFailed
+
+
+def serve(build: BuildTrainer) -> None:
+    """Serve until `StopTrainer`, or until our parent is gone."""
+    parent = Parent.from_arguments()
+    found = started(build, decoder_of(TrainerSpec)(parent.receive()))
+    parent.send(encode(found if isinstance(found, TrainFailed) else found[0]))
+    commands = parent.queue()
+    if isinstance(found, TrainFailed):
+        commands.get()  # were we to end by ourselves, our end would be taken for the reason
+        return
+    _, trainer = found
+    decode = decoder_of(TrainerCommand)
+    while (reply := trainer.handle(decode(commands.get()))) is not None:
+        parent.send(encode(reply))
