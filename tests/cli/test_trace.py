@@ -68,6 +68,23 @@ def test_wrong_input_is_one_line_and_exit_code_2(run: Path, arguments: list[str]
     assert len(errors.strip().splitlines()) == 1
 
 
+def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1).path
+    assert say(str(path))[2] == ""
+    segment = path / "trajectories" / "000000.bin"
+    whole = segment.read_bytes()
+    middle = len(whole) // 2
+    segment.write_bytes(whole[:middle] + bytes(byte ^ 1 for byte in whole[middle : middle + 2]) + whole[middle + 2 :])
+    code, text, errors = say(str(path))
+    assert code == 0
+    assert 0 < len(rows(text)) < 16
+    (line,) = errors.strip().splitlines()
+    assert line.startswith("warning: ")
+    assert f"of {len(whole)} does not match its checksum; it and what follows it in this file cannot be shown" in line
+    segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it
+    assert say(str(path))[2] == ""
+
+
 def test_a_tokenizer_that_is_damaged(tmp_path: Path) -> None:
     path = write_run(tmp_path / "made-up", steps=1).path
     (path / "model" / "tokenizer.json").write_text("{")

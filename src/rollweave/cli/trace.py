@@ -14,7 +14,7 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from rollweave.cli.checks import human_seconds
-from rollweave.cli.console import out
+from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
 from rollweave.codec.config import load
 from rollweave.record.rundir import RunDir
@@ -41,6 +41,9 @@ def trace(
     if not run.trajectories.is_dir():
         raise ConfigError(f"{run.path} must hold trajectories, found none yet")
     reader = TrajectoryReader(run.trajectories)
+    for line in reader.damaged:
+        text = f"[yellow]warning:[/] {escape(line)}; it and what follows it in this file cannot be shown"
+        err.print(text, soft_wrap=True)
     if trajectory is not None:
         _show(run, reader, trajectory)
         return

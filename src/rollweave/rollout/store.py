@@ -139,15 +139,25 @@ def _scan(directory: Path, number: int) -> tuple[list[Entry | Scored], int]:
     return found, end
 
 
-def _is_damage(path: Path, end: int) -> bool:
-    """True if the record at byte `end`, which is not whole, is followed by others: then it is no torn tail."""
+def _damage(path: Path, end: int, size: int, *, newest: bool) -> str:
+    """What is wrong with a segment of `size` bytes of which `end` are whole; nothing where it is a torn tail of the newest."""
+    if end >= size or (newest and _is_tail(path, end, size)):
+        return ""
+    return f"{path}: record at byte {end} of {size} does not match its checksum"
+
+
+def _is_tail(path: Path, end: int, size: int) -> bool:
+    """True if no other record follows the one at byte `end`, which is not whole."""
     with path.open("rb") as file:
         file.seek(end)
         head = file.read(FRAME.size)
         if end == 0 or len(head) < FRAME.size:
-            return False
-        file.seek(FRAME.unpack(head)[0], os.SEEK_CUR)
-        return bool(file.read().strip(b"\0"))
+            return True
+        behind = end + FRAME.size + FRAME.unpack(head)[0]
+        if behind >= size:
+            return True
+        file.seek(behind)
+        return not file.read(size - behind).strip(b"\0")
 
 
 def _read(directory: Path, entry: Entry) -> Trajectory:
@@ -189,12 +199,12 @@ class TrajectoryStore:
         for number in numbers:
             found, end = _scan(directory, number)
             self._enter(found)
-            size = _segment_path(directory, number).stat().st_size
             path = _segment_path(directory, number)
             if number == self._segment:
                 whole = end
-            if end != size and (number != self._segment or _is_damage(path, end)):
-                raise CorruptJournalError(f"{path}: record at byte {end} of {size} does not match its checksum")
+            wrong = _damage(path, end, path.stat().st_size, newest=number == self._segment)
+            if wrong:
+                raise CorruptJournalError(wrong)
         self._file = self._open(self._segment, whole)
 
     def append(self, record: Ended) -> None:
@@ -298,14 +308,25 @@ class TrajectoryStore:
 
 
 class TrajectoryReader:
-    """Reads the store of a run, also of one that is being written: every attempt, in the order in which they ended."""
+    """Reads the store of a run, also of one that is being written: every attempt, in the order in which they ended.
+
+    `damaged` says where records are not whole, one line a segment: they and those behind them in it are not among `entries`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.entries: list[Entry] = []
+        self.damaged: list[str] = []
         last: dict[tuple[TrajectoryId, int], Entry] = {}
-        for number in _segments(directory):
-            for key in _scan(directory, number)[0]:
+        numbers = _segments(directory)
+        for number in numbers:
+            path = _segment_path(directory, number)
+            size = path.stat().st_size  # before it is read: a run may write on
+            found, end = _scan(directory, number)
+            wrong = _damage(path, end, size, newest=number == numbers[-1])
+            if wrong:
+                self.damaged.append(wrong)
+            for key in found:
                 if isinstance(key, Entry):
                     self.entries.append(key)
                     last[key.trajectory_id, key.attempt] = key
