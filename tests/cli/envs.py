@@ -1,6 +1,7 @@
 """Environments that are in order, and environments that are not, for dry runs."""
 
 import asyncio
+import os
 import random
 from collections.abc import Sequence
 
@@ -49,6 +50,13 @@ class Hangs(Fine):
 class Garbage(Fine):
     async def reset(self, task: Task) -> Observation:
         return "hello"  # type: ignore[return-value]
+
+
+class Wanders(Fine):
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        os.chdir("/")
+        return super().words(options)
 
 
 class Silent(Fine):

@@ -110,6 +110,13 @@ def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None
     assert failures(checks) == []
 
 
+def test_code_that_changes_the_working_directory_does_not_move_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = config(tmp_path, "tasks.0.env=tests.cli.envs:Wanders", "run.dir=here")
+    assert failures(dryrun.examine(made, deep=False)) == []
+    assert Path.cwd() == tmp_path
+
+
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, "tasks.0.env=lake"), resume=True))
     assert [check.name for check in wrong][:1] == ["run.name"]

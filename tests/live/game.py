@@ -1,6 +1,7 @@
 """A game for whole runs without a model: say anything `turns` times. `wait` names a file without which no step returns."""
 
 import asyncio
+import os
 from pathlib import Path
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
@@ -29,6 +30,12 @@ class NoTasks(Game):
     @classmethod
     def make_task(cls, **_: object) -> Task:
         raise LookupError("no tasks here")
+
+
+class Wanderer(Game):
+    def reset(self, task: Task) -> Observation:
+        os.chdir("/")
+        return super().reset(task)
 
 
 class Scored(Game):

@@ -105,6 +105,21 @@ def test_a_killed_engine_fails_its_turns_and_comes_back(tmp_path: Path) -> None:
     assert_gone(config)
 
 
+def test_an_environment_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_config(tmp_path)
+    task = {"env": "tests.live.game:Wanderer"}
+    config = make_config(tmp_path, task=task, run={"dir": "here"}, model={"path": "model"})
+    fault(config, "kill-engine")
+    fault(config, "kill-trainer-2")
+    summary = run(config)
+    assert Path.cwd() == Path("/")
+    monkeypatch.chdir(tmp_path)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert (summary.watchdog["engine_restarted"], summary.watchdog["trainer_restarted"]) == (1, 1)
+    assert_trained_once(config)
+
+
 def test_a_stuck_engine_is_named_and_replaced(tmp_path: Path) -> None:
     config = make_config(tmp_path, watchdog={"turn_s": 1.0}, engines={"count": 1})
     fault(config, "stick-engine")

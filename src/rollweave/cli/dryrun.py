@@ -3,6 +3,7 @@
 Each check says for itself what is wrong; all are made, so that the user learns every problem at once.
 """
 
+import contextlib
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
     checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
-        domain, found = examine_domain(config, index, deep=deep)
+        with contextlib.chdir("."):  # back to where we were, wherever the user's code goes
+            domain, found = examine_domain(config, index, deep=deep)
         checks += found
         if domain is not None:
             domains.append(domain)

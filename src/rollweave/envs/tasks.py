@@ -96,7 +96,7 @@ class TaskSource:
         self._domains = {task.name: task for task in config.tasks}
         for task in config.tasks:
             check_options(task.env, task.options)
-        self.workers = Workers(logs if logs is not None else Path(config.run.dir) / config.run.name / "logs")
+        self.workers = Workers(logs if logs is not None else (Path(config.run.dir) / config.run.name / "logs").absolute())
         self._worlds = {task.name: Worlds(task, config.faults, self.workers) for task in config.tasks}
 
     async def close(self) -> None:

@@ -65,7 +65,8 @@ def train(
     Raises `ConfigError` for what the user must change, and `DiskError` where the run's files cannot be written: what is written
     stays good, and `resume` goes on from it. What else goes wrong in the run itself is in the summary's `error`.
     """
-    source = TaskSource(config)
+    with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
+        source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(config, run, source, inproc=inproc, progress=progress or Silent(), programs=programs or Programs())
         return asyncio.run(start.run())
@@ -178,7 +179,7 @@ class Processes:
         """`on_ready` is called whenever a trainer is ready."""
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
-        self.model_dir = Path(config.model.path) if config.model.path is not None else run.model
+        self.model_dir = Path(config.model.path).absolute() if config.model.path is not None else run.model
         self.engine_ids = tuple(EngineId(f"e{number}") for number in range(config.engines.count))
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():

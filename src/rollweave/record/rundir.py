@@ -39,7 +39,7 @@ class RunDir:
 
         Raises `ConfigError` where it is in use, or not as `resume` expects; `DiskError` where it cannot be written.
         """
-        run = cls(Path(config.run.dir) / config.run.name)
+        run = cls((Path(config.run.dir) / config.run.name).absolute())  # whatever becomes of the working directory
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
         with writing(run.path):
