@@ -100,7 +100,7 @@ def shell() -> Iterator[Shell]:
     with contextlib.ExitStack() as stack:
 
         def start(*arguments: str) -> subprocess.Popen[str]:
-            command = [sys.executable, "-m", "rollweave.cli.main", *arguments]
+            command = [sys.executable, "-c", "from rollweave.cli.entry import main; main()", *arguments]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -192,6 +192,22 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert code == 2
     (line,) = errors
     assert "model.safetensors must be a whole safetensors file" in line
+
+
+def test_ctrl_c_before_anything_has_begun_is_quiet(tmp_path: Path) -> None:
+    """In the middle of the imports, which take most of the first moments."""
+    program = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from rollweave.cli.entry import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:

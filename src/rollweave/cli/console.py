@@ -16,10 +16,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rollweave.cli.entry import INTERRUPTED, begun
 from rollweave.schema.errors import ConfigError, RollweaveError
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit codes. 130 is what shells give to a program that Ctrl-C ended."""
+FAILED, WRONG_INPUT = 1, 2
+"""Exit codes, beside INTERRUPTED."""
 
 PIPED_WIDTH = 140
 """Columns where nobody's terminal says how many there are: tables in files should not be cut."""
@@ -68,6 +69,7 @@ def reported() -> Iterator[None]:
     """Turn what a command raises into error lines and an exit code."""
     see_own_modules()
     try:
+        begun()
         yield
     except ConfigError as error:
         error_lines(str(error))

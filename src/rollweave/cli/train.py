@@ -9,7 +9,8 @@ from rich.table import Table
 
 from rollweave.cli import dryrun
 from rollweave.cli.checks import human_seconds, must_do, show
-from rollweave.cli.console import FAILED, INTERRUPTED, err, error_lines, out
+from rollweave.cli.console import FAILED, err, error_lines, out
+from rollweave.cli.entry import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load
