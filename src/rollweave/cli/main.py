@@ -58,6 +58,19 @@ def evaluate(
 
 
 @app.command()
+def simulate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file as for `train`, with a [sim] section.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
+    json_: Json = False,
+) -> None:
+    """Run CONFIG on simulated GPUs, and say where their time goes."""
+    with reported():
+        from rollweave.cli.simulate import work
+
+        work(config, overrides or [], as_json=json_)
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
     with reported():

@@ -203,6 +203,23 @@ class WatchdogConfig(Section):
     restarts: Count = Field(3, description="Restarts of one engine or of the trainer before it is given up.")
 
 
+class SimConfig(Section):
+    """What `rollweave simulate` puts in the place of engines, environments and trainer (sim/)."""
+
+    model: str = Field(description="Model shape, by name (sim/models.py).")
+    gpu: str = Field("h800", description="GPU of the engines, by name (sim/hardware.py).")
+    engine_gpus: PositiveInt = Field(1, description="GPUs of one engine (tensor parallel).")
+    trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines where empty.")
+    trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
+    link: str = Field("rdma", description="Link over which weights reach the engines, by name (sim/hardware.py).")
+    colocated: bool = Field(False, description="Engines and trainer share the same GPUs in turn (mode sync).")
+    workloads: dict[str, str] = Field(
+        default_factory=dict,
+        description="Workload by task domain: a family (sim/families.py), a .jsonl trace or a run; else the env's name.",
+    )
+    profile: str | None = Field(None, description="Measured step times of an engine, instead of the GPU's roofline.")
+
+
 class RunSection(Section):
     name: str = Field(
         description="Name of the run directory: letters, digits, `._-`; dot and hyphen not first.",
@@ -228,6 +245,15 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     faults: FaultsConfig = FaultsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    sim: SimConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulated_model(cls, data: Any) -> Any:
+        """A run that is only simulated has no weights: its shape is `sim.model`."""
+        if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
+            return {**data, "model": {"scratch": {"context": 1 << 24}}}
+        return data
 
     def own_group_sizes(self) -> dict[str, int]:
         """Group size by task domain, of those that set their own."""
@@ -276,6 +302,8 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.kl_direction must be reverse with several trainer.ranks, got {self.trainer.ranks} ranks"
             )
+        if self.sim is not None and self.sim.colocated and rollout.mode is not ModeName.SYNC:
+            raise ValueError(f"sim.colocated must go with rollout.mode sync, got mode {rollout.mode.value}")
         longest = max(task.max_tokens for task in self.tasks)
         if longest > self.engines.kv_tokens:
             raise ValueError(f"engines.kv_tokens must hold one trajectory ({longest} tokens), got {self.engines.kv_tokens}")

@@ -1,0 +1,103 @@
+"""`rollweave simulate`: a configuration on simulated GPUs, and where their time goes."""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from rollweave.cli.checks import human_seconds
+from rollweave.cli.console import FAILED, err, error_lines, out
+from rollweave.cli.progress import display
+from rollweave.codec.config import load
+from rollweave.record.summary import describe
+from rollweave.report.page import write_report
+from rollweave.sim.run import Outcome, directory_of, simulate
+from rollweave.sim.world import costs_of, workloads_of
+
+CAUSES = {
+    "busy": "working",
+    "environment": "waiting for environments",
+    "stragglers": "waiting for stragglers",
+    "reward": "waiting for rewards",
+    "window": "held back by the staleness bound",
+    "weights": "taking new weights",
+    "starting": "starting",
+    "batch": "waiting for a batch",
+    "publishing": "publishing weights",
+    "saving": "saving a checkpoint",
+    "evaluation": "evaluation and end",
+}
+
+
+def work(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Simulate the run that the file at `path` describes, and print what it came to."""
+    config = load(path, overrides)
+    costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
+    with directory_of(config) as run:
+        with display(err, name=run.path.name, steps=config.run.steps) as progress:
+            outcome = simulate(config, run=run, tell=progress.line, costs=costs, work=workloads)
+        page = write_report(run)
+    show(outcome)
+    out.print(f"report {escape(str(page))}, timeline {escape(str(run.trace))}", soft_wrap=True)
+    if as_json:
+        sys.stdout.write(json.dumps(figures(outcome)) + "\n")
+    if outcome.summary.error:
+        error_lines(outcome.summary.error)
+        raise typer.Exit(FAILED)
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    """The table as numbers. Seconds are simulated."""
+    return {
+        "wall_s": outcome.summary.wall_s,
+        "steps": outcome.summary.steps,
+        "step_s": outcome.step_s,
+        "tokens_per_s": outcome.tokens_per_s,
+        "trained_tokens_per_s": outcome.trained_tokens_per_s,
+        "engines": outcome.idle("engines"),
+        "trainer": outcome.idle("trainer"),
+        "staleness": staleness(outcome),
+        "gpus": outcome.gpus,
+        "gpu_hours": outcome.gpu_hours,
+        "events": outcome.events,
+    }
+
+
+def staleness(outcome: Outcome) -> dict[int, int]:
+    """Trained trajectories by steps between launch and training."""
+    found: dict[int, int] = {}
+    for line in outcome.steps:
+        for age, count in line["staleness"].items():
+            found[int(age)] = found.get(int(age), 0) + count
+    return dict(sorted(found.items()))
+
+
+def show(outcome: Outcome) -> None:
+    """The table for people."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    seconds, summary = outcome.step_s, outcome.summary
+    table.add_row("steps", f"{summary.steps} in {human_seconds(summary.wall_s)} of simulated time, {outcome.events:,} events")
+    if seconds:
+        spread = f", {human_seconds(min(seconds))} to {human_seconds(max(seconds))}" if len(seconds) > 1 else ""
+        table.add_row("step time", f"[bold]{human_seconds(statistics.median(seconds))}[/] (median{spread})")
+    table.add_row("tokens", f"{outcome.tokens_per_s:,.0f} sampled/s, {outcome.trained_tokens_per_s:,.0f} trained/s")
+    for who, name in (("engines", f"engines ({outcome.engine_gpus} GPUs)"), ("trainer", "trainer")):
+        shares = sorted(outcome.idle(who).items(), key=lambda item: (item[0] != "busy", -item[1]))
+        table.add_row(name, ", ".join(f"{CAUSES.get(cause, cause)} {share:.1%}" for cause, share in shares if share >= 0.0005))
+    used = [line["kv_used"] for line in outcome.steps]
+    if used:
+        table.add_row("KV in use", f"{statistics.mean(used):.1%} when steps begin, prefix caches included")
+    ages, total = staleness(outcome), sum(staleness(outcome).values())
+    if total:
+        table.add_row("staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items()))
+    table.add_row("trajectories", describe(summary.account))
+    table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
+    out.print(table)

@@ -1,0 +1,1 @@
+"""The papers' experiments on the simulated world, side by side with what was published."""

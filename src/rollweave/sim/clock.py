@@ -1,0 +1,41 @@
+"""The virtual clock: what happens later, in order of time and then of asking. Nothing here knows what time it really is."""
+
+import heapq
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class Clock:
+    """`now` is in seconds since the run began. It moves only in `step`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int]] = []
+        self._actions: dict[int, Action] = {}
+        self._asked = 0
+
+    def at(self, when: float, action: Action) -> int:
+        """Run `action` at `when` (now, where that is past). Returns a ticket for `cancel`."""
+        self._asked += 1
+        self._actions[self._asked] = action
+        heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked))
+        return self._asked
+
+    def after(self, seconds: float, action: Action) -> int:
+        return self.at(self.now + seconds, action)
+
+    def cancel(self, ticket: int) -> None:
+        """Forget an action. One that has run, or is forgotten already, is ignored."""
+        self._actions.pop(ticket, None)
+
+    def step(self) -> bool:
+        """Move to the next action and run it. False where nothing is left to happen."""
+        while self._heap:
+            when, ticket = heapq.heappop(self._heap)
+            action = self._actions.pop(ticket, None)
+            if action is not None:
+                self.now = when
+                action()
+                return True
+        return False

@@ -1,0 +1,212 @@
+"""The simulated engines of a run, as processes: they start, answer turns, take weights, are lost, and come back.
+
+Invariant: commands and answers are those of `live/fleet.py`; what reaches an engine of an earlier epoch changes nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rollweave.record.trace import ENGINES, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import EngineCosts, TrainerCost
+from rollweave.sim.engine import Done, SimEngine
+from rollweave.sim.kv import Request
+
+RESTART_S = 60.0
+"""Seconds until an engine that was started again is ready, without its weights. Assumption: process start and graph capture."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One engine and its place. `engine` is None while it starts."""
+
+    id: EngineId
+    epoch: int
+    engine: SimEngine | None = None
+    version: int = -1
+    ticket: int = 0  # of the next look at it
+    lost: bool = False
+    since: float = 0.0
+    tickets: list[int] = field(default_factory=list)  # of a suspension, load or start under way
+
+
+class SimFleet:
+    """`answered(engine_id, version, done)` is told of every finished turn."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        cost: EngineCosts,
+        trainer: TrainerCost,
+        gpus: int,
+        slots: int,
+        chunk_tokens: int,
+        block_tokens: int,
+        prefix_cache: bool,
+        trace: Trace | None,
+    ) -> None:
+        self._clock, self._post, self._cost, self._trainer, self._gpus = clock, post, cost, trainer, gpus
+        self._slots, self._chunk, self._block, self._cache = slots, chunk_tokens, block_tokens, prefix_cache
+        self._trace = trace
+        self.nodes: dict[EngineId, Node] = {}
+        self._changed: dict[EngineId, Node] = {}
+        self._pulling = 0
+        self.refusals: dict[EngineId, int] = {}  # loads that an engine is to refuse
+        self.answered: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
+
+    # The life of an engine.
+
+    def start(self, engine_ids: Sequence[EngineId], *, epoch: int = 0) -> None:
+        """Start engines: at once, since a run's own beginning is not what is studied."""
+        for engine_id in engine_ids:
+            self.nodes[engine_id] = node = Node(id=engine_id, epoch=epoch)
+            self._starting(node, 0.0)
+
+    def restart(self, command: c.RestartEngine) -> None:
+        self._drop(self.nodes.get(command.engine_id))
+        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch)
+        self._starting(node, RESTART_S)
+
+    def remove(self, command: c.RemoveEngine) -> None:
+        self._drop(self.nodes.pop(command.engine_id, None))
+
+    def lose(self, engine_id: EngineId, error: str) -> None:
+        """The process dies. What it served fails with this one event."""
+        node = self.nodes.get(engine_id)
+        if node is not None and not node.lost:
+            self._drop(node)
+            node.lost = True
+            self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
+
+    def stall(self, engine_id: EngineId, seconds: float) -> None:
+        """The engine computes nothing for a while, and answers nobody."""
+        node = self.nodes.get(engine_id)
+        if node is None or node.engine is None:
+            return
+        engine = node.engine
+        engine.suspend(self._clock.now)
+        self._touch(node)
+
+        def over() -> None:
+            if node.engine is engine and not node.tickets:
+                engine.resume(self._clock.now)
+                self._touch(node)
+
+        self._clock.after(seconds, over)
+
+    def drop_all(self) -> None:
+        """The controller is gone, and its children with it."""
+        for node in self.nodes.values():
+            self._drop(node)
+        self.nodes.clear()
+
+    # Weights.
+
+    def suspend(self, command: c.SuspendEngine) -> None:
+        node = self.nodes.get(command.engine_id)
+        if node is not None and node.engine is not None:
+            settled = node.engine.suspend(self._clock.now)
+            self._later(node, settled - self._clock.now, lambda: self._suspended(node))
+            self._touch(node)
+
+    def load(self, command: c.LoadWeights) -> None:
+        node = self.nodes.get(command.engine_id)
+        if node is None or node.engine is None:
+            return
+        self._pulling += 1
+        node.since = self._clock.now
+        self._later(node, self._trainer.load_s(engines=self._pulling, tp=self._gpus), lambda: self._loaded(node, command))
+
+    def resume(self, command: c.ResumeEngine) -> None:
+        node = self.nodes.get(command.engine_id)
+        if node is not None and node.engine is not None:
+            node.engine.resume(self._clock.now)
+            self._touch(node)
+
+    # Turns.
+
+    def generate(self, engine_id: EngineId, request: Request) -> bool:
+        """Queue a turn. False where there is no such engine: it is lost, and the core will hear of it."""
+        node = self.nodes.get(engine_id)
+        if node is None or node.engine is None:
+            return False
+        node.engine.add(self._clock.now, request)
+        self._touch(node)
+        return True
+
+    def abort(self, engine_id: EngineId, key: str) -> None:
+        node = self.nodes.get(engine_id)
+        if node is not None and node.engine is not None:
+            node.engine.abort(self._clock.now, key)
+            self._touch(node)
+
+    def settle(self) -> None:
+        """Look again at what changed since the last call: once for all the turns that one event gave an engine."""
+        for node in self._changed.values():
+            self._clock.cancel(node.ticket)
+            due = node.engine.next_at() if node.engine is not None else None
+            if due is not None:
+                node.ticket = self._clock.at(due, lambda node=node: self._wake(node))  # type: ignore[misc]
+        self._changed.clear()
+
+    # What happens.
+
+    def _wake(self, node: Node) -> None:
+        assert node.engine is not None, "a lost engine has no ticket"
+        for done in node.engine.advance(self._clock.now):
+            self.answered(node.id, node.version, done)
+        self._touch(node)
+
+    def _starting(self, node: Node, seconds: float) -> None:
+        def joined() -> None:
+            node.engine = SimEngine(
+                cost=self._cost,
+                slots=self._slots,
+                chunk_tokens=self._chunk,
+                block_tokens=self._block,
+                prefix_cache=self._cache,
+            )
+            self._post(
+                e.EngineJoined(engine_id=node.id, epoch=node.epoch, max_slots=self._slots, kv_total_tokens=self._cost.kv_tokens)
+            )
+
+        self._later(node, seconds, joined)
+
+    def _suspended(self, node: Node) -> None:
+        self._post(e.EngineSuspended(engine_id=node.id, epoch=node.epoch))
+
+    def _loaded(self, node: Node, command: c.LoadWeights) -> None:
+        self._pulling -= 1
+        assert node.engine is not None, "a lost engine has no ticket"
+        if self.refusals.get(node.id, 0) > 0:
+            self.refusals[node.id] -= 1
+            self._post(
+                e.WeightsLoadFailed(
+                    engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error="the digest differs"
+                )
+            )
+            return
+        node.engine.load(self._clock.now, command.weights_id)
+        node.version = command.version
+        self._touch(node)
+        if self._trace is not None:
+            self._trace.span(ENGINES, node.id, f"load v{command.version}", node.since, self._clock.now)
+        self._post(e.WeightsLoaded(engine_id=node.id, epoch=node.epoch, version=command.version, weights_id=command.weights_id))
+
+    def _later(self, node: Node, seconds: float, action: Callable[[], None]) -> None:
+        node.tickets = [self._clock.after(seconds, action)]
+
+    def _touch(self, node: Node) -> None:
+        self._changed[node.id] = node
+
+    def _drop(self, node: Node | None) -> None:
+        if node is None:
+            return
+        for ticket in [node.ticket, *node.tickets]:
+            self._clock.cancel(ticket)
+        node.engine = None

@@ -1,0 +1,277 @@
+"""The simulated pipeline: environments, episodes and rewards of every attempt, as its workload's plan says.
+
+Invariant: each command is answered as the live pipeline answers it (`rollout/pipeline.py`): by the same kinds of events, with
+the same stop reasons, and with no event of an attempt after its last.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.work import Limits, StopReason
+from rollweave.sim.clock import Clock
+from rollweave.sim.engine import Done
+from rollweave.sim.fleet import SimFleet
+from rollweave.sim.kv import Request
+from rollweave.sim.workload import Plan, Workload
+
+Key = tuple[TrajectoryId, int]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt under way. `tokens` is the length of its context, `turn` the turn that is open or comes next."""
+
+    start: c.StartInit
+    plan: Plan
+    key: str
+    began: float
+    tokens: int = 0
+    turn: int = 0
+    ticket: int = 0  # of the environment or reward that works now
+    engine: EngineId | None = None  # that generates now
+    try_number: int = 0
+    done: e.TurnDone | None = None  # the last answer
+    asked: float = 0.0  # when the open turn was asked for, or the environment's part began
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What the trainer needs to know of a scored trajectory."""
+
+    name: str
+    initiated: int
+    tokens: int
+    turns: int
+    reward: float
+    success: bool
+
+
+class Rollouts:
+    """`work` is the workload of each task domain; `seed` the run's."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        fleet: SimFleet,
+        work: Mapping[str, Workload],
+        seed: int,
+        trace: Trace | None,
+    ) -> None:
+        self._clock, self._post, self._fleet, self._work, self._seed = clock, post, fleet, work, seed
+        self._trace = trace
+        self._attempts: dict[TrajectoryId, Attempt] = {}
+        self._by_key: dict[str, Attempt] = {}
+        self.scored: dict[TrajectoryId, Scored] = {}
+        fleet.answered = self._answered
+
+    # Commands.
+
+    def start_init(self, command: c.StartInit) -> None:
+        task = command.task
+        plan = _within(
+            self._work[task.tag].plan(index=task.seed, member=command.member, attempt=command.attempt, seed=self._seed),
+            task.limits,
+        )
+        attempt = Attempt(start=command, plan=plan, key=f"{command.trajectory_id}/{command.attempt}", began=self._clock.now)
+        self._attempts[command.trajectory_id] = attempt
+        self._by_key[attempt.key] = attempt
+        hangs = plan.fails_in == "init" and plan.stop is StopReason.ENV_HANG
+        attempt.ticket = self._clock.after(task.limits.step_s if hangs else plan.init_s, lambda: self._init_over(attempt))
+
+    def start_run(self, command: c.StartRun) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is not None:
+            attempt.tokens = attempt.plan.prompt_tokens
+            self._ask(attempt)
+
+    def start_turn(self, command: c.StartTurn) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is None:
+            return
+        if command.turn < attempt.turn and attempt.done is not None:  # its answer was given, and has not arrived
+            self._post(msgspec.structs.replace(attempt.done, try_number=command.try_number))
+            return
+        attempt.engine, attempt.try_number = command.engine_id, command.try_number
+        request = Request(
+            key=attempt.key,
+            shared_key=attempt.start.group_id,
+            shared_tokens=attempt.plan.prompt_tokens,
+            context_tokens=attempt.tokens,
+            output_tokens=attempt.plan.turns[attempt.turn].output_tokens,
+            rank=command.rank,
+        )
+        if not self._fleet.generate(command.engine_id, request):
+            self._post(_failed(command, "the engine is gone"))
+
+    def abort_turn(self, command: c.AbortTurn) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is not None and (attempt.engine, attempt.try_number) == (command.engine_id, command.try_number):
+            self._fleet.abort(command.engine_id, attempt.key)
+            attempt.engine = None
+
+    def start_eval(self, command: c.StartEval) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is not None:
+            attempt.asked = self._clock.now
+            hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
+            wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
+            attempt.ticket = self._clock.after(wait, lambda: self._eval_over(attempt))
+
+    def cancel(self, command: c.CancelTrajectory) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is None:
+            return
+        if attempt.engine is not None:
+            self._fleet.abort(attempt.engine, attempt.key)
+        self._end(attempt, command.reason)
+
+    def evict(self, command: c.Evict) -> None:
+        for trajectory_id in command.trajectory_ids:
+            self.scored.pop(trajectory_id, None)
+
+    def forget_all(self) -> None:
+        """The controller is lost, and with it everything in flight. What was scored is in the store."""
+        for attempt in list(self._attempts.values()):
+            self._forget(attempt)
+
+    # What happens.
+
+    def _init_over(self, attempt: Attempt) -> None:
+        self._span(attempt, "init", attempt.began)
+        if attempt.plan.fails_in == "init":
+            self._end(attempt, attempt.plan.stop)
+        else:
+            self._post(e.EnvReady(trajectory_id=attempt.start.trajectory_id, attempt=attempt.start.attempt))
+
+    def _ask(self, attempt: Attempt) -> None:
+        attempt.asked = self._clock.now
+        self._post(
+            e.TurnRequested(
+                trajectory_id=attempt.start.trajectory_id,
+                attempt=attempt.start.attempt,
+                turn=attempt.turn,
+                context_tokens=attempt.tokens,
+            )
+        )
+
+    def _answered(self, engine_id: EngineId, version: int, done: Done) -> None:
+        """An engine has finished a turn: the environment works now."""
+        attempt = self._by_key.get(done.key)
+        if attempt is None or attempt.engine != engine_id:
+            return
+        attempt.engine = None
+        self._span(attempt, f"turn {attempt.turn} {engine_id}", attempt.asked)
+        attempt.done = e.TurnDone(
+            trajectory_id=attempt.start.trajectory_id,
+            attempt=attempt.start.attempt,
+            turn=attempt.turn,
+            try_number=attempt.try_number,
+            output_tokens=done.output_tokens,
+            cached_tokens=done.cached_tokens,
+            version=version,
+        )
+        self._post(attempt.done)
+        plan = attempt.plan.turns[attempt.turn]
+        attempt.tokens += plan.output_tokens
+        attempt.turn += 1
+        attempt.asked = self._clock.now
+        last = attempt.turn == len(attempt.plan.turns)
+        hangs = last and attempt.plan.fails_in == "run" and attempt.plan.stop is StopReason.ENV_HANG
+        wait = attempt.start.task.limits.step_s if hangs else plan.env_s
+        attempt.ticket = self._clock.after(wait, lambda: self._env_over(attempt, plan.observation_tokens))
+
+    def _env_over(self, attempt: Attempt, observation_tokens: int) -> None:
+        self._span(attempt, "step", attempt.asked)
+        if attempt.turn < len(attempt.plan.turns):
+            attempt.tokens += observation_tokens
+            self._ask(attempt)
+        elif attempt.plan.fails_in == "run":
+            self._end(attempt, attempt.plan.stop)
+        else:
+            self._post(self._ended(attempt, attempt.plan.stop if attempt.plan.fails_in == "" else StopReason.FINISHED))
+
+    def _eval_over(self, attempt: Attempt) -> None:
+        self._span(attempt, "eval", attempt.asked)
+        start, plan = attempt.start, attempt.plan
+        self._forget(attempt)
+        if plan.fails_in == "eval":
+            self._post(
+                e.RewardFailed(
+                    trajectory_id=start.trajectory_id, attempt=start.attempt, stop_reason=plan.stop, error="simulated"
+                )
+            )
+            return
+        self.scored[start.trajectory_id] = Scored(
+            name=start.task.tag,
+            initiated=start.initiated_version,
+            tokens=attempt.tokens,
+            turns=attempt.turn,
+            reward=plan.reward,
+            success=plan.success,
+        )
+        self._post(
+            e.RewardReady(trajectory_id=start.trajectory_id, attempt=start.attempt, reward=plan.reward, success=plan.success)
+        )
+
+    def _end(self, attempt: Attempt, reason: StopReason) -> None:
+        self._forget(attempt)
+        self._post(self._ended(attempt, reason))
+
+    def _ended(self, attempt: Attempt, reason: StopReason) -> e.TrajectoryEnded:
+        return e.TrajectoryEnded(
+            trajectory_id=attempt.start.trajectory_id,
+            attempt=attempt.start.attempt,
+            stop_reason=reason,
+            turns=attempt.turn,
+            tokens=attempt.tokens,
+        )
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._clock.cancel(attempt.ticket)
+        self._attempts.pop(attempt.start.trajectory_id, None)
+        self._by_key.pop(attempt.key, None)
+        if self._trace is not None:
+            self._trace.release(ENVIRONMENTS, attempt.key)
+
+    def _find(self, trajectory_id: TrajectoryId, number: int) -> Attempt | None:
+        attempt = self._attempts.get(trajectory_id)
+        return attempt if attempt is not None and attempt.start.attempt == number else None
+
+    def _span(self, attempt: Attempt, name: str, start: float) -> None:
+        if self._trace is not None:
+            self._trace.span(ENVIRONMENTS, attempt.key, name, start, self._clock.now)
+
+
+def _within(plan: Plan, limits: Limits) -> Plan:
+    """The plan as far as the task's limits on turns and tokens let it come."""
+    tokens, turns = plan.prompt_tokens, []
+    for turn in plan.turns[: limits.max_turns]:
+        room = min(limits.max_turn_tokens, limits.max_tokens - tokens)
+        if room < 1:
+            break
+        turns.append(turn if turn.output_tokens <= room else msgspec.structs.replace(turn, output_tokens=room))
+        tokens += turns[-1].output_tokens + turn.observation_tokens
+    if len(turns) == len(plan.turns):
+        return plan if all(map(operator.is_, turns, plan.turns)) else msgspec.structs.replace(plan, turns=tuple(turns))
+    stop = StopReason.MAX_TURNS if len(turns) == limits.max_turns else StopReason.MAX_TOKENS
+    kept = tuple(turns or plan.turns[:1])  # an attempt has at least one turn
+    return msgspec.structs.replace(plan, turns=kept, stop=stop, fails_in="")
+
+
+def _failed(command: c.StartTurn, error: str) -> e.TurnFailed:
+    return e.TurnFailed(
+        trajectory_id=command.trajectory_id,
+        attempt=command.attempt,
+        turn=command.turn,
+        try_number=command.try_number,
+        error=error,
+    )

@@ -1,0 +1,115 @@
+"""One simulated run from configuration to figures, with or without a run directory."""
+
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollweave.record.journal import RunJournal
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary, summarize, write_summary
+from rollweave.record.trace import Trace
+from rollweave.schema.config import RunConfig
+from rollweave.sim.cost import EngineCosts, TrainerCost
+from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.workload import Workload
+from rollweave.sim.world import World, section
+
+SUFFIX = ".sim"
+"""Behind the run's name: a simulation does not take the directory of the run that it stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated run came to. Seconds are the virtual clock's."""
+
+    summary: Summary
+    lines: list[dict[str, Any]]
+    events: int
+    gpus: int
+    engine_gpus: int
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == "step"]
+
+    @property
+    def step_s(self) -> list[float]:
+        """Seconds between the starts of successive training steps, without the first: it has nothing before it."""
+        starts = [float(line["at"]) for line in self.steps]
+        return [after - before for before, after in itertools.pairwise(starts)]
+
+    @property
+    def median_step_s(self) -> float:
+        return statistics.median(self.step_s) if self.step_s else self.summary.wall_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Sampled tokens a second over the whole run."""
+        return self.summary.tokens / self.summary.wall_s if self.summary.wall_s else 0.0
+
+    @property
+    def trained_tokens_per_s(self) -> float:
+        """Tokens of trained trajectories a second, prompts and observations included, from the second step on."""
+        tokens = sum(line["batch_tokens"] for line in self.steps[1:])
+        return tokens / sum(self.step_s) if self.step_s else 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpus * self.summary.wall_s / 3600
+
+    def idle(self, who: str) -> dict[str, float]:
+        """Shares of the time of `engines` or `trainer`, by what they did or waited for."""
+        seconds = self.summary.idle[who]
+        total = sum(seconds.values())
+        return {cause: value / total for cause, value in seconds.items()} if total else {}
+
+
+def simulate(
+    config: RunConfig,
+    *,
+    run: RunDir | None = None,
+    tell: Callable[[dict[str, Any]], None] | None = None,
+    costs: tuple[EngineCosts, TrainerCost] | None = None,
+    work: dict[str, Workload] | None = None,
+) -> Outcome:
+    """Simulate `config`; into the directory `run` where one is given; `tell` hears every line of metrics.
+
+    Raises ConfigError, DiskError, StuckError.
+    """
+    sim = section(config)
+    metrics = SimMetrics(run.metrics if run is not None else None, tell=tell)
+    journal = RunJournal(run.journal) if run is not None else None
+    trace = Trace(run.trace) if run is not None else None
+    world = World(config, listener=metrics, journal=journal, trace=trace, costs=costs, work=work)
+    metrics.watch(world)
+    core = world.run()
+    summary = summarize(core, evaluation=metrics.final, wall_s=world.clock.now)
+    metrics.event("finished", error=summary.error)
+    metrics.close()
+    for sink in (journal, trace):
+        if sink is not None:
+            sink.close()
+    if run is not None:
+        write_summary(run.summary, summary)
+    engines = config.engines.count * sim.engine_gpus
+    return Outcome(
+        summary=summary,
+        lines=metrics.lines,
+        events=world.events,
+        gpus=max(engines, sim.trainer_gpus) if sim.colocated else engines + sim.trainer_gpus,
+        engine_gpus=engines,
+    )
+
+
+def directory_of(config: RunConfig) -> RunDir:
+    """A fresh directory for the simulation of `config`: what a former one left there is replaced."""
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})})
+    run = RunDir(Path(config.run.dir) / named.run.name)
+    for file in (run.config, run.journal, run.metrics, run.trace, run.summary, run.path / "report.html"):
+        file.unlink(missing_ok=True)
+    run = RunDir.claim(named, resume=False)
+    run.write_config(config)
+    return run

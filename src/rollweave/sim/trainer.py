@@ -1,0 +1,79 @@
+"""The simulated trainer: steps, publications and checkpoints take the time that their cost model says."""
+
+from collections.abc import Callable, Mapping
+
+from rollweave.record.trace import TRAINER, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import TrajectoryId
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import TrainerCost
+from rollweave.sim.rollouts import Scored
+
+RESTART_S = 120.0
+"""Seconds until a trainer that was started again has its checkpoint. Assumption: process start and reading of the shards."""
+
+
+class SimTrainer:
+    """`scored` are the trajectories in the store."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        cost: TrainerCost,
+        scored: Mapping[TrajectoryId, Scored],
+        trace: Trace | None,
+    ) -> None:
+        self._clock, self._post, self._cost, self._scored, self._trace = clock, post, cost, scored, trace
+        self.epoch = 0
+        self._ticket = 0
+        self.refuse_save = False  # the next checkpoint fails
+        self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
+
+    def start(self, *, epoch: int = 0, step: int = 0, seconds: float = 0.0) -> None:
+        """A trainer process comes up at `step`."""
+        self._clock.cancel(self._ticket)
+        self.epoch = epoch
+        self._do("start", seconds, e.TrainerReady(epoch=epoch, step=step))
+
+    def restart(self, command: c.RestartTrainer) -> None:
+        self.start(epoch=command.epoch, step=command.step or 0, seconds=RESTART_S)
+
+    def train(self, command: c.TrainStep) -> None:
+        lengths = [self._scored[member].tokens for group in command.groups for member in group.trajectory_ids]
+        seconds = self._cost.step_s(tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths))
+        self.trained(command, seconds)
+        done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
+        self._do(f"train {command.step}.{command.part}", seconds, done)
+
+    def publish(self, command: c.PublishWeights) -> None:
+        done = e.WeightsPublished(epoch=self.epoch, version=command.version, weights_id=command.weights_id)
+        self._do(f"publish v{command.version}", self._cost.publish_s(), done)
+
+    def save(self, command: c.SaveCheckpoint) -> None:
+        saved: e.Event = e.CheckpointSaved(epoch=self.epoch, step=command.step)
+        if self.refuse_save:
+            self.refuse_save = False
+            saved = e.CheckpointFailed(epoch=self.epoch, step=command.step, error="the disk is full")
+        self._do(f"save {command.step}", self._cost.checkpoint_s(), saved)
+
+    def lose(self, error: str) -> None:
+        """The process dies with whatever it was doing."""
+        self._clock.cancel(self._ticket)
+        self._post(e.TrainerLost(epoch=self.epoch, error=error))
+
+    def drop(self) -> None:
+        """The process ends without a word."""
+        self._clock.cancel(self._ticket)
+
+    def _do(self, name: str, seconds: float, event: e.Event) -> None:
+        start = self._clock.now
+
+        def done() -> None:
+            if self._trace is not None:
+                self._trace.span(TRAINER, "trainer", name, start, self._clock.now)
+            self._post(event)
+
+        self._ticket = self._clock.after(seconds, done)

@@ -1,0 +1,180 @@
+"""The simulated world: a virtual clock and a heap of what happens later drive the core, and its commands fill the heap again.
+
+Invariants: the core is the production core, unchanged; the same configuration and seed give the same events at the same times,
+so that two journals are equal to the byte. No wall clock, no threads, no torch.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from rollweave.core.core import Core
+from rollweave.record.journal import RunJournal
+from rollweave.record.trace import Trace
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.config import RunConfig, SimConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.work import Limits
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost
+from rollweave.sim.effects import Effects, Listener
+from rollweave.sim.fleet import SimFleet
+from rollweave.sim.hardware import gpu, link
+from rollweave.sim.models import model
+from rollweave.sim.rollouts import Rollouts
+from rollweave.sim.trainer import SimTrainer
+from rollweave.sim.workload import Workload, workload
+
+
+class StuckError(RollweaveError):
+    """Nothing will ever happen again, and the run is not over: the core waits for ever. A bug of ours."""
+
+
+class World:
+    """One simulated run. `run()` to the end, or `step()` by event; `core` and the parts may be looked at in between.
+
+    Raises ConfigError for hardware, models, workloads or placements that cannot be.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        listener: Listener,
+        journal: RunJournal | None = None,
+        trace: Trace | None = None,
+        costs: tuple[EngineCosts, TrainerCost] | None = None,
+        work: dict[str, Workload] | None = None,
+    ) -> None:
+        self.config = config
+        self.core = Core(config)
+        self.clock = Clock()
+        self.inbox: deque[e.Event] = deque()
+        self.events = 0
+        self.over: str | None = None
+        self._journal = journal
+        engine_cost, trainer_cost = costs if costs is not None else costs_of(config)
+        limits = {
+            task.name: Limits(
+                max_turns=task.max_turns,
+                max_tokens=task.max_tokens,
+                max_turn_tokens=task.max_turn_tokens,
+                time_s=task.time_s,
+                step_s=task.step_s,
+            )
+            for task in config.tasks
+        }
+        self.fleet = SimFleet(
+            clock=self.clock,
+            post=self.post,
+            cost=engine_cost,
+            trainer=trainer_cost,
+            gpus=section(config).engine_gpus,
+            slots=config.engines.max_slots,
+            chunk_tokens=config.engines.prefill_chunk_tokens,
+            block_tokens=config.engines.block_tokens,
+            prefix_cache=config.engines.prefix_cache,
+            trace=trace,
+        )
+        self.rollouts = Rollouts(
+            clock=self.clock,
+            post=self.post,
+            fleet=self.fleet,
+            work=work if work is not None else workloads_of(config),
+            seed=config.run.seed,
+            trace=trace,
+        )
+        self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
+        self.effects = Effects(
+            clock=self.clock,
+            post=self.post,
+            rollouts=self.rollouts,
+            fleet=self.fleet,
+            trainer=self.trainer,
+            limits=limits.__getitem__,
+            listener=listener,
+            finish=self._finish,
+        )
+        self.engine_ids = tuple(EngineId(f"e{index}") for index in range(config.engines.count))
+        self.each_event: Callable[[], None] | None = None
+        """Called after every event: tests and fault searches check the core here."""
+
+    def post(self, event: e.Event) -> None:
+        self.inbox.append(event)
+
+    def start(self) -> None:
+        self.post(e.RunStarted(engines=self.engine_ids))
+        self.fleet.start(self.engine_ids)
+        self.trainer.start()
+
+    def revive(self, core: Core, journal: RunJournal) -> None:
+        """The controller was lost and is back as `core`: of its world only the store is left (DESIGN §12.3)."""
+        self.core, self._journal = core, journal
+        self.inbox.clear()
+        self.fleet.drop_all()
+        self.rollouts.forget_all()
+        self.trainer.drop()
+        self.fleet.start(self.engine_ids)
+        self.post(e.WorldLost(engines=self.engine_ids))
+
+    def run(self) -> Core:
+        """To the end. Raises StuckError."""
+        self.start()
+        while self.over is None:
+            self.step()
+        return self.core
+
+    def step(self) -> None:
+        """Handle the next event, or let the next thing happen. Raises StuckError."""
+        if self.inbox:
+            self._handle(self.inbox.popleft())
+        else:
+            self.fleet.settle()
+            if not self.clock.step():
+                raise StuckError(f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over")
+
+    def _handle(self, event: e.Event) -> None:
+        commands = self.core.handle(self.clock.now, event)
+        self.events += 1
+        if self._journal is not None:
+            self._journal.append(self.clock.now, event, commands)
+        for command in commands:
+            self.effects.execute(command)
+        if self.each_event is not None:
+            self.each_event()
+
+    def _finish(self, error: str) -> None:
+        self.over = error
+
+
+def section(config: RunConfig) -> SimConfig:
+    """The [sim] section. Raises ConfigError where there is none."""
+    if config.sim is None:
+        raise ConfigError("sim must be given for a simulation ([sim] with at least `model`), got none")
+    return config.sim
+
+
+def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCost]:
+    """What engines and trainer cost. Raises ConfigError."""
+    sim = section(config)
+    shape = model(sim.model)
+    engine: EngineCosts
+    if sim.profile is not None:
+        engine = ProfileCost.from_json(sim.profile)
+    else:
+        try:
+            engine = EngineCost(gpu=gpu(sim.gpu), model=shape, tp=sim.engine_gpus)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("tp must", "sim.engine_gpus must", 1)) from error
+    trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
+    return engine, trainer
+
+
+def workloads_of(config: RunConfig) -> dict[str, Workload]:
+    """Workload by task domain. Raises ConfigError."""
+    sim = section(config)
+    unknown = sorted(set(sim.workloads) - {task.name for task in config.tasks})
+    if unknown:
+        names = ", ".join(task.name for task in config.tasks)
+        raise ConfigError(f"sim.workloads must name task domains ({names}), got {unknown[0]!r}")
+    return {task.name: workload(sim.workloads.get(task.name, task.env), domain=task.name) for task in config.tasks}

@@ -1,0 +1,100 @@
+"""The simulated world: the same seed gives the same bytes, other seeds others; modes keep their bounds; books balance."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.report.page import write_report
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.run import Outcome, directory_of, simulate
+from rollweave.sim.world import costs_of, workloads_of
+
+MODES = ("sync", "one_step", "stream", "partial", "bounded")
+
+
+def config(
+    directory: Path, *, mode: str = "bounded", seed: int = 0, sim: dict[str, Any] | None = None, **rollout: Any
+) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "small", "dir": str(directory), "steps": 4, "seed": seed},
+            "sim": {"model": "qwen3-8b", "trainer_gpus": 8, **(sim or {})},
+            "tasks": [{"env": "webshop", "max_turns": 20, "max_tokens": 16384, "max_turn_tokens": 4096, "step_s": 600.0}],
+            "rollout": {"mode": mode, "groups_per_step": 8, "group_size": 4, "max_running": 64, **rollout},
+            "engines": {"count": 3, "max_slots": 16},
+            "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
+            "watchdog": {"turn_s": 3600.0},
+        }
+    )
+
+
+def test_the_same_seed_gives_the_same_journal_to_the_byte(tmp_path: Path) -> None:
+    journals = []
+    for index, seed in enumerate((1, 1, 2)):
+        made = config(tmp_path / str(index), seed=seed)
+        with directory_of(made) as run:
+            simulate(made, run=run)
+        journals.append(run.journal.read_bytes())
+    assert journals[0] == journals[1] != journals[2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
+    outcome = simulate(config(tmp_path, mode=mode))
+    assert outcome.summary.error == ""
+    assert outcome.summary.steps == 4
+    assert outcome.summary.staleness_max == {"sync": 0}.get(mode, 1)
+    assert (outcome.summary.account.balanced, outcome.summary.account.in_flight) == (True, 0)
+    assert outcome.summary.eval_episodes == {"webshop": 8}
+    assert sum(outcome.idle("engines").values()) == pytest.approx(1.0)
+    assert sum(outcome.idle("trainer").values()) == pytest.approx(1.0)
+    assert len(outcome.step_s) == 3
+
+
+def test_asynchrony_pays() -> None:
+    """Not a result, a sanity check: on one long-tailed workload, `sync` is the slowest of all modes."""
+    step_s = {mode: simulate(config(Path("unused"), mode=mode)).median_step_s for mode in MODES}
+    assert max(step_s, key=lambda mode: step_s[mode]) == "sync"
+
+
+def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with directory_of(made) as run:
+        outcome = simulate(made, run=run)
+        page = write_report(run).read_text()
+    assert "webshop" in page
+    assert "waiting for environments" in page
+    replay = Replay(run.journal, made)
+    replay.finish()
+    assert (replay.differing, replay.events) == (0, outcome.events)
+    assert not (tmp_path / "small").exists()
+    with directory_of(made) as again:  # a simulation replaces the one before
+        assert not again.metrics.exists()
+
+
+@pytest.mark.parametrize(
+    ("sim", "words"),
+    [
+        ({"gpu": "h900"}, "gpu"),
+        ({"model": "qwen"}, "model"),
+        ({"link": "string"}, "link"),
+        ({"model": "qwen2.5-72b", "gpu": "a100"}, r"sim\.engine_gpus must be at least 2"),
+        ({"workloads": {"webshop": "shopping"}}, "workload"),
+        ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_written(sim: dict[str, Any], words: str, tmp_path: Path) -> None:
+    made = config(tmp_path, sim=sim)
+    with pytest.raises(ConfigError, match=words):
+        _ = costs_of(made), workloads_of(made)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
+    outcome: Outcome = simulate(config(Path("unused"), mode="sync", sim={"colocated": True, "trainer_gpus": 3}))
+    assert outcome.gpus == 3
+    with pytest.raises(ValueError, match=r"sim\.colocated must go with rollout\.mode sync"):
+        config(Path("unused"), mode="bounded", sim={"colocated": True})

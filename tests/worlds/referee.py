@@ -1,0 +1,201 @@
+"""The contract between the core and any world, judged from a journal: what may answer a command, how often, and in which order.
+
+Written from the comments of `schema/commands.py`, without a look at either world.
+"""
+
+from collections.abc import Iterable
+
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.commands import Command
+from rollweave.schema.events import Event
+
+Attempt = tuple[str, int]
+OfAttempt = e.EnvReady | e.TurnRequested | e.TrajectoryEnded | e.RewardReady | e.RewardFailed
+OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
+
+
+class Referee:
+    """Feed it what happened, in order; it raises AssertionError for the first foul. `owed()` is what was never answered."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.drawing: set[str] = set()
+        self.stage: dict[Attempt, str] = {}  # of attempts that the world holds
+        self.cancelled: set[Attempt] = set()
+        self.crossed: set[Attempt] = set()  # ended by themselves while their cancellation was on its way
+        self.turns: dict[Attempt, int] = {}  # turns asked for
+        self.asked: set[Attempt] = set()  # attempts that wait for their turn
+        self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
+        self.aborted: set[tuple[str, int, int, int]] = set()
+        self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
+        self.trainer: tuple[int, str] = (0, "start")
+        self.timer = False
+        self.seen: set[str] = set()
+
+    def owed(self) -> list[str]:
+        """Commands without their answer."""
+        work = [f"{stage} of {attempt}" for attempt, stage in self.stage.items() if stage in ("init", "eval", "cancel")]
+        engines = [f"{owes} of {name}" for name, (_, owes) in self.engines.items() if owes]
+        return [*work, *engines, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
+
+    def watch(self, history: Iterable[tuple[float, Event, list[Command]]]) -> None:
+        for now, event, commands in history:
+            assert now >= self.now, "time goes back"
+            self.now = now
+            self.seen.add(type(event).__name__)
+            self.event(event)
+            for command in commands:
+                self.seen.add(type(command).__name__)
+                self.command(command)
+
+    # What the world says.
+
+    def event(self, event: Event) -> None:
+        match event:
+            case e.RunStarted() | e.WorldLost():
+                for table in (self.stage, self.turns, self.open, self.asked, self.cancelled):
+                    table.clear()
+                self.engines = dict.fromkeys(event.engines, (0, "join"))
+            case e.TimerFired():
+                assert self.timer, "a timer that nobody set"
+                self.timer = False
+            case e.GroupSubmitted() | e.DrawFailed():
+                assert event.group_id in self.drawing, f"{event} was not asked for"
+                self.drawing.discard(event.group_id)
+            case e.EnvReady():
+                attempt = self._alive(event, "init", "cancel")
+                if self.stage[attempt] == "init":
+                    self.stage[attempt] = "ready"
+            case e.TurnRequested():
+                attempt = self._alive(event, "run", "cancel")
+                assert attempt not in self.asked, f"{event} while a turn is open"
+                assert event.turn == self.turns.get(attempt, 0), f"{event} is out of order"
+                assert event.context_tokens > 0
+                self.turns[attempt] = event.turn + 1
+                self.asked.add(attempt)
+            case e.TurnDone() | e.TurnFailed():
+                self._answer(event)
+            case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (str(who), number) in self.crossed:
+                self.crossed.discard((str(who), number))
+            case e.TrajectoryEnded():
+                attempt = self._alive(event, "init", "ready", "run", "cancel")
+                assert attempt not in self.asked or attempt in self.cancelled, f"{event} while its turn is open"
+                self.asked.discard(attempt)
+                if attempt in self.cancelled:
+                    self._gone(attempt)
+                else:
+                    self.stage[attempt] = "ended"
+            case e.RewardReady() | e.RewardFailed():
+                attempt = self._alive(event, "eval", "cancel")
+                if attempt in self.cancelled:
+                    self.crossed.add(attempt)
+                self._gone(attempt)
+            case _:
+                self._machine(event)
+
+    def _machine(self, event: Event) -> None:
+        match event:
+            case e.EngineJoined():
+                self._engine(event, "join")
+                assert event.max_slots > 0
+            case e.EngineSuspended():
+                self._engine(event, "suspend")
+            case e.WeightsLoaded() | e.WeightsLoadFailed():
+                self._engine(event, "load")
+            case e.EngineLost():
+                self._engine(event, *({self.engines[event.engine_id][1]}))
+            case e.TrainerReady():
+                self._trainer(event, "start")
+            case e.StepTrained() | e.TrainFailed():
+                self._trainer(event, "train")
+            case e.WeightsPublished():
+                self._trainer(event, "publish")
+            case e.CheckpointSaved() | e.CheckpointFailed():
+                self._trainer(event, "save")
+            case e.TrainerLost():
+                self._trainer(event, self.trainer[1])
+            case e.StopRequested():
+                pass
+            case _:
+                raise AssertionError(f"nobody judges {event}")
+
+    def _alive(self, event: OfAttempt, *stages: str) -> Attempt:
+        attempt = (str(event.trajectory_id), event.attempt)
+        assert self.stage.get(attempt) in stages, f"{event} while it is {self.stage.get(attempt)}"
+        return attempt
+
+    def _answer(self, event: e.TurnDone | e.TurnFailed) -> None:
+        attempt = (str(event.trajectory_id), event.attempt)
+        if self.open.get(attempt) == (event.turn, event.try_number):
+            del self.open[attempt]
+            if isinstance(event, e.TurnDone):
+                assert event.output_tokens > 0
+                assert event.version >= 0
+                self.asked.discard(attempt)
+        else:
+            late = (*attempt, event.turn, event.try_number)
+            assert late in self.aborted, f"{event} answers nothing"
+
+    def _engine(self, event: OfEngine, *owed: str) -> None:
+        epoch, owes = self.engines[event.engine_id]
+        if event.epoch == epoch:
+            assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
+            self.engines[event.engine_id] = (epoch, "")
+
+    def _trainer(self, event: Event, owed: str) -> None:
+        epoch, owes = self.trainer
+        if getattr(event, "epoch", epoch) == epoch:
+            assert owes == owed, f"{event} while the trainer owes {owes or 'nothing'}"
+            self.trainer = (epoch, "")
+
+    def _gone(self, attempt: Attempt) -> None:
+        for table in (self.stage, self.turns, self.open):
+            table.pop(attempt, None)  # type: ignore[attr-defined]
+        self.cancelled.discard(attempt)
+
+    # What the core asks for.
+
+    def command(self, command: Command) -> None:
+        match command:
+            case c.DrawTask():
+                self.drawing.add(command.group_id)
+            case c.StartInit():
+                self.stage[str(command.trajectory_id), command.attempt] = "init"
+            case c.StartRun():
+                self.stage[str(command.trajectory_id), command.attempt] = "run"
+            case c.StartEval():
+                self.stage[str(command.trajectory_id), command.attempt] = "eval"
+            case c.CancelTrajectory():
+                attempt = (str(command.trajectory_id), command.attempt)
+                assert attempt in self.stage, f"{command} of what the world does not hold"
+                self.cancelled.add(attempt)
+                self.stage[attempt] = "cancel"
+            case c.StartTurn():
+                attempt = (str(command.trajectory_id), command.attempt)
+                assert attempt in self.asked, f"{command} was not asked for"
+                self.open[attempt] = (command.turn, command.try_number)
+            case c.AbortTurn():
+                attempt = (str(command.trajectory_id), command.attempt)
+                self.open.pop(attempt, None)
+                self.aborted.add((*attempt, command.turn, command.try_number))
+            case c.SetTimer():
+                self.timer = True
+            case c.SuspendEngine():
+                self.engines[command.engine_id] = (self.engines[command.engine_id][0], "suspend")
+            case c.LoadWeights():
+                self.engines[command.engine_id] = (self.engines[command.engine_id][0], "load")
+            case c.RestartEngine():
+                self.engines[command.engine_id] = (command.epoch, "join")
+            case c.RemoveEngine():
+                del self.engines[command.engine_id]
+            case c.TrainStep():
+                self.trainer = (self.trainer[0], "train")
+            case c.PublishWeights():
+                self.trainer = (self.trainer[0], "publish")
+            case c.SaveCheckpoint():
+                self.trainer = (self.trainer[0], "save")
+            case c.RestartTrainer():
+                self.trainer = (command.epoch, "start")
+            case c.ResumeEngine() | c.Evict() | c.RecordEvaluation() | c.MarkBest() | c.Warn() | c.Finish():
+                pass

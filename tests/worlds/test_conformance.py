@@ -1,0 +1,66 @@
+"""One suite for both worlds: their journals are judged by one referee, and hold the same kinds of events and commands."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.schema.config import RunConfig
+from rollweave.sim.run import directory_of, simulate
+from tests.live.whole import make_config, run, run_dir
+from tests.worlds.referee import Referee
+
+MODES = ("sync", "one_step", "stream", "partial", "bounded")
+
+
+def live(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
+    """A run through real processes."""
+    config = make_config(directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}})
+    assert run(config).error == ""
+    return config, run_dir(config) / "journal.bin"
+
+
+def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
+    """The same configuration, simulated."""
+    made = make_config(directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}})
+    data = made.model_dump() | {"sim": {"model": "qwen3-8b", "workloads": {"game": "frozenlake"}}}
+    config = RunConfig.model_validate(data)
+    with directory_of(config) as at:
+        assert simulate(config, run=at).summary.error == ""
+    return config, at.journal
+
+
+World = Callable[..., tuple[RunConfig, Path]]
+
+
+def judge(config: RunConfig, journal: Path) -> Referee:
+    referee, replay = Referee(), Replay(journal, config)
+    referee.watch(replay)
+    assert replay.differing == 0
+    return referee
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_run_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
+    referee = judge(*world(tmp_path, mode, eval={"every": 2, "episodes": 2}))
+    assert referee.owed() == []
+    assert {"TurnDone", "RewardReady", "StepTrained", "WeightsLoaded", "CheckpointSaved", "RecordEvaluation"} <= referee.seen
+
+
+def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    said = [judge(*world(tmp_path / name, "bounded")).seen for name, world in (("a", live), ("b", simulated))]
+    said[1].discard("TimerFired")  # a live run of stand-ins is over before its timer
+    assert said[0] - {"TimerFired"} == said[1]
+
+
+@pytest.mark.parametrize("world", [live, simulated])
+def test_work_that_is_cancelled_stops_once(world: World, tmp_path: Path) -> None:
+    """Spare members: the slowest of each group are cancelled, wherever they are."""
+    referee = judge(*world(tmp_path, "sync", rollout={"spare_members": 2, "spare_groups": 1, "max_running": 16}))
+    assert referee.owed() == []
+    assert "CancelTrajectory" in referee.seen
