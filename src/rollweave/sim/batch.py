@@ -1,0 +1,307 @@
+"""Who holds a slot and KV of a simulated engine, who decodes and whose prompt is computed: `policy/batching` in counts.
+
+The rules are those of `policy/batching`, restated for turns whose tokens are only counted. What differs is the growth: a
+decoding turn is not touched as it gains tokens. `clock` counts the engine's steps, a turn's length is its `base` plus the
+clock, a heap says whose last token comes first, and `_growing` how many turns need another block at which clock (modulo the
+block size).
+
+Invariant (`check`): between `settle` and the step's end, every running turn has the blocks for its whole length; outside of
+that, a decoding one has them for all but its last token.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush, merge
+from itertools import takewhile
+
+from rollweave.sim.kv import Item, KvCounts, Segment, Turn
+
+
+class Batch:
+    """The live turns of one engine. `settle` before a step, `advance` by what was computed; turns come and go in between."""
+
+    def __init__(self, kv: KvCounts, *, slots: int) -> None:
+        self.kv = kv
+        self.waiting: list[Item] = []
+        self.running: list[Item] = []
+        self.prefilling: list[Item] = []
+        self.preemptions = 0
+        self.clock = 0
+        self.decoding = 0
+        self.context = 0
+        """Tokens of all decoding turns, those that are computed next among them."""
+        self.learning = False
+        """Somebody waits whose group's prompt is being computed: every step may change who runs."""
+        self._slots, self._size = slots, kv.block_tokens
+        self._paused: list[Item] = []  # waiting, with blocks
+        self._ends: list[tuple[int, float, int, Turn]] = []
+        self._growing = [0] * kv.block_tokens
+        self._grown = False
+        self._tails: list[Turn] = []  # decode the last token of the prompt that they compute for their group
+
+    def could_run(self, turn: Turn) -> bool:
+        """Whether a turn that has just come may get a slot in the next step."""
+        return len(self.running) < self._slots or self.running[-1][2].rank < turn.rank
+
+    # Steps.
+
+    def settle(self, chunk: list[tuple[Turn, int]]) -> None:
+        """Settle slots and blocks for the next step; `chunk` is what the last one computed of prompts."""
+        if self._growing[self.clock % self._size] <= self.kv.free:
+            self.kv.allocate(self._growing[self.clock % self._size])
+        else:
+            self._grow_in_order()
+        self._grown = True
+        self.learning = False
+        if self.waiting:
+            self._admit()
+        for turn, _ in chunk:  # a last token of a prompt is computed like a decoded one
+            if turn.running and not turn.decoding and turn.length - turn.computed == 1:
+                _take_out(self.prefilling, turn)
+                self._join(turn)
+
+    def steps(self, most: int | None) -> int:
+        """For how many steps, `most` if given, the same turns can go on: until one of them ends, or lacks a block."""
+        if self._tails:
+            return 1
+        if self.decoding:
+            until = self._ends[0][0] - self.clock
+            most = until if most is None else min(most, until)
+        assert most, "live requests, and nothing to compute"
+        return self._affordable(most)
+
+    def _affordable(self, steps: int) -> int:
+        """How many of `steps` steps from now can be computed before a block is lacking."""
+        free, size = self.kv.free, self._size
+        if self.decoding * ((steps - 1) // size + 1) <= free:
+            return steps
+        cycles = free // self.decoding
+        free -= cycles * self.decoding
+        grown = cycles * size
+        while grown < steps - 1:
+            free -= self._growing[(self.clock + grown + 1) % size]
+            if free < 0:
+                break
+            grown += 1
+        return min(grown + 1, steps)
+
+    def advance(self, steps: int, *, more: bool) -> None:
+        """All decoding turns gain `steps` tokens. With `more` the same step comes next, and gets its blocks."""
+        cycles, rest = divmod(steps - (not more), self._size)
+        grown = cycles * self.decoding + sum(self._growing[(self.clock + 1 + step) % self._size] for step in range(rest))
+        if grown:
+            self.kv.allocate(grown)
+        self._grown = more
+        self.clock += steps
+        self.context += steps * self.decoding
+        for turn in self._tails:
+            turn.computed = turn.base + self.clock - 1
+            self.kv.progress(turn)
+        self._tails.clear()
+
+    def ended(self) -> Iterator[Turn]:
+        """The decoding turns that have just sampled their last token."""
+        while self._ends and self._ends[0][0] <= self.clock:
+            turn = heappop(self._ends)[3]
+            if turn.decoding and turn.due == self.clock:
+                yield turn
+
+    def sampled(self, turn: Turn) -> None:
+        """The prompt of `turn` is computed, and its first token sampled: it decodes if that is not the last."""
+        _take_out(self.prefilling, turn)
+        turn.length += 1
+        turn.left -= 1
+        if turn.left:
+            self._join(turn)
+
+    def void(self) -> None:
+        """New weights: nobody has KV any more, and everybody waits again, in order."""
+        for _, _, turn in [*self.running]:
+            self._stop(turn)
+            insort(self.waiting, turn.item)
+        for _, _, turn in self.waiting:
+            turn.computed = turn.own = turn.shared = 0
+            turn.segment = None
+        self._paused.clear()
+        self._tails.clear()
+        self.kv.void()
+
+    # Turns come and go.
+
+    def _join(self, turn: Turn) -> None:
+        """`turn` decodes from the next step on."""
+        turn.decoding = True
+        turn.base = turn.length - self.clock
+        turn.due = self.clock + turn.left
+        self.decoding += 1
+        self.context += turn.length
+        self._growing[(1 - turn.base) % self._size] += 1
+        if turn.segment is not None and turn.segment.owner is turn:
+            self._tails.append(turn)
+        heappush(self._ends, (turn.due, turn.item[0], turn.item[1], turn))
+        if len(self._ends) > 64 + 2 * self.decoding:  # of turns that were stopped since
+            self._ends = [end for end in self._ends if end[3].decoding and end[3].due == end[0]]
+            heapify(self._ends)
+
+    def _own(self, turn: Turn) -> int:
+        """Blocks that `turn` has for itself."""
+        if turn.decoding:
+            return self.kv.blocks_for(turn.base + self.clock - (not self._grown)) - turn.shared
+        return turn.own
+
+    def _stop(self, turn: Turn) -> None:
+        """`turn` gives up its slot and keeps its blocks."""
+        _take_out(self.running, turn)
+        turn.running = False
+        if turn.decoding:
+            turn.own = self._own(turn)
+            turn.decoding = False
+            turn.length = turn.base + self.clock
+            turn.left = turn.due - self.clock
+            turn.computed = turn.length - 1
+            turn.reached = max(turn.reached, turn.computed)
+            self.decoding -= 1
+            self.context -= turn.length
+            self._growing[(1 - turn.base) % self._size] -= 1
+        elif turn.left:
+            _take_out(self.prefilling, turn)
+
+    def drop(self, turn: Turn) -> None:
+        """Forget `turn`, which keeps nothing but its prefix."""
+        if turn.running:
+            self._stop(turn)
+        else:
+            _take_out(self.waiting, turn)
+            if turn.own or turn.shared:
+                _take_out(self._paused, turn)
+        self.kv.release(turn)
+
+    def _preempt(self, turn: Turn) -> None:
+        self._stop(turn)
+        insort(self.waiting, turn.item)
+        insort(self._paused, turn.item)
+        self.preemptions += 1
+
+    def _evict(self, turn: Turn) -> None:
+        """`turn` gives up its blocks, and its slot if it has one."""
+        if turn.running:
+            self._preempt(turn)
+        _take_out(self._paused, turn)
+        self.kv.release(turn)
+
+    # Slots and blocks.
+
+    def _grow_in_order(self) -> None:
+        """Give the decoding turns that need one a block, in order, from those after them where none is free."""
+        size, clock = self._size, self.clock
+        for turn in [turn for _, _, turn in self.running if turn.decoding and (turn.base + clock - 1) % size == 0]:
+            if not turn.running:  # an earlier one has just claimed its blocks
+                continue
+            if self._make_room(1, merge(_after(turn, self._paused), _after(turn, self.running), reverse=True)):
+                self.kv.allocate(1)
+            else:
+                self._evict(turn)
+
+    def _admit(self) -> None:
+        """Give waiting turns slots and blocks, in order."""
+        running = self.running
+        if len(running) >= self._slots and running[-1][2].rank >= self.waiting[0][2].rank:
+            return
+        for _, _, turn in self.waiting[:]:
+            victim = running[-1][2] if len(running) >= self._slots else None
+            if victim is not None and victim.rank >= turn.rank:
+                break
+            hit = 0
+            if self.kv.caching and not (turn.own or turn.shared):
+                hit, coming = self.kv.match(turn)
+                self.learning |= coming > 0
+                if coming and 2 * coming >= (turn.length - 1) // self._size - hit:
+                    continue  # at least half of the missing blocks will be shared: worth a wait
+            if not self._take(turn, hit, victim):
+                break
+            if turn.cached < 0:
+                turn.cached = turn.computed
+
+    def _take(self, turn: Turn, hit: int, victim: Turn | None) -> bool:
+        """Give `turn` blocks and a slot (that of `victim`, if any). False, and nothing has changed, where KV is short."""
+        running, kv = self.running, self.kv
+        if turn.own or turn.shared:
+            paused = True
+        else:
+            paused = False
+            kv.hold(turn, hit)
+            turn.computed = hit * self._size
+        need = kv.blocks_for(turn.length) - turn.own - turn.shared
+        spare = len(running) - (victim is not None)
+        if kv.free < need + spare:
+            # Whoever may claim the blocks of lower ranks needs no spare: what it lacks later, it claims again.
+            claims = not running or running[-1][2].rank < turn.rank
+            lower = takewhile(lambda item: item[2].rank < turn.rank, reversed(running))
+            victims = merge(_after(turn, self._paused), lower, reverse=True)
+            if not self._make_room(need if claims else need + spare, victims):
+                if not paused:
+                    kv.release(turn)
+                return False
+        if victim is not None and victim.running:
+            self._preempt(victim)
+        _take_out(self.waiting, turn)
+        if paused:
+            _take_out(self._paused, turn)
+        kv.extend(turn, hit=hit if not paused else -1)
+        turn.running = True
+        insort(running, turn.item)
+        if turn.length - turn.computed == 1:
+            self._join(turn)
+        else:
+            insort(self.prefilling, turn.item)
+        return True
+
+    def _make_room(self, need: int, victims: Iterator[Item]) -> bool:
+        """Evict `victims` until `need` blocks are free. False, with nothing changed, if they do not suffice."""
+        free = self.kv.free
+        if free >= need:
+            return True
+        chosen: list[Turn] = []
+        leaving: dict[Segment, list[int]] = {}
+        for _, _, turn in victims:
+            chosen.append(turn)
+            free += self._own(turn)
+            segment = turn.segment
+            if segment is not None:
+                gone = leaving.setdefault(segment, [])
+                before = segment.deepest(without=gone)
+                gone.append(turn.shared)
+                free += before - segment.deepest(without=gone)
+            if free >= need:
+                break
+        else:
+            return False
+        for turn in chosen:
+            self._evict(turn)
+        return True
+
+    def check(self, turns: list[Turn]) -> None:
+        """Assert the invariants of this module, given all turns that are live. For tests."""
+        for turn in turns:
+            turn.own = self._own(turn)
+        self.kv.check(turns)
+        assert sorted(self.waiting + self.running) == sorted(turn.item for turn in turns), "a request is lost"
+        assert self.waiting == sorted(self.waiting), "waiting is not in order"
+        assert self.running == sorted(self.running), "running is not in order"
+        assert self._paused == [item for item in self.waiting if item[2].own or item[2].shared], "paused is wrong"
+        assert len(self.running) <= self._slots, "more running than slots"
+        decoding = [item[2] for item in self.running if item[2].decoding]
+        assert self.prefilling == [item for item in self.running if not item[2].decoding], "prefilling is wrong"
+        assert (self.decoding, self.context) == (len(decoding), sum(turn.base + self.clock for turn in decoding))
+        assert min(self._growing) >= 0, "growth is miscounted"
+        assert sum(self._growing) == self.decoding, "growth is miscounted"
+
+
+def _take_out(queue: list[Item], turn: Turn) -> None:
+    """Remove `turn`, which is there, from a sorted queue."""
+    del queue[bisect_left(queue, turn.item)]
+
+
+def _after(turn: Turn, queue: list[Item]) -> Iterator[Item]:
+    """Who comes after `turn` in a sorted queue, the last first."""
+    return takewhile(lambda item: item > turn.item, reversed(queue))

@@ -1,0 +1,320 @@
+"""A simulated engine that advances in macro-steps, so that its cost grows with what happens and not with tokens.
+
+It follows the rules of `policy/batching`: slots and KV by rank and arrival, chunked prefill beside all decodes, whole victims,
+prefixes kept for a later turn. Between two events the composition of a step is fixed, so a *run* of steps is planned at once:
+every decoding turn gains a token a step, a heap of finishing steps says which run ends first, and the cost model gives its
+seconds in closed form. A run ends where a turn finishes, a prompt is computed or its chunk changes, or KV runs out; whatever
+arrives in the middle of a step waits for the end of that step, as it does in a real engine.
+
+Invariants: `_at` is a step's end, and all state is as of then; of the run under way, `_left` steps remain, the last ends at
+`_end`. The engine has no time of its own: `now` never goes back, and what was due before is done before.
+"""
+
+import math
+from bisect import bisect_left, bisect_right, insort
+
+from rollweave.schema.base import Noun
+from rollweave.sim.batch import Batch
+from rollweave.sim.cost import EngineCosts
+from rollweave.sim.kv import KvCounts, Request, Turn
+
+
+class Done(Noun, frozen=True, kw_only=True):
+    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context. `version_id`: the weights loaded then."""
+
+    key: str
+    at: float
+    output_tokens: int
+    cached_tokens: int
+    version_id: int
+
+
+class SimEngine:
+    """One engine, whose loaded weights are `weights_id` (-1: none yet). Times are virtual seconds, in order of the calls.
+
+    `next_at` says when to call `advance`. Figures are as of the last step that had ended at the last `advance`.
+    """
+
+    def __init__(self, *, cost: EngineCosts, slots: int, chunk_tokens: int, block_tokens: int, prefix_cache: bool) -> None:
+        if min(slots, chunk_tokens, block_tokens) < 1:
+            raise ValueError(
+                f"slots, chunk_tokens and block_tokens must be at least 1, got {slots}, {chunk_tokens} and {block_tokens}"
+            )
+        self.cost = cost
+        self.weights_id = -1
+        self.busy_s = 0.0
+        self.tokens = self.prefill_tokens = self.recomputed_tokens = 0
+        self._chunk_tokens = chunk_tokens
+        kv = KvCounts(total=cost.kv_tokens // block_tokens, block_tokens=block_tokens, caching=prefix_cache)
+        self._batch = Batch(kv, slots=slots)
+        self._live: dict[str, Turn] = {}
+        self._arrivals = 0
+        # The run under way.
+        self._at = 0.0
+        self._left = 0
+        self._end = 0.0
+        self._bounds: list[float] = []  # the ends of the steps left, where they prefill
+        self._chunk: list[tuple[Turn, int]] = []
+        # For the end of the step under way.
+        self._aborted: list[Turn] = []
+        self._loading: int | None = None
+        self._suspended = False
+        self._done: list[Done] = []
+
+    @property
+    def kv_used(self) -> int:
+        """Tokens that the held blocks have room for."""
+        return self._batch.kv.held * self._batch.kv.block_tokens
+
+    @property
+    def waiting(self) -> int:
+        return len(self._batch.waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._batch.running)
+
+    @property
+    def preemptions(self) -> int:
+        return self._batch.preemptions
+
+    # From outside.
+
+    def add(self, now: float, request: Request) -> None:
+        """Queue a request. Raises ValueError for a key that is live, bad counts, and what could not run even alone."""
+        self._run_until(now)
+        kv = self._batch.kv
+        if request.key in self._live:
+            raise ValueError(f"key must be unique among live requests, got {request.key!r} again")
+        if request.output_tokens < 1 or not 0 <= request.shared_tokens <= request.context_tokens or request.context_tokens < 1:
+            raise ValueError(f"context_tokens (shared ones among them) and output_tokens must be at least 1, got {request}")
+        most, capacity = request.context_tokens + request.output_tokens - 1, kv.total * kv.block_tokens
+        if most > capacity:
+            raise ValueError(f"tokens must fit the KV cache ({capacity} tokens), got a request of up to {most}")
+        common = request.shared_tokens // kv.block_tokens if kv.caching and request.shared_key else 0
+        turn = Turn(request, arrival=self._arrivals, common=common)
+        self._arrivals += 1
+        self._live[request.key] = turn
+        insort(self._batch.waiting, turn.item)
+        if not self._left:
+            self._at = max(self._at, now)
+        elif self._batch.could_run(turn):
+            self._cut(now)
+
+    def abort(self, now: float, key: str) -> bool:
+        """Forget a request: no Done will come of it. False where it is not live; its KV is free as the running step ends."""
+        self._run_until(now)
+        turn = self._live.pop(key, None)
+        if turn is None:
+            return False
+        if self._left and turn.running:
+            self._aborted.append(turn)
+        else:
+            self._batch.drop(turn)
+        self._cut(now)
+        return True
+
+    def suspend(self, now: float) -> float:
+        """Compute nothing after the running step. Returns when that ends."""
+        self._run_until(now)
+        self._suspended = True
+        self._cut(now)
+        return self._end if self._left else now
+
+    def load(self, now: float, weights_id: int) -> None:
+        """New weights once the running step has ended: all KV is void, and what is in flight is computed again."""
+        self._run_until(now)
+        self._loading = weights_id
+        if self._left:
+            self._cut(now)
+        else:
+            self._load()
+
+    def resume(self, now: float) -> None:
+        self._run_until(now)
+        self._suspended = False
+        if not self._left:
+            self._at = max(self._at, now)
+
+    def next_at(self) -> float | None:
+        """When `advance` next has something to report or to do; None while it is idle or suspended."""
+        if self._done:
+            return self._done[0].at
+        if self._left:
+            return self._end
+        return self._at if self._live and not self._suspended else None
+
+    def advance(self, now: float) -> list[Done]:
+        """Everything up to and including `now`, in order.
+
+        A step that would start at `now`, right after a turn has ended, is left for the next call: the turn that follows from
+        this one may be part of it.
+        """
+        while self._left or self._startable(now):
+            if not self._left:
+                self._plan()
+            if self._end > now:
+                self._settle(now)
+                break
+            ended = len(self._done)
+            self._finish()
+            if self._at == now and len(self._done) > ended:
+                break
+        done, self._done = self._done, []
+        return done
+
+    # Time.
+
+    def _startable(self, now: float) -> bool:
+        return bool(self._live) and not self._suspended and self._at <= now
+
+    def _run_until(self, now: float) -> None:
+        """Everything before `now`, for a call that `advance` did not come before."""
+        while self._end < now if self._left else self._at < now and self._startable(now):
+            if self._left:
+                self._finish()
+            else:
+                self._plan()
+
+    def _step_end(self, step: int) -> float:
+        """When the `step`th of the steps left ends."""
+        if step == self._left:
+            return self._end
+        if self._bounds:
+            return self._bounds[step - 1]
+        return self._at + self.cost.decode_s(decode=self._batch.decoding, decode_context=self._batch.context, steps=step)
+
+    def _step_of(self, now: float) -> int:
+        """The first step left that ends at or after `now`, of those that are left."""
+        if self._bounds:
+            return min(bisect_left(self._bounds, now) + 1, self._left)
+        low, start, high, end = 0, self._at, self._left, self._end
+        tries = 0
+        while high - low > 1:  # the ends are nearly evenly spaced: interpolate, and bisect should that not do
+            tries += 1
+            guess = low + math.ceil((now - start) / (end - start) * (high - low)) if tries < 6 else (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
+            then = self._step_end(guess)
+            if then >= now:
+                high, end = guess, then
+            else:
+                low, start = guess, then
+        return high
+
+    def _cut(self, now: float) -> None:
+        """End the run under way with the step that is being computed at `now`."""
+        if self._left > 1:
+            step = self._step_of(now)
+            self._end = self._step_end(step)
+            self._left = step
+            del self._bounds[step:]
+
+    def _settle(self, now: float) -> None:
+        """Account for the steps of the run under way that have ended by `now`."""
+        if self._left > 1 and now > self._at:
+            step = bisect_right(self._bounds, now) if self._bounds else self._step_of(math.nextafter(now, math.inf)) - 1
+            if step:
+                then = self._step_end(step)
+                self._compute(step, more=True)
+                self.busy_s += then - self._at
+                self._at = then
+                self._left -= step
+                del self._bounds[:step]
+
+    # A run of steps.
+
+    def _plan(self) -> None:
+        """Settle slots and blocks, and plan the steps that compute the same as the next one."""
+        batch = self._batch
+        batch.settle(self._chunk)
+        budget = self._chunk_tokens
+        self._chunk = []
+        for _, _, turn in batch.prefilling:
+            count = min(turn.length - turn.computed, budget)
+            self._chunk.append((turn, count))
+            budget -= count
+            if not budget:
+                break
+        if self._chunk:
+            self._plan_prefill()
+        else:
+            self._left = batch.steps(None)
+            self._end = self._at + self.cost.decode_s(decode=batch.decoding, decode_context=batch.context, steps=self._left)
+
+    def _plan_prefill(self) -> None:
+        """Plan the steps in which the first prompt takes the whole chunk; just one where a prompt ends in it."""
+        batch = self._batch
+        first, count = self._chunk[0]
+        whole = 1 if batch.learning or count < self._chunk_tokens else (first.length - first.computed) // count
+        self._left = batch.steps(whole)
+        tokens = sum(count for _, count in self._chunk)
+        spans = sum(count * turn.computed + count * (count + 1) // 2 for turn, count in self._chunk)
+        end = self._at
+        for step in range(self._left):
+            end += self.cost.step_s(
+                prefill_tokens=tokens,
+                prefill_context=spans + step * count * tokens,
+                decode=batch.decoding,
+                decode_context=batch.context + step * batch.decoding,
+            )
+            self._bounds.append(end)
+        self._end = end
+
+    def _compute(self, steps: int, *, more: bool) -> None:
+        """`steps` steps of the run are computed. With `more` the next one is part of the run and has its blocks."""
+        self.tokens += steps * self._batch.decoding
+        self._batch.advance(steps, more=more)
+        for turn, count in self._chunk:
+            turn.computed += steps * count
+            self.prefill_tokens += steps * count
+            again = min(turn.reached, turn.computed) - (turn.computed - steps * count)
+            if again > 0:
+                self.recomputed_tokens += again
+            turn.reached = max(turn.reached, turn.computed)
+            self._batch.kv.progress(turn)
+
+    def _finish(self) -> None:
+        """The run has ended: report who is done, and do what waited for the end of the step."""
+        self._compute(self._left, more=False)
+        self.busy_s += self._end - self._at
+        self._at = self._end
+        self._left = 0
+        self._bounds.clear()
+        for turn in self._aborted:
+            self._batch.drop(turn)
+        self._aborted.clear()
+        for turn in self._batch.ended():
+            self._report(turn)
+        for turn, _ in self._chunk:
+            if turn.running and turn.computed == turn.length:
+                self.tokens += 1
+                self._batch.sampled(turn)
+                if not turn.left:
+                    self._report(turn)
+        if self._loading is not None:
+            self._load()
+
+    def _report(self, turn: Turn) -> None:
+        request = turn.request
+        del self._live[request.key]
+        self._batch.drop(turn)
+        self._done.append(
+            Done(
+                key=request.key,
+                at=self._at,
+                output_tokens=request.output_tokens,
+                cached_tokens=turn.cached,
+                version_id=self.weights_id,
+            )
+        )
+
+    def _load(self) -> None:
+        """Void all KV: everybody waits again, in order."""
+        assert self._loading is not None
+        self.weights_id, self._loading = self._loading, None
+        self._batch.void()
+        self._chunk.clear()
+
+    def check(self) -> None:
+        """Assert the invariants of slots and KV, and that no request is lost. For tests."""
+        self._batch.check([*self._live.values(), *self._aborted])
