@@ -47,8 +47,10 @@ class Batch:
 
     def settle(self, chunk: list[tuple[Turn, int]]) -> None:
         """Settle slots and blocks for the next step; `chunk` is what the last one computed of prompts."""
-        if self._growing[self.clock % self._size] <= self.kv.free:
-            self.kv.allocate(self._growing[self.clock % self._size])
+        need = self._growing[self.clock % self._size]
+        if need <= self.kv.free:
+            if need:
+                self.kv.allocate(need)
         else:
             self._grow_in_order()
         self._grown = True
@@ -87,8 +89,11 @@ class Batch:
 
     def advance(self, steps: int, *, more: bool) -> None:
         """All decoding turns gain `steps` tokens. With `more` the same step comes next, and gets its blocks."""
-        cycles, rest = divmod(steps - (not more), self._size)
-        grown = cycles * self.decoding + sum(self._growing[(self.clock + 1 + step) % self._size] for step in range(rest))
+        size, growing = self._size, self._growing
+        cycles, rest = divmod(steps - (not more), size)
+        first = (self.clock + 1) % size
+        past = first + rest - size
+        grown = cycles * self.decoding + sum(growing[first : first + rest]) + (sum(growing[:past]) if past > 0 else 0)
         if grown:
             self.kv.allocate(grown)
         self._grown = more
