@@ -94,7 +94,7 @@ def show(outcome: Outcome) -> None:
         table.add_row(name, ", ".join(f"{CAUSES.get(cause, cause)} {share:.1%}" for cause, share in shares if share >= 0.0005))
     used = [line["kv_used"] for line in outcome.steps]
     if used:
-        table.add_row("KV in use", f"{statistics.mean(used):.1%} when steps begin, prefix caches included")
+        table.add_row("KV in use", f"{statistics.mean(used):.1%} by live turns when steps begin")
     ages, total = staleness(outcome), sum(staleness(outcome).values())
     if total:
         table.add_row("staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items()))

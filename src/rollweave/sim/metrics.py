@@ -101,7 +101,7 @@ class SimMetrics:
 
 
 def kv_used(world: World) -> float:
-    """Share of all engines' KV that is in use now, prefix caches included."""
+    """Share of all engines' KV that live turns hold now; idle prefixes are not counted."""
     engines = [node.engine for node in world.fleet.nodes.values() if node.engine is not None]
     total = sum(engine.cost.kv_tokens for engine in engines)
     return sum(engine.kv_used for engine in engines) / total if total else 0.0
