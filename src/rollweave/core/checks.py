@@ -28,47 +28,58 @@ def _check_indices(run: Run) -> None:
         Stage.EVAL: state.in_eval,
         Stage.CLOSING: state.closing,
     }
-    for stage, index in indices.items():
-        found = {trajectory.id for trajectory in state.trajectories.values() if trajectory.stage is stage}
-        assert found == set(index), f"index of {stage}: {set(index) ^ found} differ"
+    found: dict[Stage, set[str]] = {stage: set() for stage in indices}
     for trajectory in state.trajectories.values():
+        if trajectory.stage in found:
+            found[trajectory.stage].add(trajectory.id)
         assert trajectory.id in state.groups[trajectory.group_id].members
         assert (trajectory.stage is Stage.CLOSING) == (trajectory.closing is not None), trajectory
         assert (trajectory.stage is Stage.SCORED) <= (trajectory.reward is not None), trajectory
+    for stage, index in indices.items():
+        assert found[stage] == index.keys(), f"index of {stage}: {index.keys() ^ found[stage]} differ"
 
 
 def _check_turns(run: Run) -> None:
     state = run.state
-    for trajectory in state.trajectories.values():
-        turn = trajectory.turn
-        queued = trajectory.id in state.turn_queue
-        holders = [engine.id for engine in state.engines.values() if trajectory.id in engine.active]
-        if turn is None:
-            assert not queued, trajectory
-            assert not holders, trajectory
-        else:
-            assert trajectory.stage is Stage.RUN, trajectory
-            assert holders == ([] if turn.engine is None else [turn.engine]), (trajectory, holders)
-            assert queued == (turn.engine is None), trajectory
+    waiting: set[str] = set(state.turn_queue)
+    served: dict[str, str] = {}  # trajectory → the engine that has its turn
     for engine in state.engines.values():
         assert len(engine.active) <= max(engine.max_slots, 0), engine
+        for trajectory_id in engine.active:
+            assert trajectory_id not in served, f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
+            served[trajectory_id] = engine.id
+    for trajectory in state.trajectories.values():
+        turn = trajectory.turn
+        if turn is None:
+            continue
+        assert trajectory.stage is Stage.RUN, trajectory
+        if turn.engine is None:
+            assert trajectory.id in waiting, trajectory
+            waiting.remove(trajectory.id)
+        else:
+            assert served.pop(trajectory.id, None) == turn.engine, trajectory
+    assert not waiting, f"{waiting} are queued without an open turn"
+    assert not served, f"{served} are on engines without an open turn"
 
 
 def _check_groups(run: Run) -> None:
     state = run.state
     training = [group for group in state.groups.values() if group.purpose is Purpose.TRAIN]
-    active = {group.id for group in training if group.status in (GroupStatus.DRAWING, GroupStatus.ACTIVE)}
-    assert active == set(state.active_groups)
-    assert {group.id for group in training if group.status is GroupStatus.BUFFERED} == set(state.buffer)
-    assert {group.id for group in training if group.status is GroupStatus.TAKEN} == set(state.trainer.taken)
+    by_status: dict[GroupStatus, set[str]] = {status: set() for status in GroupStatus}
+    for group in training:
+        by_status[group.status].add(group.id)
+    assert by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
+    assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
+    assert by_status[GroupStatus.TAKEN] == set(state.trainer.taken)
     in_lineage = [group_id for groups in state.lineage.values() for group_id in groups]
     assert len(in_lineage) == len(set(in_lineage)), "a group was trained twice in one lineage"
-    assert {group.id for group in training if group.status is GroupStatus.TRAINED} == set(in_lineage)
+    assert by_status[GroupStatus.TRAINED] == set(in_lineage)
+    version = run.next_version()
     for group in training:
         assert len(group.chosen) <= run.group_sizes[group.name], group
-        if group.status is GroupStatus.BUFFERED and state.swept_at == run.next_version():
-            for member in group.chosen:
-                assert acceptable(state.trajectories[member].initiated, run.next_version(), run.mode.window), group
+    for group_id in state.buffer if state.swept_at == version else ():
+        for member in state.groups[group_id].chosen:
+            assert acceptable(state.trajectories[member].initiated, version, run.mode.window), group_id
 
 
 def _check_bounds(run: Run) -> None:
