@@ -44,8 +44,9 @@ def warm_up(
             temperature=1.0,
             loss_of=lambda _, scores, weight=weight: -scores.logprobs.sum() * weight,  # type: ignore[misc]
         )
-        if not math.isfinite(loss) or not math.isfinite(clip_gradients(passes.model, trainer.max_grad_norm)):
-            raise NonFiniteLossError(f"warm-up step {step}: loss {loss}; warmup.lr is {warmup.lr:g}")
+        norm = clip_gradients(passes.model, trainer.max_grad_norm)
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise NonFiniteLossError(f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; warmup.lr is {warmup.lr:g}")
         optimizer.step()
         losses.append(loss)
     optimizer.zero_grad(set_to_none=True)
