@@ -11,15 +11,17 @@ from rollweave.cli.console import err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "modes")
+NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim")
+UNTRAINED = ("engine", "sim")
+"""Benches that train nothing, so that seeds mean nothing to them."""
 
 
 def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
     """Run bench `name`. Raises ConfigError for a name that there is not."""
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
-    if name == "engine" and seeds is not None:
-        raise ConfigError(f"--seeds must be left out for bench engine, which trains nothing, got {seeds}")
+    if name in UNTRAINED and seeds is not None:
+        raise ConfigError(f"--seeds must be left out for bench {name}, which trains nothing, got {seeds}")
     result = _run(name, quick=quick, seeds=seeds)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
@@ -40,6 +42,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.engine import bench_engine
 
         return bench_engine(quick=quick)
+    if name == "sim":
+        from rollweave.bench.sim import bench_sim
+
+        return bench_sim(quick=quick)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

@@ -107,7 +107,7 @@ def report(run: Run) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask or modes.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes or sim.")],
     json_: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches.")] = None,
