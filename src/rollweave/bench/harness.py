@@ -3,13 +3,14 @@
 import asyncio
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
 from rollweave.backends.client import EngineClient
 from rollweave.backends.process import in_process
 from rollweave.engine.loop import EngineLoop
+from rollweave.policy.batching import Amounts
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
     Add,
@@ -37,15 +38,19 @@ Reply = TypeVar("Reply", bound=EngineReply)
 class Harness:
     """An engine's loop on a thread."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    ready: Ready
+    """What the engine said of itself."""
+
+    def __init__(self, spec: EngineSpec, *, watch: Callable[[Amounts, float], None] | None = None) -> None:
+        """`watch` is told of every step, on the engine's thread."""
         self._replies: queue.Queue[EngineReply] = queue.Queue()
-        self._loop = EngineLoop(spec, self._replies.put)
+        self._loop = EngineLoop(spec, self._replies.put, watch=watch)
         self._done: dict[str, GenerateResult] = {}
         self._thread = threading.Thread(target=self._loop.run, name="bench-engine", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self.expect(Ready)
+        self.ready = self.expect(Ready)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.policy.batching import Batcher, Entry
+from rollweave.policy.batching import Amounts, Batcher, Entry
 from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -80,11 +80,20 @@ class Live:
 
 
 class EngineLoop:
-    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it."""
+    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it.
 
-    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+    `watch` is told the work of every step and its seconds, on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        reply: Callable[[EngineReply], None],
+        *,
+        watch: Callable[[Amounts, float], None] | None = None,
+    ) -> None:
         self.spec = spec
-        self._reply = reply
+        self._reply, self._watch = reply, watch
         self._inbox: deque[EngineCommand] = deque()
         self._wake = threading.Condition()
         self._live: dict[str, Live] = {}
@@ -229,6 +238,7 @@ class EngineLoop:
     def _step(self) -> None:
         started = time.monotonic()
         plan = self._batcher.plan()
+        amounts = plan.amounts if self._watch is not None else None
         for entry in plan.left:
             self._runner.drop(entry)
         for entry in plan.admitted:
@@ -247,7 +257,10 @@ class EngineLoop:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
         self._steps += 1
-        self._busy_s += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._busy_s += seconds
+        if self._watch is not None and amounts is not None:
+            self._watch(amounts, seconds)
 
     def _params(self, entries: list[Entry]) -> RowParams:
         """Sampling parameters of these rows; most steps sample the rows of the step before."""

@@ -15,6 +15,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rollweave.policy.blocks import BlockLedger, Key
 
@@ -45,6 +46,15 @@ class Entry:
         return (-self.rank, self.arrival)
 
 
+class Amounts(NamedTuple):
+    """The work of one step: prompt tokens, their attention spans' sum, decoding sequences, their contexts' sum."""
+
+    prefill_tokens: int
+    prefill_context: int
+    decode: int
+    decode_context: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """`decode` computes one token each and samples; `prefill` computes that many, and samples where the last is among them.
@@ -56,6 +66,13 @@ class StepPlan:
     prefill: list[tuple[Entry, int]]
     left: list[Entry]
     admitted: list[Entry]
+
+    @property
+    def amounts(self) -> Amounts:
+        """What the step's time depends on. To be asked before the plan is computed."""
+        spans = [count * entry.computed + count * (count + 1) // 2 for entry, count in self.prefill]
+        contexts = [len(entry.tokens) for entry in self.decode]
+        return Amounts(sum(count for _, count in self.prefill), sum(spans), len(contexts), sum(contexts))
 
 
 def _order(entry: Entry) -> tuple[float, int]:
