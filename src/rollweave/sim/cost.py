@@ -180,6 +180,22 @@ def _sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
     return (end - start) * (line[0] + line[1] * (start + end - 1) / 2)
 
 
+class TrainerCosts(Protocol):
+    """What a simulated trainer, and the engines that take its weights, ask."""
+
+    def step_s(self, *, tokens: int, context: int) -> float:
+        """Seconds of one optimizer step on `tokens` tokens whose attention spans sum to `context`."""
+
+    def publish_s(self) -> float:
+        """Seconds until new weights can be taken."""
+
+    def load_s(self, *, engines: int, tp: int) -> float:
+        """Seconds in which an engine of `tp` GPUs takes them while `engines` do, itself included."""
+
+    def checkpoint_s(self) -> float:
+        """Seconds in which a checkpoint is written."""
+
+
 class TrainerCost:
     """A trainer sharded over `gpus` GPUs, whose weights leave by `link`. Raises ConfigError where its state does not fit."""
 

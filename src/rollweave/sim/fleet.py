@@ -11,7 +11,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.sim.clock import Clock
-from rollweave.sim.cost import EngineCosts, TrainerCost
+from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
 
@@ -42,7 +42,7 @@ class SimFleet:
         clock: Clock,
         post: Callable[[e.Event], None],
         cost: EngineCosts,
-        trainer: TrainerCost,
+        trainer: TrainerCosts,
         gpus: int,
         slots: int,
         chunk_tokens: int,

@@ -12,7 +12,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config import RunConfig
-from rollweave.sim.cost import EngineCosts, TrainerCost
+from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import World, section
@@ -72,7 +72,7 @@ def simulate(
     *,
     run: RunDir | None = None,
     tell: Callable[[dict[str, Any]], None] | None = None,
-    costs: tuple[EngineCosts, TrainerCost] | None = None,
+    costs: tuple[EngineCosts, TrainerCosts] | None = None,
     work: dict[str, Workload] | None = None,
 ) -> Outcome:
     """Simulate `config`; into the directory `run` where one is given; `tell` hears every line of metrics.

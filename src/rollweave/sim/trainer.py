@@ -7,7 +7,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.sim.clock import Clock
-from rollweave.sim.cost import TrainerCost
+from rollweave.sim.cost import TrainerCosts
 from rollweave.sim.rollouts import Scored
 
 RESTART_S = 120.0
@@ -22,7 +22,7 @@ class SimTrainer:
         *,
         clock: Clock,
         post: Callable[[e.Event], None],
-        cost: TrainerCost,
+        cost: TrainerCosts,
         scored: Mapping[TrajectoryId, Scored],
         trace: Trace | None,
     ) -> None:

@@ -16,7 +16,7 @@ from rollweave.schema.config import RunConfig, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.work import Limits
 from rollweave.sim.clock import Clock
-from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost
+from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
@@ -43,7 +43,7 @@ class World:
         listener: Listener,
         journal: RunJournal | None = None,
         trace: Trace | None = None,
-        costs: tuple[EngineCosts, TrainerCost] | None = None,
+        costs: tuple[EngineCosts, TrainerCosts] | None = None,
         work: dict[str, Workload] | None = None,
     ) -> None:
         self.config = config
@@ -154,7 +154,7 @@ def section(config: RunConfig) -> SimConfig:
     return config.sim
 
 
-def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCost]:
+def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCosts]:
     """What engines and trainer cost. Raises ConfigError."""
     sim = section(config)
     shape = model(sim.model)

@@ -1,0 +1,158 @@
+"""What a recorded run took, read from its journal: its pace, and the times of its trainer as costs for a simulation of it.
+
+Times are the controller's: from the event on which it gave a command to the event that answers it, the waiting for a busy
+controller included. The journals of both worlds are read, and must be whole: no checkpoint has compacted them.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollweave.record.journal import Replay
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+
+class Timings(msgspec.Struct, kw_only=True):
+    """Seconds, in the order of a run. `trained` is tokens and seconds of every (mini-)batch.
+
+    `ready_at` is when the first engine had its first weights, `ended_at` when the last step was trained; `tokens` were sampled
+    in between. `prepared` is from each attempt's start of RUN to its first turn.
+    """
+
+    ready_at: float | None = None
+    ended_at: float | None = None
+    steps: int = 0
+    tokens: int = 0
+    events: int = 0
+    trained: list[tuple[int, float]] = []
+    published: list[float] = []
+    loaded: list[float] = []
+    saved: list[float] = []
+    prepared: list[float] = []
+
+    @property
+    def wall_s(self) -> float:
+        """Raises ConfigError where no step was trained."""
+        if self.ready_at is None or self.ended_at is None:
+            raise ConfigError("the run must have trained a step, it has trained none")
+        return self.ended_at - self.ready_at
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.wall_s
+
+
+def read_timings(journal: Path, config: RunConfig) -> Timings:
+    """Read the journal of a run of `config`. Raises ConfigError for one that was compacted, CorruptJournalError."""
+    replay, reader = Replay(journal, config), _Reader()
+    for now, event, commands in replay:
+        if not replay.events - 1 and not isinstance(event, e.RunStarted):
+            raise ConfigError(f"{journal} must be the journal of a whole run, it begins with {type(event).__name__}")
+        reader.hear(now, event)
+        for command in commands:
+            reader.told(now, command)
+    reader.timings.events = replay.events
+    return reader.timings
+
+
+class _Reader:
+    """Keeps when what was asked for, until the answer comes."""
+
+    def __init__(self) -> None:
+        self.timings = Timings()
+        self._tokens = 0
+        self._lengths: dict[TrajectoryId, int] = {}
+        self._training: tuple[float, int] = (0.0, 0)
+        self._publishing = self._saving = 0.0
+        self._loading: dict[EngineId, float] = {}
+        self._preparing: dict[TrajectoryId, float] = {}
+
+    def told(self, now: float, command: c.Command) -> None:
+        match command:
+            case c.TrainStep():
+                members = [member for group in command.groups for member in group.trajectory_ids]
+                self._training = now, sum(self._lengths[member] for member in members)
+            case c.PublishWeights():
+                self._publishing = now
+            case c.SaveCheckpoint():
+                self._saving = now
+            case c.LoadWeights():
+                self._loading[command.engine_id] = now
+            case c.StartRun():
+                self._preparing[command.trajectory_id] = now
+            case _:
+                pass
+
+    def hear(self, now: float, event: e.Event) -> None:
+        found = self.timings
+        match event:
+            case e.TurnRequested():
+                since = self._preparing.pop(event.trajectory_id, None)
+                if since is not None:
+                    found.prepared.append(now - since)
+            case e.TurnDone():
+                self._tokens += event.output_tokens
+            case e.TrajectoryEnded():
+                self._lengths[event.trajectory_id] = event.tokens
+            case e.StepTrained():
+                since, tokens = self._training
+                found.trained.append((tokens, now - since))
+                found.steps, found.ended_at, found.tokens = event.step + 1, now, self._tokens
+            case e.WeightsPublished():
+                found.published.append(now - self._publishing)
+            case e.WeightsLoaded():
+                found.loaded.append(now - self._loading[event.engine_id])
+                if found.ready_at is None:
+                    found.ready_at = now
+            case e.CheckpointSaved():
+                found.saved.append(now - self._saving)
+            case _:
+                pass
+
+
+def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Constant and slope, neither negative, with the least squared errors."""
+    if not points:
+        raise ConfigError("a recorded trainer must have trained a step, it has trained none")
+    mean_x, mean_y = statistics.fmean(x for x, _ in points), statistics.fmean(y for _, y in points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    constant = mean_y - slope * mean_x
+    if slope < 0:
+        return mean_y, 0.0
+    if constant < 0:
+        return 0.0, sum(x * y for x, y in points) / sum(x * x for x, _ in points)
+    return constant, slope
+
+
+class MeasuredTrainer:
+    """The trainer of a recorded run: a line through its steps, medians of all else (0 for what it never did)."""
+
+    def __init__(self, timings: Timings) -> None:
+        """Raises ConfigError where the run has trained nothing."""
+        self.constant, self.per_token = fit_line(timings.trained)
+        self._publish_s, self._load_s, self._save_s = (
+            statistics.median(seconds) if seconds else 0.0 for seconds in (timings.published, timings.loaded, timings.saved)
+        )
+
+    def step_s(self, *, tokens: int, context: int) -> float:
+        """See `TrainerCosts`. Attention is in the price of a token: steps of one run have much the same lengths."""
+        del context
+        return self.constant + self.per_token * tokens
+
+    def publish_s(self) -> float:
+        return self._publish_s
+
+    def load_s(self, *, engines: int, tp: int) -> float:
+        """As it was, for any number of engines."""
+        del engines, tp
+        return self._load_s
+
+    def checkpoint_s(self) -> float:
+        return self._save_s

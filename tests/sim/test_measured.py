@@ -1,0 +1,115 @@
+"""The times of a recorded run are those that its commands and their answers have; a line fits them without negative prices."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.record.journal import RunJournal
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.sim.measured import MeasuredTrainer, Timings, fit_line, read_timings
+from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.world import World
+from tests.core.test_core import config as core_config
+
+
+class Priced:
+    """A trainer and an engine whose every time is known."""
+
+    kv_tokens = 1 << 20
+
+    def step_s(self, *, tokens: int = 0, context: int = 0, **_: int) -> float:
+        return 2.0 + 0.001 * tokens if tokens else 0.25
+
+    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
+        return 0.25 * steps
+
+    def publish_s(self) -> float:
+        return 0.5
+
+    def load_s(self, *, engines: int, tp: int) -> float:
+        return 0.125
+
+    def checkpoint_s(self) -> float:
+        return 4.0
+
+
+def simulated() -> RunConfig:
+    config = core_config("bounded", steps=5, tasks=[{"env": "frozenlake"}], eval={"final_episodes": 0})
+    return RunConfig.model_validate(config.model_dump() | {"sim": {"model": "qwen3-8b"}})
+
+
+def simulate(config: RunConfig, path: Path) -> World:
+    metrics = SimMetrics()
+    with RunJournal(path) as journal:
+        world = World(config, listener=metrics, journal=journal, costs=(Priced(), Priced()))
+        metrics.watch(world)
+        world.run()
+    return world
+
+
+def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
+    config = simulated()
+    world = simulate(config, tmp_path / "journal.bin")
+    found = read_timings(tmp_path / "journal.bin", config)
+    assert (found.steps, found.events, len(found.trained)) == (5, world.events, 5)
+    assert [seconds for _, seconds in found.trained] == pytest.approx([2.0 + 0.001 * tokens for tokens, _ in found.trained])
+    assert min(tokens for tokens, _ in found.trained) > 0
+    assert found.published == pytest.approx([0.5] * len(found.published))
+    assert found.loaded == pytest.approx([0.125] * len(found.loaded))
+    assert found.saved == pytest.approx([4.0] * len(found.saved))
+    assert found.published
+    assert found.loaded
+    assert found.prepared
+    assert found.ready_at == pytest.approx(0.5 + 0.125)
+    assert found.ended_at is not None
+    assert found.wall_s == pytest.approx(found.ended_at - 0.625)
+    assert 0 < found.tokens <= world.core.state.counters.output_tokens
+    assert found.tokens_per_s == found.tokens / found.wall_s
+
+
+def test_a_trainer_is_measured_from_a_run(tmp_path: Path) -> None:
+    config = simulated()
+    simulate(config, tmp_path / "journal.bin")
+    trainer = MeasuredTrainer(read_timings(tmp_path / "journal.bin", config))
+    assert trainer.step_s(tokens=1000, context=7) == pytest.approx(3.0)
+    assert (trainer.publish_s(), trainer.load_s(engines=9, tp=1)) == pytest.approx((0.5, 0.125))
+
+
+def test_a_run_that_trained_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must have trained a step"):
+        MeasuredTrainer(Timings())
+    with pytest.raises(ConfigError, match="must have trained a step"):
+        _ = Timings(ready_at=1.0).wall_s
+    assert MeasuredTrainer(Timings(trained=[(10, 1.0)])).checkpoint_s() == 0.0
+
+
+def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
+    config = simulated()
+    world = World(config, listener=SimMetrics(), costs=(Priced(), Priced()))
+    world.start()
+    for _ in range(20):
+        world.step()
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        journal.rotate(world.core.snapshot())
+        world._journal = journal
+        world.step()
+        while not journal.size:
+            world.step()
+        for _ in range(20):
+            world.step()
+    with pytest.raises(ConfigError, match="must be the journal of a whole run"):
+        read_timings(tmp_path / "journal.bin", config)
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(0, 1.0), (10, 2.0), (20, 3.0)], (1.0, 0.1)),
+        ([(10, 2.0), (10, 4.0)], (3.0, 0.0)),  # one length: nothing is known of the slope
+        ([(10, 4.0), (20, 2.0)], (3.0, 0.0)),  # more tokens never cost less
+        ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # nor does a step take less than nothing
+    ],
+)
+def test_a_line_has_no_negative_price(points: list[tuple[int, float]], expected: tuple[float, float]) -> None:
+    assert fit_line(points) == pytest.approx(expected)
