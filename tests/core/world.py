@@ -137,8 +137,10 @@ class World:
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))
                     self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
-            case c.AbortTurn() | c.Evict() | c.ResumeEngine() | c.MarkBest():
+            case c.AbortTurn() | c.Evict() | c.ResumeEngine():
                 pass
+            case c.MarkBest():
+                assert command.step in self.checkpoints, "the best is no checkpoint"
             case c.StartEval():
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
@@ -212,6 +214,7 @@ class World:
                     self.trainer_step += 1
                 self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
             case c.PublishWeights():
+                assert command.from_checkpoint in {None, *self.checkpoints}, "weights of a checkpoint that is not there"
                 self.later(e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id))
             case c.SaveCheckpoint():
                 if self.fails():

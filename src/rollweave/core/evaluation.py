@@ -6,7 +6,7 @@ Periodic evaluations choose the best checkpoint and may end the run; the final o
 
 from rollweave.core import groups, trajectories
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
+from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.work import Purpose, StopReason
 
@@ -27,7 +27,8 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     episodes = run.config.eval.final_episodes if final else run.config.eval.episodes
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
-    run.state.evaluation = Evaluation(version=version, final=final, to_draw=tasks[::-1])
+    saved = run.state.checkpoint == version
+    run.state.evaluation = Evaluation(version=version, final=final, to_draw=tasks[::-1], saved=saved)
 
 
 def holds_weights(run: Run) -> bool:
@@ -67,7 +68,8 @@ def advance(run: Run) -> None:
     while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:
         name, index = evaluation.to_draw.pop()
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
-    if not evaluation.pending and not evaluation.to_draw:
+    saving = state.trainer.status is TrainerStatus.SAVING and state.trainer.step == evaluation.version
+    if not evaluation.pending and not evaluation.to_draw and not saving:  # the best must be a checkpoint that there is
         _conclude(run, evaluation)
 
 
@@ -112,7 +114,7 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
     if not success:
         return
     score = sum(success.values()) / len(success)
-    if score >= state.best_score and state.checkpoint_failed_at != evaluation.version:
+    if score >= state.best_score and evaluation.saved:
         state.best_score, state.best_step = score, evaluation.version
         run.emit(MarkBest(step=evaluation.version))
     stop_at = run.config.eval.stop_at

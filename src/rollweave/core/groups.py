@@ -238,6 +238,8 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
         run.state.buffer[group_id] = None
         if trained:
             run.state.counters.trained -= len(group.chosen)
+        if group.lost:
+            drop(run, group, StopReason.WORLD_LOST)
     run.state.swept_at = -1
 
 

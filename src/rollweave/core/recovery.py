@@ -39,6 +39,8 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
         group = state.groups[group_id]
         if group.status in (GroupStatus.ACTIVE, GroupStatus.BUFFERED):
             groups.drop(run, group, StopReason.WORLD_LOST)
+        else:
+            group.lost = True  # trained: its tokens are needed only if its step is lost
     for group in state.groups.values():
         if group.status is GroupStatus.DRAWING:
             group.since = run.now

@@ -80,6 +80,7 @@ class Group(msgspec.Struct):
     task: Task | None = None
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
+    lost: bool = False  # tokens of a chosen member are gone: it can never be trained on again
 
 
 class EngineStatus(enum.StrEnum):
@@ -134,6 +135,7 @@ class Evaluation(msgspec.Struct):
     successes: dict[str, int] = {}
     failed: dict[str, int] = {}
     begun: bool = False  # engines serve `version`
+    saved: bool = False  # a checkpoint holds `version`
 
 
 class Phase(enum.StrEnum):

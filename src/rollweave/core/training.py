@@ -37,6 +37,8 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         run.warn("trainer", f"back at checkpoint {event.step}: {event.note}", count="checkpoint_damaged")
         if state.best_step is not None and state.best_step > event.step:
             state.best_step, state.best_score = None, -1.0
+        if state.evaluation is not None and state.evaluation.version > event.step:
+            state.evaluation.saved = False
         state.checkpoint, state.fallback = event.step, None
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
@@ -173,6 +175,10 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
         return
     state.checkpoint, state.fallback = event.step, state.checkpoint
+    if state.checkpoint_failed_at == event.step:
+        state.checkpoint_failed_at = -1
+    if state.evaluation is not None and state.evaluation.version == event.step:
+        state.evaluation.saved = True
     for step in [step for step in state.lineage if state.fallback is not None and step < state.fallback]:
         for group_id in state.lineage.pop(step):
             groups.cover(run, state.groups[group_id])

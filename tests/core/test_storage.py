@@ -1,0 +1,94 @@
+"""What disks and stores lose: checkpoints that fail while others use them, and tokens that are gone after a restart."""
+
+import heapq
+
+import pytest
+
+from rollweave.core.state import GroupStatus
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from tests.core.test_core import config, restart_controller, until
+from tests.core.world import World
+
+
+def evaluating() -> World:
+    """Every evaluation is as good as the one before it: the newest is the best."""
+    world = World(config(steps=4, eval={"every": 2, "episodes": 1}), seed=3)
+    world.random.choice = lambda options: options[-1]  # type: ignore[method-assign,assignment]
+    world.start()
+    return world
+
+
+def saving(world: World, step: int) -> None:
+    """Run until step `step` is to be saved, and lose that: the disk is full, and nobody has said so yet."""
+    while True:
+        command = until(world, c.SaveCheckpoint)
+        assert isinstance(command, c.SaveCheckpoint)
+        if command.step == step:
+            break
+    world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.CheckpointSaved)]
+    heapq.heapify(world.heap)
+    world.checkpoints.remove(step)
+    world.checkpoints.add(0)  # a save that fails removes nothing
+
+
+def fail_save(world: World, step: int) -> None:
+    world.feed(e.CheckpointFailed(epoch=world.trainer_epoch, step=step, error="disk full"))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_has_no_checkpoint_is_not_the_best(killed: bool) -> None:
+    """The evaluation is over before its checkpoint fails, or is lost with its trainer."""
+    world = evaluating()
+    saving(world, 2)
+    evaluation = world.core.state.evaluation
+    assert evaluation is not None
+    while not evaluation.begun or evaluation.pending or evaluation.to_draw:
+        world.step()
+    if killed:
+        world.feed(e.TrainerLost(epoch=world.trainer_epoch, error="killed"))
+    else:
+        fail_save(world, 2)
+    assert world.evaluations[-1].version == 2
+    assert world.core.state.best_step == 0
+    while world.finish is None:
+        world.step()  # the world objects to weights of a checkpoint that is not there
+    assert world.finish.error == ""
+
+
+def test_a_save_that_succeeds_at_the_second_try_is_no_failure() -> None:
+    """The last step's own checkpoint fails, the final one of the same step does not."""
+    world = World(config(steps=2), seed=3)
+    world.start()
+    saving(world, 2)
+    fail_save(world, 2)
+    while world.finish is None:
+        world.step()
+    assert world.core.state.checkpoint == 2
+    assert world.finish.error == ""
+
+
+def test_what_the_store_lost_is_not_trained_on_again() -> None:
+    """A trajectory of a trained step is gone when the controller comes back, and its step is trained again."""
+    world = World(config(steps=4, run={"checkpoint_every": 0}), seed=3)
+    world.start()
+    while world.core.state.trainer.step < 1:
+        world.step()
+    state = world.core.state
+    group = state.groups[state.lineage[0][0]]
+    assert group.status is GroupStatus.TRAINED
+    gone = group.chosen[0]
+    feed = world.feed
+    engines = tuple(EngineId(name) for name in world.engine_epoch)
+    world.feed = lambda event: feed(  # type: ignore[method-assign]
+        e.WorldLost(engines=engines, missing=(gone,)) if isinstance(event, e.WorldLost) else event
+    )
+    restart_controller(world)
+    while world.finish is None:
+        world.step()
+    assert world.finish.error == ""
+    books = world.core.account()
+    assert books.dropped["world_lost"] == len(group.chosen)
+    assert books.trained == sum(len(ids) for ids in world.trained.values())
+    assert gone not in [member for ids in world.trained.values() for member in ids]
