@@ -1,0 +1,27 @@
+"""The examples of simulated runs can be simulated as they are, from the root of the repository."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.codec.config import load
+from rollweave.sim.run import simulate
+from rollweave.sim.workload import Recorded, workload
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["simulate.toml", "simulate_trace.toml"])
+def test_an_example_is_simulated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load(Path("examples") / name, ["run.steps=1"])
+    outcome = simulate(config)
+    assert (outcome.summary.steps, outcome.summary.error) == (1, "")
+    assert outcome.summary.tokens > 0
+
+
+def test_the_trace_has_two_tasks_with_their_members() -> None:
+    found = workload(str(ROOT / "examples" / "trace.jsonl"))
+    assert isinstance(found, Recorded)
+    assert [len(members) for members in found.groups] == [2, 3]
+    assert {plan.fails_in for members in found.groups for attempts in members for plan in attempts} == {"", "run"}
