@@ -1,4 +1,4 @@
-"""What disks and stores lose: checkpoints that fail while others use them, and tokens that are gone after a restart."""
+"""What disks and stores lose, and what a trainer says of them: checkpoints that fail while in use, tokens that are gone."""
 
 import heapq
 
@@ -92,3 +92,20 @@ def test_what_the_store_lost_is_not_trained_on_again() -> None:
     assert books.dropped["world_lost"] == len(group.chosen)
     assert books.trained == sum(len(ids) for ids in world.trained.values())
     assert gone not in [member for ids in world.trained.values() for member in ids]
+
+
+@pytest.mark.parametrize("kind", [e.CheckpointSaved, e.WeightsPublished])
+def test_what_the_trainer_says_twice_is_no_answer_to_a_later_question(kind: type[e.Event]) -> None:
+    """The second copy arrives while the trainer does the same thing for a later step."""
+    world = World(config(steps=4, run={"checkpoint_every": 1}), seed=3)
+    world.start()
+    while not (first := [event for _, event in world.journal if isinstance(event, kind)]):
+        world.step()
+    command = c.SaveCheckpoint if kind is e.CheckpointSaved else c.PublishWeights
+    until(world, command)
+    before = world.core.state.trainer.status
+    world.feed(first[0])
+    assert world.core.state.trainer.status is before
+    while world.finish is None:
+        world.step()
+    assert world.finish.error == ""

@@ -108,7 +108,8 @@ def _count_trained(run: Run) -> None:
 def on_train_failed(run: Run, event: TrainFailed) -> None:
     """A non-finite loss ends the run with the last good checkpoint; any other error restarts the trainer."""
     state, trainer = run.state, run.state.trainer
-    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.TRAINING:
+    expected = (trainer.epoch, trainer.step)
+    if trainer.status is not TrainerStatus.TRAINING or (event.epoch, event.step) != expected:
         return
     taken, trainer.taken = trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
@@ -145,7 +146,8 @@ def publish_best(run: Run, step: int) -> None:
 
 def on_published(run: Run, event: WeightsPublished) -> None:
     state, trainer = run.state, run.state.trainer
-    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.PUBLISHING:
+    expected = (trainer.epoch, state.next_weights_id - 1)
+    if trainer.status is not TrainerStatus.PUBLISHING or (event.epoch, event.weights_id) != expected:
         return
     state.published_version, state.published_id = event.version, event.weights_id
     evaluation.forgo(run, event.version)
@@ -172,7 +174,8 @@ def save(run: Run, *, final: bool = False) -> None:
 
 def on_saved(run: Run, event: CheckpointSaved) -> None:
     state, trainer = run.state, run.state.trainer
-    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
+    expected = (trainer.epoch, trainer.step)
+    if trainer.status is not TrainerStatus.SAVING or (event.epoch, event.step) != expected:
         return
     state.checkpoint, state.fallback = event.step, state.checkpoint
     if state.checkpoint_failed_at == event.step:
@@ -188,7 +191,8 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
 def on_save_failed(run: Run, event: CheckpointFailed) -> None:
     """Training goes on: the earlier checkpoint is intact, and the next one may find room again."""
     state, trainer = run.state, run.state.trainer
-    if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.SAVING:
+    expected = (trainer.epoch, trainer.step)
+    if trainer.status is not TrainerStatus.SAVING or (event.epoch, event.step) != expected:
         return
     run.warn("trainer", f"checkpoint of step {event.step} failed: {event.error}", count="checkpoint_failed")
     state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
