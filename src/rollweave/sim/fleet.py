@@ -30,6 +30,8 @@ class Node:
     ticket: int = 0  # of the next look at it
     lost: bool = False
     since: float = 0.0
+    suspended: bool = False  # by the core, until it says otherwise
+    pulling: bool = False  # weights
     tickets: list[int] = field(default_factory=list)  # of a suspension, load or start under way
 
 
@@ -79,8 +81,20 @@ class SimFleet:
         """The process dies. What it served fails with this one event."""
         node = self.nodes.get(engine_id)
         if node is not None and not node.lost:
+            self.silence(engine_id)
+            self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
+
+    def silence(self, engine_id: EngineId) -> None:
+        """The process dies and nobody says so: what is asked of it from now on is not answered."""
+        node = self.nodes.get(engine_id)
+        if node is not None:
             self._drop(node)
             node.lost = True
+
+    def doubt(self, engine_id: EngineId, error: str) -> None:
+        """The process is well, and is believed to be lost."""
+        node = self.nodes.get(engine_id)
+        if node is not None and not node.lost:
             self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
 
     def stall(self, engine_id: EngineId, seconds: float) -> None:
@@ -93,7 +107,7 @@ class SimFleet:
         self._touch(node)
 
         def over() -> None:
-            if node.engine is engine and not node.tickets:
+            if node.engine is engine and not node.suspended:
                 engine.resume(self._clock.now)
                 self._touch(node)
 
@@ -110,6 +124,7 @@ class SimFleet:
     def suspend(self, command: c.SuspendEngine) -> None:
         node = self.nodes.get(command.engine_id)
         if node is not None and node.engine is not None:
+            node.suspended = True
             settled = node.engine.suspend(self._clock.now)
             self._later(node, settled - self._clock.now, lambda: self._suspended(node))
             self._touch(node)
@@ -119,22 +134,24 @@ class SimFleet:
         if node is None or node.engine is None:
             return
         self._pulling += 1
+        node.pulling = True
         node.since = self._clock.now
         self._later(node, self._trainer.load_s(engines=self._pulling, tp=self._gpus), lambda: self._loaded(node, command))
 
     def resume(self, command: c.ResumeEngine) -> None:
         node = self.nodes.get(command.engine_id)
         if node is not None and node.engine is not None:
+            node.suspended = False
             node.engine.resume(self._clock.now)
             self._touch(node)
 
     # Turns.
 
     def generate(self, engine_id: EngineId, request: Request) -> bool:
-        """Queue a turn. False where there is no such engine: it is lost, and the core will hear of it."""
+        """Queue a turn. False where there is no such engine. One that is lost answers nobody: the core will hear of it."""
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
-            return False
+            return node is not None and node.lost
         node.engine.add(self._clock.now, request)
         self._touch(node)
         return True
@@ -182,6 +199,7 @@ class SimFleet:
 
     def _loaded(self, node: Node, command: c.LoadWeights) -> None:
         self._pulling -= 1
+        node.pulling = False
         assert node.engine is not None, "a lost engine has no ticket"
         if self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
@@ -209,4 +227,5 @@ class SimFleet:
             return
         for ticket in [node.ticket, *node.tickets]:
             self._clock.cancel(ticket)
-        node.engine = None
+        self._pulling -= node.pulling
+        node.pulling, node.engine = False, None

@@ -73,6 +73,11 @@ class Rollouts:
         self.scored: dict[TrajectoryId, Scored] = {}
         fleet.answered = self._answered
 
+    @property
+    def alive(self) -> int:
+        """Attempts for which an environment or a reward is held."""
+        return len(self._attempts)
+
     # Commands.
 
     def start_init(self, command: c.StartInit) -> None:
@@ -120,15 +125,27 @@ class Rollouts:
 
     def start_eval(self, command: c.StartEval) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None:
-            attempt.asked = self._clock.now
-            hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
-            wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
-            attempt.ticket = self._clock.after(wait, lambda: self._eval_over(attempt))
+        if attempt is None:
+            self._post(
+                e.RewardFailed(
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    stop_reason=StopReason.REWARD_ERROR,
+                    error="the attempt is not waiting for its reward",
+                )
+            )
+            return
+        attempt.asked = self._clock.now
+        hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
+        wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
+        attempt.ticket = self._clock.after(wait, lambda: self._eval_over(attempt))
 
     def cancel(self, command: c.CancelTrajectory) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is None:
+            self._post(
+                e.TrajectoryEnded(trajectory_id=command.trajectory_id, attempt=command.attempt, stop_reason=command.reason)
+            )
             return
         if attempt.engine is not None:
             self._fleet.abort(attempt.engine, attempt.key)

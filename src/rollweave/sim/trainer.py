@@ -29,23 +29,29 @@ class SimTrainer:
         self._clock, self._post, self._cost, self._scored, self._trace = clock, post, cost, scored, trace
         self.epoch = 0
         self._ticket = 0
-        self.refuse_save = False  # the next checkpoint fails
+        self._alive = False
+        self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next one fails
         self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
 
     def start(self, *, epoch: int = 0, step: int = 0, seconds: float = 0.0) -> None:
         """A trainer process comes up at `step`."""
-        self._clock.cancel(self._ticket)
-        self.epoch = epoch
-        self._do("start", seconds, e.TrainerReady(epoch=epoch, step=step))
+        self._begin(e.TrainerReady(epoch=epoch, step=step), seconds)
 
     def restart(self, command: c.RestartTrainer) -> None:
-        self.start(epoch=command.epoch, step=command.step or 0, seconds=RESTART_S)
+        step, note = command.step, ""
+        if self.refuse_restore and command.fallback is not None:
+            step, note = command.fallback, f"checkpoint {command.step} is damaged"
+        self.refuse_restore = False
+        self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
 
     def train(self, command: c.TrainStep) -> None:
         lengths = [self._scored[member].tokens for group in command.groups for member in group.trajectory_ids]
         seconds = self._cost.step_s(tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths))
         self.trained(command, seconds)
-        done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
+        done: e.Event = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
+        if self.refuse_step:
+            self.refuse_step = False
+            done = e.TrainFailed(epoch=self.epoch, step=command.step, error="out of memory", nonfinite=False)
         self._do(f"train {command.step}.{command.part}", seconds, done)
 
     def publish(self, command: c.PublishWeights) -> None:
@@ -61,14 +67,23 @@ class SimTrainer:
 
     def lose(self, error: str) -> None:
         """The process dies with whatever it was doing."""
-        self._clock.cancel(self._ticket)
-        self._post(e.TrainerLost(epoch=self.epoch, error=error))
+        if self._alive:
+            self.drop()
+            self._post(e.TrainerLost(epoch=self.epoch, error=error))
 
     def drop(self) -> None:
         """The process ends without a word."""
         self._clock.cancel(self._ticket)
+        self._alive = False
+
+    def _begin(self, ready: e.TrainerReady, seconds: float) -> None:
+        self.drop()
+        self.epoch, self._alive = ready.epoch, True
+        self._do("start", seconds, ready)
 
     def _do(self, name: str, seconds: float, event: e.Event) -> None:
+        if not self._alive:
+            return  # nobody is there to hear the command
         start = self._clock.now
 
         def done() -> None:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from rollweave.core.core import Core
+from rollweave.core.state import Stage
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
 from rollweave.schema import events as e
@@ -110,12 +111,16 @@ class World:
     def revive(self, core: Core, journal: RunJournal) -> None:
         """The controller was lost and is back as `core`: of its world only the store is left (DESIGN §12.3)."""
         self.core, self._journal = core, journal
+        known, scored = core.state.trajectories, self.rollouts.scored
+        for trajectory_id in [trajectory_id for trajectory_id in scored if trajectory_id not in known]:
+            del scored[trajectory_id]
+        missing = [member.id for member in known.values() if member.stage is Stage.SCORED and member.id not in scored]
         self.inbox.clear()
         self.fleet.drop_all()
         self.rollouts.forget_all()
         self.trainer.drop()
         self.fleet.start(self.engine_ids)
-        self.post(e.WorldLost(engines=self.engine_ids))
+        self.post(e.WorldLost(engines=self.engine_ids, missing=tuple(missing)))
 
     def run(self) -> Core:
         """To the end. Raises StuckError."""
