@@ -1,0 +1,140 @@
+"""What a seed of the fault search stands for: a small run whose every part a fault may meet, and how much goes wrong in it.
+
+Invariant: everything here follows from the seed alone, so that the seed is all that is needed to see a failure again.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.work import StopReason
+from rollweave.sim.workload import Plan, Workload
+
+STORM_S = 900.0
+"""Simulated seconds of faults in a scenario of ours: several times its length without them."""
+
+STRIKES = 22.0
+"""Faults of processes in a storm of heat 1: about every 40 s in a scenario of ours."""
+
+KINDS = {
+    "engine lost": 4,
+    "engine silent": 2,
+    "engine stalled": 4,
+    "heartbeat lost": 2,
+    "load refused": 3,
+    "trainer lost": 2,
+    "trainer silent": 1,
+    "step failed": 3,
+    "save failed": 2,
+    "checkpoint damaged": 1,
+    "controller lost": 2,
+}
+"""Faults of processes, by weight.
+
+A silent process is gone and nobody says so; of an engine whose heartbeat is lost everybody believes that it is gone, and it
+works on.
+"""
+
+MODES = ("sync", "one_step", "stream", "partial", "bounded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How often what goes wrong: events of a seconds-long run, and shares of messages."""
+
+    until_s: float  # the storm passes: what is not over by then must end without further faults
+    between_s: float  # mean seconds between two faults of processes
+    lost: float  # share of messages that never arrive
+    doubled: float
+    delayed: float  # the sender's later messages wait behind it
+    reordered: float  # the sender's later messages overtake it
+    env: float  # share of attempts whose environment or reward fails, hangs or is slow
+    stop_s: float | None  # when the user asks for the end
+
+
+def scenario(seed: int) -> RunConfig:
+    """A run of seconds on one core, with other sizes and another pacing for every seed."""
+    draw = random.Random(f"scenario/{seed}")
+    mode = draw.choice(MODES)
+    data: dict[str, Any] = {
+        "run": {
+            "name": f"faults-{seed}",
+            "steps": draw.randint(3, 6),
+            "checkpoint_every": draw.choice([0, 1, 2]),
+            "seed": seed,
+        },
+        "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
+        "tasks": [
+            {"env": env, "max_turns": 8, "max_tokens": 4096, "max_turn_tokens": 512, "step_s": 60.0}
+            for env in draw.sample(["frozenlake", "gem-game", "webshop"], draw.randint(1, 2))
+        ],
+        "rollout": {
+            "mode": mode,
+            "alpha": draw.randint(1, 2),
+            "groups_per_step": draw.randint(2, 4),
+            "group_size": draw.randint(2, 4),
+            "spare_groups": draw.choice([0, 0, 1]),
+            "spare_members": draw.choice([0, 0, 1]),
+            "max_running": draw.choice([4, 12, 32]),
+            "dynamic_sampling": draw.random() < 0.2,
+        },
+        "engines": {"count": draw.randint(1, 4), "max_slots": draw.choice([2, 8]), "kv_tokens": 65536},
+        "trainer": {"minibatches": draw.choice([1, 2])},
+        "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
+        "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 600.0, "start_s": 200.0, "restarts": 100_000},
+    }
+    return RunConfig.model_validate(data)
+
+
+def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
+    """From quiet to absurd."""
+    draw = random.Random(f"rates/{seed}")
+    heat = draw.choice([0.0, 0.3, 1.0, 3.0])
+    return Rates(
+        until_s=storm_s if heat else 0.0,
+        between_s=storm_s / (STRIKES * heat) if heat else 0.0,
+        lost=0.002 * heat,
+        doubled=0.02 * heat,
+        delayed=0.05 * heat,
+        reordered=0.005 * heat,
+        env=min(0.5, 0.05 * heat),
+        stop_s=storm_s * draw.random() if draw.random() < 0.1 else None,
+    )
+
+
+class Failing:
+    """A workload whose environments and rewards fail, hang or are slow now and then, the same for the same attempt."""
+
+    def __init__(self, inner: Workload, rate: float, faults: Counter[str]) -> None:
+        self._inner, self._rate, self._faults = inner, rate, faults
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = self._inner.plan(index=index, member=member, attempt=attempt, seed=seed)
+        draw = random.Random(f"env/{seed}/{index}/{member}/{attempt}")
+        if plan.fails_in or draw.random() >= self._rate:
+            return plan
+        if draw.random() < 0.3:
+            return self._slow(plan, draw)
+        where = draw.choice(["init", "run", "eval"])
+        hang, raised = (
+            (StopReason.REWARD_HANG, StopReason.REWARD_ERROR)
+            if where == "eval"
+            else (StopReason.ENV_HANG, StopReason.ENV_ERROR)
+        )
+        hangs = draw.random() < 0.4
+        self._faults[f"{'reward' if where == 'eval' else 'environment'} {'hangs' if hangs else 'fails'}"] += 1
+        return msgspec.structs.replace(plan, fails_in=where, stop=hang if hangs else raised)
+
+    def _slow(self, plan: Plan, draw: random.Random) -> Plan:
+        """Everything takes longer, some of it too long."""
+        self._faults["environment slow"] += 1
+
+        def slowed(seconds: float) -> float:
+            return seconds + draw.expovariate(1 / 20.0)
+
+        turns = tuple(msgspec.structs.replace(turn, env_s=slowed(turn.env_s)) for turn in plan.turns)
+        return msgspec.structs.replace(plan, init_s=slowed(plan.init_s), turns=turns, reward_s=slowed(plan.reward_s))
