@@ -71,6 +71,22 @@ def simulate(
 
 
 @app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Experiments, or papers for all of theirs; all if none.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller runs: a minute on two cores.")] = False,
+    json_: Json = False,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables as a Markdown page.")] = None,
+) -> None:
+    """Run the papers' experiments on simulated GPUs, beside the published numbers."""
+    with reported():
+        from rollweave.cli.reproduce import work
+
+        work(names or [], quick=quick, as_json_=json_, write=write)
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
     with reported():

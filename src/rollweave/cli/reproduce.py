@@ -1,0 +1,51 @@
+"""`rollweave reproduce`: the papers' experiments on the simulated world, a table of each as it finishes."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from rollweave.cli.console import FAILED, err, error_lines, out
+from rollweave.codec.disk import replace_file
+from rollweave.reproduce.registry import select
+from rollweave.reproduce.running import cores, run
+from rollweave.reproduce.table import as_json, as_markdown, as_text, heading
+from rollweave.schema.errors import ConfigError
+
+
+def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | None) -> None:
+    """Run the experiments of `names`. Raises ConfigError."""
+    experiments = select(names)
+    if write is not None:
+        _writable(write)
+    found, failures = {}, []
+    for finished in run(experiments, quick=quick, processes=cores()):
+        name = finished.experiment.name
+        if finished.error:
+            failures.append(f"{name}: {finished.error}")
+            error_lines(failures[-1])
+            continue
+        found[name] = finished.rows
+        out.print(as_text(finished.experiment, finished.rows), markup=False, soft_wrap=True)
+        done = len(found) + len(failures)
+        err.print(f"[dim]{done} of {len(experiments)}, {finished.seconds:.1f} s: {escape(heading(finished.experiment))}[/]")
+    results = [(experiment, found[experiment.name]) for experiment in experiments if experiment.name in found]
+    if write is not None and not failures:
+        replace_file(write, as_markdown(results, quick=quick).encode())
+        out.print(f"written to {write}", markup=False, soft_wrap=True)
+    if as_json_:
+        sys.stdout.write(json.dumps(as_json(results)) + "\n")
+    if failures:
+        raise typer.Exit(FAILED)
+
+
+def _writable(path: Path) -> None:
+    """Raises ConfigError now rather than after all the work."""
+    if path.is_dir():
+        raise ConfigError(f"--write must name a file, got the directory {path}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--write must name a file in a directory that can be written to, got {path}")
