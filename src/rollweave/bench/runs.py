@@ -1,7 +1,8 @@
 """Runs a configuration for a bench, in a directory that is thrown away, and reads how long what took."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
 from rollweave.record.trace import TRAINER
 from rollweave.report.data import RunData, read_run
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 EXAMPLES = "examples"
@@ -49,6 +51,13 @@ def example(name: str) -> Path:
 
 def measure(config: Path, overrides: Sequence[str]) -> Measured:
     """Train as `config` says, and throw the directory away. Raises RollweaveError where the run fails or is stopped."""
+    with recorded(config, overrides) as (_, _, measured):
+        return measured
+
+
+@contextmanager
+def recorded(config: Path, overrides: Sequence[str]) -> Iterator[tuple[RunConfig, RunDir, Measured]]:
+    """As `measure`, with the directory still there. Raises RollweaveError where the run fails or is stopped."""
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         made = load(config, [*overrides, f"run.dir={_quoted(scratch)}", "run.sinks=[]"])
         summary = launch.train(made)
@@ -56,9 +65,10 @@ def measure(config: Path, overrides: Sequence[str]) -> Measured:
             raise KeyboardInterrupt
         if summary.error:
             raise RollweaveError(f"{config.name}: {summary.error}")
-        data = read_run(RunDir(Path(scratch) / made.run.name))
-    starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
-    return Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
+        run = RunDir(Path(scratch) / made.run.name)
+        data = read_run(run)
+        starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
+        yield made, run, Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
@@ -11,18 +12,24 @@ from rollweave.cli.console import err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim")
+NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth")
 UNTRAINED = ("engine", "sim")
 """Benches that train nothing, so that seeds mean nothing to them."""
 
 
-def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
-    """Run bench `name`. Raises ConfigError for a name that there is not."""
+def bench(
+    name: str, *, as_json: bool, quick: bool, seeds: int | None, profile: Path | None = None, model: Path | None = None
+) -> None:
+    """Run bench `name`; with `profile`, measure an engine's step times into that file. Raises ConfigError for a wrong name."""
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
     if name in UNTRAINED and seeds is not None:
         raise ConfigError(f"--seeds must be left out for bench {name}, which trains nothing, got {seeds}")
-    result = _run(name, quick=quick, seeds=seeds)
+    if name != "engine" and profile is not None:
+        raise ConfigError(f"--profile must be left out for bench {name}: only engine measures step times, got {profile}")
+    if profile is None and model is not None:
+        raise ConfigError(f"--model must be left out where --profile is not given, got {model}")
+    result = _profile(profile, model, quick=quick) if profile is not None else _run(name, quick=quick, seeds=seeds)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", overflow="fold")
@@ -34,6 +41,12 @@ def bench(name: str, *, as_json: bool, quick: bool, seeds: int | None) -> None:
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(json_line(result, describe()) + "\n")
+
+
+def _profile(path: Path, model: Path | None, *, quick: bool) -> Result:
+    from rollweave.bench.profile import bench_profile
+
+    return bench_profile(path, model, quick=quick)
 
 
 def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
@@ -50,6 +63,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.modes import bench_modes
 
         return bench_modes(seeds=seeds, quick=quick, say=say)
+    if name == "truth":
+        from rollweave.bench.truth import bench_truth
+
+        return bench_truth(seeds=seeds, quick=quick, say=say)
     from rollweave.bench.learning import bench_learning
 
     return bench_learning(name, seeds=seeds, quick=quick, say=say)

@@ -123,10 +123,12 @@ def report(run: Run) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes or sim.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes, sim or truth.")],
     json_: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="With engine: write its step times here, for `sim.profile`.")] = None,
+    model: Annotated[Path | None, typer.Option(help="With --profile: a model directory; else the demo's model.")] = None,
 ) -> None:
     """Measure, and compare with peers in the same run.
 
@@ -135,7 +137,7 @@ def bench(
     with reported():
         from rollweave.cli.bench import bench as work
 
-        work(name, as_json=json_, quick=quick, seeds=seeds)
+        work(name, as_json=json_, quick=quick, seeds=seeds, profile=profile, model=model)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""Step times of an engine: every kind of step is there with its amounts, and the file is one that simulations read."""
+
+from pathlib import Path
+
+import pytest
+
+from rollweave.bench.profile import bench_profile, fit_errors, sample_of
+from rollweave.bench.subjects import random_model, subjects
+from rollweave.bench.truth import Slower, grid_of
+from rollweave.policy.batching import Amounts
+from rollweave.sim.cost import Profile, ProfileCost, Sample
+from rollweave.sim.workload import Plan, Recorded, TurnPlan
+
+
+def test_a_profile_is_what_simulations_read(tmp_path: Path) -> None:
+    random_model(subjects(quick=True)[0]).save_pretrained(tmp_path / "model")
+    result = bench_profile(tmp_path / "out" / "profile.json", tmp_path / "model", quick=True)
+    cost = ProfileCost.from_json(tmp_path / "out" / "profile.json")
+    assert cost.kv_tokens == 65536
+    one = cost.step_s(prefill_tokens=0, prefill_context=0, decode=1, decode_context=100)
+    assert 0 < one <= cost.step_s(prefill_tokens=256, prefill_context=256 * 128, decode=1, decode_context=100)
+    assert isinstance(result.figures["samples"], int)
+    assert result.figures["samples"] >= 10
+    assert min(len(result.figures[name]) for name in ("decode_s", "prefill_s")) >= 4  # type: ignore[arg-type]
+
+
+def test_a_sample_is_the_mean_of_its_steps() -> None:
+    steps = [(Amounts(0, 0, 4, 100), 0.25), (Amounts(0, 0, 4, 104), 0.75)]
+    assert sample_of(steps) == Sample(prefill_tokens=0, prefill_context=0, decode=4, decode_context=102, seconds=0.5)
+
+
+def test_errors_of_a_fit_are_shares() -> None:
+    samples = [
+        Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=0, seconds=1.0 + p + d)
+        for p in (0, 1)
+        for d in (0, 1)
+    ]
+    assert fit_errors(Profile(kv_tokens=1, samples=tuple(samples))) == pytest.approx([0.0] * 4, abs=1e-9)
+    odd = Sample(prefill_tokens=0, prefill_context=0, decode=0, decode_context=0, seconds=2.0)
+    assert max(fit_errors(Profile(kv_tokens=1, samples=(*samples, odd)))) > 0.1
+
+
+def test_a_slower_workload_adds_to_every_turn() -> None:
+    plan = Plan(
+        prompt_tokens=5,
+        init_s=1.0,
+        turns=(TurnPlan(output_tokens=1, observation_tokens=2, env_s=0.5),) * 2,
+        reward_s=0.0,
+        reward=1.0,
+        success=True,
+    )
+
+    class Same:
+        def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+            return plan
+
+    slower = Slower(Same(), init_s=0.25, turn_s=0.125).plan(index=0, member=0, attempt=0, seed=0)
+    assert (slower.init_s, [turn.env_s for turn in slower.turns]) == (1.25, [0.625, 0.625])
+    assert (slower.prompt_tokens, slower.reward) == (5, 1.0)
+
+
+def test_a_run_is_measured_on_turns_of_its_lengths() -> None:
+    def plan(prompt: int, turns: int) -> Plan:
+        turn, last = (TurnPlan(output_tokens=2, observation_tokens=seen, env_s=0.0) for seen in (10, 0))
+        all_turns = (turn,) * (turns - 1) + (last,)
+        return Plan(prompt_tokens=prompt, init_s=0.0, turns=all_turns, reward_s=0.0, reward=0.0, success=False)
+
+    grid = grid_of(Recorded([[[plan(30, 4)], [plan(34, 6)]]]), slots=12, repeats=7)
+    assert (grid.batches, grid.output, grid.observation, grid.repeats) == ((1, 2, 4, 8), 2, 10, 7)
+    assert grid.prompts == (32, 32 + 30)  # five turns of 12 tokens: half of them
