@@ -13,10 +13,12 @@ from rich.table import Table
 
 from rollweave.cli.checks import human_seconds
 from rollweave.cli.console import FAILED, err, error_lines, out
+from rollweave.cli.faults import work as search_faults
 from rollweave.cli.progress import display
 from rollweave.codec.config import load
 from rollweave.record.summary import describe
 from rollweave.report.page import write_report
+from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import costs_of, workloads_of
 
@@ -35,8 +37,15 @@ CAUSES = {
 }
 
 
-def work(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
-    """Simulate the run that the file at `path` describes, and print what it came to."""
+def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], as_json: bool) -> None:
+    """Simulate the run that the file at `path` describes, and print what it came to; or search the seeds in `faults`."""
+    if faults and as_json:
+        raise ConfigError("--json must be left out where --faults is given: `rollweave bench faults --json` has the figures")
+    if faults:
+        search_faults(path, overrides, faults)
+        return
+    if path is None:
+        raise ConfigError("CONFIG must be given where --faults is not, got none")
     config = load(path, overrides)
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:

@@ -20,6 +20,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import DiskError
 from rollweave.sim.books import Books
 from rollweave.sim.scenarios import KINDS, STORM_S, Failing, rates, scenario
 from rollweave.sim.workload import Workload
@@ -44,7 +45,7 @@ class Report(Noun, frozen=True, kw_only=True):
 
 
 def search(seed: int, config: RunConfig | None = None, *, make_core: Callable[[RunConfig], Core] = Core) -> Report:
-    """Run the scenario of `seed`, or `config` under the faults of `seed`, and say what broke. Raises ConfigError.
+    """Run the scenario of `seed`, or `config` under the faults of `seed`, and say what broke. Raises ConfigError and DiskError.
 
     `make_core` stands in for the core under test.
     """
@@ -62,6 +63,8 @@ def search(seed: int, config: RunConfig | None = None, *, make_core: Callable[[R
             chaos.run()
         except (AssertionError, AccountError, StuckError) as error:
             violation = str(error)
+        except DiskError:
+            raise
         except Exception as error:  # whatever the core or its world raises is a bug of ours
             at = traceback.extract_tb(error.__traceback__)[-1]
             violation = f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno})"
