@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rollweave.cli.bench import NAMES
 from rollweave.cli.main import app
 
 CONFIG = """
@@ -77,7 +78,7 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
         (["eval", "n" * 300], ["RUN must be a run directory"]),
         (["report", "nothing"], ["RUN must be a run directory"]),
         (["trace", "nothing"], ["RUN must be a run directory"]),
-        (["bench", "nothing"], ["NAME must be one of engine, demo, fixed, multitask, modes, got 'nothing'"]),
+        (["bench", "nothing"], [f"NAME must be one of {', '.join(NAMES)}, got 'nothing'"]),
         (["bench", "engine", "--seeds", "3"], ["--seeds must be left out for bench engine"]),
     ],
 )
