@@ -32,7 +32,8 @@ def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | Non
         found[name] = finished.rows
         out.print(as_text(finished.experiment, finished.rows), markup=False, soft_wrap=True)
         done = len(found) + len(failures)
-        err.print(f"[dim]{done} of {len(experiments)}, {finished.seconds:.1f} s: {escape(heading(finished.experiment))}[/]")
+        said = f"{done} of {len(experiments)}, {finished.seconds:.1f} s: {heading(finished.experiment)}"
+        err.print(f"[dim]{escape(said)}[/]", soft_wrap=True)
     results = [(experiment, found[experiment.name]) for experiment in experiments if experiment.name in found]
     if write is not None and not failures:
         replace_file(write, as_markdown(results, quick=quick).encode())

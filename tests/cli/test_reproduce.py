@@ -1,0 +1,46 @@
+"""`rollweave reproduce`: tables, the JSON line, the page; wrong input is one line, and nothing is written."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollweave.cli.main import app
+
+
+def say(*arguments: str) -> tuple[int, str, list[str]]:
+    result = CliRunner().invoke(app, ["reproduce", *arguments])
+    return result.exit_code, result.stdout, result.stderr.splitlines()
+
+
+def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    code, out, _ = say("rollart-table5", "rollart-table4", "--quick", "--json", "--write", str(page))
+    assert code == 0
+    lines = out.splitlines()
+    assert any(line.startswith("rollart-table5: ") for line in lines)
+    assert any(line.split()[:3] == ["8B", "push", "32.40"] for line in lines)
+    rows = json.loads(lines[-1])["rows"]
+    assert {row["experiment"] for row in rows} == {"rollart-table4", "rollart-table5"}
+    assert {"experiment", "row", "published", "ours", "ratio", "note"} <= set(rows[0])
+    text = page.read_text()
+    assert text.index("`rollart-table4`") < text.index("`rollart-table5`"), "in the registry's order"
+    assert text.count("| missing |") == sum(row["ours"] is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rollart-tabel4"], "did you mean rollart-table4"),
+        (["rollart-table4", "--write", "."], "--write must name a file, got the directory"),
+        (["rollart-table4", "--write", "none/page.md"], "--write must name a file in a directory that can be written to"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, errors = say(*arguments)
+    assert (code, out, len(errors)) == (2, "", 1)
+    assert errors[0].startswith("error: ")
+    assert words in errors[0]
+    assert list(tmp_path.iterdir()) == []
