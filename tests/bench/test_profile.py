@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.bench.profile import bench_profile, fit_errors, sample_of
+from rollweave.bench.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
 from rollweave.bench.subjects import random_model, subjects
 from rollweave.bench.truth import Slower, grid_of
 from rollweave.policy.batching import Amounts
@@ -21,6 +21,7 @@ def test_a_profile_is_what_simulations_read(tmp_path: Path) -> None:
     assert 0 < one <= cost.step_s(prefill_tokens=256, prefill_context=256 * 128, decode=1, decode_context=100)
     assert isinstance(result.figures["samples"], int)
     assert result.figures["samples"] >= 10
+    assert 0 < result.figures["core_share"] <= 1  # type: ignore[operator]
     assert min(len(result.figures[name]) for name in ("decode_s", "prefill_s")) >= 4  # type: ignore[arg-type]
 
 
@@ -29,15 +30,20 @@ def test_a_sample_is_the_mean_of_its_steps() -> None:
     assert sample_of(steps) == Sample(prefill_tokens=0, prefill_context=0, decode=4, decode_context=102, seconds=0.5)
 
 
-def test_errors_of_a_fit_are_shares() -> None:
+def test_a_fit_is_judged_by_its_samples() -> None:
     samples = [
         Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=0, seconds=1.0 + p + d)
         for p in (0, 1)
         for d in (0, 1)
     ]
-    assert fit_errors(Profile(kv_tokens=1, samples=tuple(samples))) == pytest.approx([0.0] * 4, abs=1e-9)
-    odd = Sample(prefill_tokens=0, prefill_context=0, decode=0, decode_context=0, seconds=2.0)
-    assert max(fit_errors(Profile(kv_tokens=1, samples=(*samples, odd)))) > 0.1
+    exact = Profile(kv_tokens=1, samples=tuple(samples))
+    assert fitted(exact) == pytest.approx([1.0, 2.0, 2.0, 3.0])
+    found = fit_figures(Measurement(profile=exact, core_share=0.5))
+    assert found == pytest.approx({"fit_error_median": 0.0, "fit_over_measured": 1.0, "core_share": 0.5}, abs=1e-9)
+    slow = [Sample(prefill_tokens=0, prefill_context=0, decode=0, decode_context=0, seconds=4.0)] * 4
+    found = fit_figures(Measurement(profile=Profile(kv_tokens=1, samples=(*samples, *slow)), core_share=0.5))
+    assert found["fit_error_median"] > 0.1
+    assert found["fit_over_measured"] < 0.99
 
 
 def test_a_slower_workload_adds_to_every_turn() -> None:

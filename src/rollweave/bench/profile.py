@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,9 @@ class Grid:
 
 QUICK = Grid(batches=(1, 8), prompts=(16, 128), repeats=1)
 
+Step = tuple[Amounts, float]
+"""What a step computed, and its seconds."""
+
 TURNS = 3
 """Of each conversation."""
 
@@ -67,24 +71,23 @@ def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         directory = model.absolute() if model is not None else _demo_model(config, Path(scratch) / "model")
         subject = str(model) if model is not None else f"the random model of {DEMO}"
-        profile = measure_profile(spec_of(config, directory), QUICK if quick else Grid(), subject=subject)
+        measured = measure_profile(spec_of(config, directory), QUICK if quick else Grid(), subject=subject)
+    profile = measured.profile
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
-    errors = fit_errors(profile)
     return Result(
         bench="profile",
         figures={
             "samples": len(profile.samples),
-            "fit_error_median": statistics.median(errors),
-            "fit_error_max": max(errors),
+            **fit_figures(measured),
             "decode_s": [_shown(s) for s in profile.samples if not s.prefill_tokens],
             "prefill_s": [_shown(s) for s in profile.samples if not s.decode],
         },
         conditions={
             "profile": f"{path}: use it as sim.profile",
             "subject": profile.subject,
-            "fit_error_median": "of the linear cost that sim.profile fits, against each sample",
+            **FIT_CONDITIONS,
         },
     )
 
@@ -107,36 +110,60 @@ def spec_of(config: RunConfig, model: Path) -> EngineSpec:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """`core_share`: of the steps' seconds those in which a core was ours. Well below 1 on a machine that others use too."""
+
+    profile: Profile
+    core_share: float
+
+
+class Steps:
+    """Gathers what the engine's thread says of its steps. `cpu_s` is that thread's, at the end of the last one."""
+
+    def __init__(self) -> None:
+        self.found: list[Step] = []
+        self.cpu_s = 0.0
+
+    def add(self, amounts: Amounts, seconds: float) -> None:
+        self.found.append((amounts, seconds))
+        self.cpu_s = time.thread_time()
+
+
 def measure_profile(
     spec: EngineSpec, grid: Grid, *, subject: str, sampling: Sampling | None = None, beside: int = 0
-) -> Profile:
+) -> Measurement:
     """Measure while `beside` other processes compute. Raises ConfigError for an unusable model, EngineError."""
     torch.set_num_threads(spec.threads)
     vocabulary = read_shape(Path(spec.model)).vocab
     spec = msgspec.structs.replace(spec, eos_token_ids=(vocabulary,))  # which nobody can say: every turn has its length
-    steps: list[tuple[Amounts, float]] = []
-    found: dict[tuple[object, ...], list[tuple[Amounts, float]]] = {}
+    steps, kinds = Steps(), dict[tuple[object, ...], list[Step]]()
     with ExitStack() as stack:
         for _ in range(beside):
             stack.enter_context(spinning())
-        engine = stack.enter_context(Harness(spec, watch=lambda amounts, seconds: steps.append((amounts, seconds))))
+        engine = stack.enter_context(Harness(spec, watch=steps.add))
         talk = Talk(engine, vocabulary, grid, sampling or Sampling())
         cells = list(_cells(engine, spec, grid))
         if not cells:
             raise ConfigError(f"model: {spec.model} must have room for a prompt of {grid.prompts[0]} tokens and {TURNS} turns")
+        before_s = 0.0
         for repeat in range(-1, grid.repeats):
             for work, count, prompt in cells:
-                steps.clear()
+                steps.found.clear()
                 work(talk, count, prompt)
-                if repeat >= 0:  # the first round warms up
-                    for amounts, seconds in steps:
-                        kind = (work.__name__, count, prompt, bool(amounts.prefill_tokens), bool(amounts.decode))
-                        found.setdefault(kind, []).append((amounts, seconds))
+                engine.stats()  # answered after the last step has been noted
+                for step in steps.found if repeat >= 0 else ():  # the first round warms up
+                    kind = (work.__name__, count, prompt, bool(step[0].prefill_tokens), bool(step[0].decode))
+                    kinds.setdefault(kind, []).append(step)
+            if repeat < 0:
+                before_s = steps.cpu_s
         kv_tokens = engine.ready.kv_total_tokens
-    return Profile(kv_tokens=kv_tokens, samples=tuple(map(sample_of, found.values())), subject=subject)
+    total_s = sum(seconds for found in kinds.values() for _, seconds in found)
+    profile = Profile(kv_tokens=kv_tokens, samples=tuple(map(sample_of, kinds.values())), subject=subject)
+    return Measurement(profile=profile, core_share=min(1.0, (steps.cpu_s - before_s) / total_s))
 
 
-def sample_of(steps: Sequence[tuple[Amounts, float]]) -> Sample:
+def sample_of(steps: Sequence[Step]) -> Sample:
     """The mean of steps of one kind."""
     means = [round(statistics.fmean(column)) for column in zip(*(amounts for amounts, _ in steps), strict=True)]
     return Sample(
@@ -148,22 +175,35 @@ def sample_of(steps: Sequence[tuple[Amounts, float]]) -> Sample:
     )
 
 
-def fit_errors(profile: Profile) -> list[float]:
-    """Of each sample, by how much the fitted cost is off, as a share. Raises ConfigError where there is no fit."""
+def fitted(profile: Profile) -> list[float]:
+    """Seconds that the fitted cost has for each sample. Raises ConfigError where there is no fit."""
     cost = ProfileCost(samples=profile.samples, kv_tokens=profile.kv_tokens)
     return [
-        abs(
-            cost.step_s(
-                prefill_tokens=s.prefill_tokens,
-                prefill_context=s.prefill_context,
-                decode=s.decode,
-                decode_context=s.decode_context,
-            )
-            / s.seconds
-            - 1
+        cost.step_s(
+            prefill_tokens=s.prefill_tokens,
+            prefill_context=s.prefill_context,
+            decode=s.decode,
+            decode_context=s.decode_context,
         )
         for s in profile.samples
     ]
+
+
+def fit_figures(measured: Measurement) -> dict[str, float]:
+    """How well the linear cost describes the engine, and whether the engine had a core to itself."""
+    samples, costs = measured.profile.samples, fitted(measured.profile)
+    return {
+        "fit_error_median": statistics.median(abs(cost / s.seconds - 1) for cost, s in zip(costs, samples, strict=True)),
+        "fit_over_measured": sum(costs) / sum(s.seconds for s in samples),
+        "core_share": measured.core_share,
+    }
+
+
+FIT_CONDITIONS = {
+    "fit_error_median": "of the linear cost that sim.profile fits, against each sample",
+    "fit_over_measured": "the fitted seconds of all samples over the measured ones; the fit weighs relative errors",
+    "core_share": "CPU seconds of the engine's thread over the seconds of its steps: below 1 the machine was shared",
+}
 
 
 class Talk:

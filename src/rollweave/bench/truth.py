@@ -18,7 +18,7 @@ import msgspec
 
 from rollweave.bench.contract import Figure, Result
 from rollweave.bench.harness import ProcessHarness
-from rollweave.bench.profile import Grid, fit_errors, measure_profile, spec_of, spinning
+from rollweave.bench.profile import FIT_CONDITIONS, Grid, fit_figures, measure_profile, spec_of, spinning
 from rollweave.bench.runs import Measured, conditions_of, example, recorded, shares
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.disk import replace_file
@@ -96,6 +96,8 @@ def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
     }
     figures |= {name: [float(f"{value:.4g}") for value in values] for name, values in found.items()}
     conditions: dict[str, Any] = conditions_of(path, overrides) | {"seeds": list(range(count)), **CONDITIONS}
+    conditions |= {f"profile_{name}": why for name, why in FIT_CONDITIONS.items()}
+    conditions["load"] = f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this bench's included"
     conditions["beside"] = f"{_beside()} other processes computed while the engine was measured"
     return Result(bench="truth", figures=figures, conditions=conditions)
 
@@ -117,9 +119,9 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
         work = read_run(run.path)
         spec, sampling = spec_of(config, run.model), _sampling(config, run)
         grid = grid_of(work, slots=spec.max_slots, repeats=QUICK_REPEATS if quick else REPEATS)
-        profile = measure_profile(spec, grid, subject=path.name, sampling=sampling, beside=_beside())
+        engine = measure_profile(spec, grid, subject=path.name, sampling=sampling, beside=_beside())
         file = Path(scratch) / "profile.json"
-        replace_file(file, msgspec.json.encode(profile))
+        replace_file(file, msgspec.json.encode(engine.profile))
         call_s = _call_s(spec, sampling, log=Path(scratch) / "engine.log")
         slower = Slower(work, init_s=statistics.fmean(live.prepared), turn_s=call_s)
         simulated = _simulate(config, {task.name: slower}, live, profile=file)
@@ -135,7 +137,7 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
         "engines_computing_simulated": simulated.computing,
         "trainer_busy_live": shares(measured.summary.idle["trainer"])["busy"],
         "trainer_busy_simulated": shares(simulated.summary.idle["trainer"])["busy"],
-        "profile_fit_error_median": statistics.median(fit_errors(profile)),
+        **{f"profile_{name}": value for name, value in fit_figures(engine).items()},
         "call_s": call_s,
         "controller_s_per_event": controller_s / live.events,
     }
