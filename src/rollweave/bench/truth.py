@@ -124,7 +124,7 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
         replace_file(file, msgspec.json.encode(engine.profile))
         call_s = _call_s(spec, sampling, log=Path(scratch) / "engine.log")
         slower = Slower(work, init_s=statistics.fmean(live.prepared), turn_s=call_s)
-        simulated = _simulate(config, {task.name: slower}, live, profile=file)
+        simulated = simulate_again(config, {task.name: slower}, live, profile=file)
     times = simulated.timings
     return {
         "wall_s_live": live.wall_s,
@@ -143,7 +143,7 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
     }
 
 
-def _simulate(config: RunConfig, work: dict[str, Workload], live: Timings, *, profile: Path) -> Simulated:
+def simulate_again(config: RunConfig, work: dict[str, Workload], live: Timings, *, profile: Path) -> Simulated:
     """The recorded run once more, on the virtual clock."""
     # The shape and the GPUs of [sim] play no part: both costs are given.
     made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile))})
