@@ -198,6 +198,11 @@ class SlowStarts:
         return msgspec.structs.replace(plan, init_s=plan.init_s + self._seconds) if chance < self._rate else plan
 
 
+def mean_of(count: int, what: str) -> str:
+    """For a note."""
+    return f"one {what}" if count == 1 else f"mean of {count} {what}s"
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Of ratios."""
     return math.exp(statistics.fmean(map(math.log, values)))

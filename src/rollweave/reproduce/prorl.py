@@ -3,7 +3,7 @@
 Our copy is a digest. An instance is taken to be a task with its eight rollouts ("rollouts per instance: 8").
 """
 
-from rollweave.reproduce.cluster import Pace, ScaledSteps, Setup, pace
+from rollweave.reproduce.cluster import Pace, ScaledSteps, Setup, mean_of, pace
 from rollweave.reproduce.rows import Experiment, Row
 from rollweave.sim.families import SHELL_ACTION_S
 from rollweave.sim.workload import Workload
@@ -42,7 +42,10 @@ def table3(quick: bool) -> list[Row]:
     node = NODE.but(rollout_gpus=NODE_GPUS // shrink, trainer_gpus=32 // shrink, batch=NODE.batch // shrink)
     full, slow = pace(node, steps=steps), pace(node, steps=steps, vary=_slow_bash)
     smaller = f"GPUs and batch divided by {shrink}, instances scaled up again; " if shrink > 1 else ""
-    note = f"{smaller}mean of {steps} steps; tokens of a turn are assumptions; GPU: share of the time in which engines compute"
+    note = (
+        f"{smaller}{mean_of(steps, 'step')}; GPU: share of the time in which engines compute; "
+        "tokens of a turn are assumptions; an instance is a task with its eight rollouts here"
+    )
     rows = []
     for name, found, instances, used in (("full", full, 0.37, 78.0), ("no efficient bash", slow, 0.29, 68.0)):
         busy = 100 * found.outcome.idle("engines")["busy"]
@@ -86,7 +89,7 @@ def table3(quick: bool) -> list[Row]:
 
 def fig5(quick: bool) -> list[Row]:
     """Rollout throughput of SWE by nodes, the batch growing with them; the text says "nearly linearly", without numbers."""
-    shrink, nodes = (4, (1, 2)) if quick else (2, (1, 2, 4))
+    shrink, steps, nodes = (4, 1, (1, 2)) if quick else (2, 2, (1, 2, 4))
     found = {
         count: pace(
             NODE.but(
@@ -94,7 +97,7 @@ def fig5(quick: bool) -> list[Row]:
                 trainer_gpus=count * 32 // shrink,
                 batch=count * NODE.batch // shrink,
             ),
-            steps=1,
+            steps=steps,
         )
         for count in nodes
     }
@@ -102,10 +105,11 @@ def fig5(quick: bool) -> list[Row]:
     return [
         Row(
             experiment="prorl-fig5",
-            row=f"throughput of {count} nodes over one, for each node",
+            row=f"throughput of {count} nodes, over {count} times that of one",
             published=None,
             ours=one.step_s / pace_.step_s,
-            note=f'a node: {NODE_GPUS // shrink} H100, {INSTANCES // shrink} instances; one step; published: "nearly linearly"',
+            note=f"a node: {NODE_GPUS // shrink} H100, {INSTANCES // shrink} instances; {mean_of(steps, 'step')}; "
+            'published: "nearly linearly"',
         )
         for count, pace_ in found.items()
         if count > 1

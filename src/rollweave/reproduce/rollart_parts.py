@@ -3,7 +3,7 @@
 import functools
 import statistics
 
-from rollweave.reproduce.cluster import GaussianSteps, Setup, SlowStarts, pace, rollouts
+from rollweave.reproduce.cluster import GaussianSteps, Setup, SlowStarts, mean_of, pace, rollouts
 from rollweave.reproduce.rows import Experiment, Row
 from rollweave.sim.cost import TrainerCost
 from rollweave.sim.families import INIT_TIMEOUT_S, SWE_INIT_HANG_RATE
@@ -51,7 +51,7 @@ def fig11b(quick: bool) -> list[Row]:
                 row=f"batch- over trajectory-level step time, σ = {sigma:g} s",
                 published={1.0: 1.23, 10.0: 2.27}.get(sigma),
                 ours=pace(batched, steps=steps, vary=vary).step_s / pace(setup, steps=steps, vary=vary).step_s,
-                note=f"GPUs and batch divided by {shrink}, mean of {steps} steps; latencies below 0 s are 0",
+                note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; latencies below 0 s are 0",
             )
         )
     return rows
@@ -91,7 +91,7 @@ def fig12(quick: bool) -> list[Row]:
         for seed in range(steps)
     ]
     used = statistics.fmean(judged / (JUDGES * took) for judged, took in zip(judging, times["local"], strict=True))
-    row = functools.partial(Row, experiment="rollart-fig12", note=f"mean of {steps} rollouts")
+    row = functools.partial(Row, experiment="rollart-fig12", note=mean_of(steps, "rollout"))
     one_by_one = "each judging GPU gives one verdict at a time, of the family's seconds: assumption"
     return [
         row(row="rollout, local judges", published=158.0, ours=seconds["local"], unit="s", note=one_by_one),
@@ -202,8 +202,8 @@ def fig14a(quick: bool) -> list[Row]:
                 row=f"{size} step time, synchronous over asynchronous transfer",
                 published=(1.10, 1.16),
                 ours=(step_s + push) / step_s,
-                note=f"GPUs and batch divided by {shrink}; the push of table 4 added to a simulated step, in which the pull is "
-                "exposed already; our push is much shorter than theirs",
+                note=f"GPUs and batch divided by {shrink}, {mean_of(steps, 'step')}; the push of Table 4 added to a simulated "
+                "step, in which the pull is exposed already; our push is much shorter than theirs",
             )
         )
     return rows
@@ -234,7 +234,7 @@ def fig14b(quick: bool) -> list[Row]:
         ((8, 0), (0, 4), (32, 8)) if quick else ((8, 0), (16, 0), (32, 0), (0, 2), (0, 4), (0, 8), (8, 2), (16, 4), (32, 8))
     )
     gains = {choice: plain / seconds(*choice) for choice in choices}
-    note = f"mean of {steps} rollouts"
+    note = mean_of(steps, "rollout")
     rows = [
         Row(
             experiment="rollart-fig14b",

@@ -5,7 +5,7 @@ What ROSE does on GPUs that serve at the same time (§4) is not built: a borrowe
 
 import functools
 
-from rollweave.reproduce.cluster import Setup, rollout_s
+from rollweave.reproduce.cluster import Setup, mean_of, rollout_s
 from rollweave.reproduce.rows import Experiment, Row
 
 CONTEXT = 32_768
@@ -37,7 +37,7 @@ def fig1c(quick: bool) -> list[Row]:
     setup = FROZENLAKE.but(group_size=8, slots=256)
     eight, bare = (rollout_s(setup.but(prefix_cache=cache), steps=steps) for cache in (True, False))
     row = functools.partial(Row, experiment="rose-fig1c")
-    note = f"mean of {steps} rollouts; as many sequences at once as vLLM's default"
+    note = f"{mean_of(steps, 'rollout')}; as many sequences at once as vLLM's default"
     rows = [
         row(row="rollout without over with prefix caching, 8 GPUs", published=3.4, ours=bare / eight, note=note),
         row(row="rollout on 8 GPUs", published=607.0, ours=eight, unit="s", note=f"{note}; tokens of a turn are assumptions"),
@@ -55,7 +55,7 @@ def fig14(quick: bool) -> list[Row]:
     published = {4: 1.26, 8: 1.45, 16: 1.69}
     steps, counts = (1, (8,)) if quick else (5, (4, 8, 16))
     alone = rollout_s(FROZENLAKE, steps=steps)
-    note = f"mean of {steps} rollouts; a borrowed GPU serves nobody else here, and has its weights in time"
+    note = f"{mean_of(steps, 'rollout')}; a borrowed GPU serves nobody else here, and has its weights in time"
     rows = [
         Row(
             experiment="rose-fig14",
