@@ -6,11 +6,13 @@ Invariant: a name is one experiment's; the part before its first hyphen is its p
 import difflib
 from collections.abc import Sequence
 
-from rollweave.reproduce import prorl, rollart, rose
+from rollweave.reproduce import heddle, laminar, prorl, rollart, rose
 from rollweave.reproduce.rows import Experiment
 from rollweave.schema.errors import ConfigError
 
-EXPERIMENTS = {experiment.name: experiment for module in (rollart, rose, prorl) for experiment in module.EXPERIMENTS}
+EXPERIMENTS = {
+    experiment.name: experiment for module in (rollart, laminar, heddle, rose, prorl) for experiment in module.EXPERIMENTS
+}
 
 PAPERS = tuple(dict.fromkeys(name.partition("-")[0] for name in EXPERIMENTS))
 

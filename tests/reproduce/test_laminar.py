@@ -1,0 +1,121 @@
+"""Laminar's experiments: closed forms against a chain simulated chunk by chunk, Table 2, shares that keep the load."""
+
+import math
+
+import pytest
+
+from rollweave.reproduce import laminar
+from rollweave.reproduce.laminar import best_broadcast_s, broadcast_s, efficiency
+from rollweave.reproduce.laminar_runs import SCALES, SYSTEMS, Point, Sliced, config_of, placement, share_of
+from rollweave.sim.cost import EngineCost, TrainerCost
+from rollweave.sim.hardware import Link, gpu, link
+from rollweave.sim.models import model
+
+
+def chain_s(*, chunks: int, nodes: int, chunk_s: float) -> float:
+    """The slow, obvious way: each node passes a chunk on when it has it and has passed on the one before."""
+    arrived = [0.0] * chunks
+    for _ in range(nodes - 1):
+        free = 0.0
+        for chunk in range(chunks):
+            free = max(free, arrived[chunk]) + chunk_s
+            arrived[chunk] = free
+    return arrived[-1]
+
+
+@pytest.mark.parametrize(("chunks", "nodes"), [(1, 2), (1, 9), (7, 2), (12, 5), (3, 40)])
+def test_a_chain_broadcast_is_what_its_chunks_do(chunks: int, nodes: int) -> None:
+    ours = broadcast_s(size=chunks * 10.0, nodes=nodes, chunk=10.0, bytes_per_s=5.0, start_s=0.5)
+    assert ours == pytest.approx(chain_s(chunks=chunks, nodes=nodes, chunk_s=10.0 / 5.0 + 0.5))
+
+
+def test_the_last_chunk_may_be_short() -> None:
+    """Eq. 1 has equal chunks: their number is what matters."""
+    assert broadcast_s(size=25.0, nodes=4, chunk=10.0, bytes_per_s=5.0, start_s=0.0) == pytest.approx((4 + 3 - 2) * 25 / 3 / 5)
+
+
+def test_the_best_number_of_chunks_is_the_best() -> None:
+    size, nodes, speed, start_s = 1e9, 20, 1e9, 1e-3
+    best = best_broadcast_s(size=size, nodes=nodes, bytes_per_s=speed, start_s=start_s)
+    every = [
+        broadcast_s(size=size, nodes=nodes, chunk=size / chunks, bytes_per_s=speed, start_s=start_s)
+        for chunks in range(1, 1000)
+    ]
+    assert best <= min(every) <= best * 1.001
+    assert math.isclose(min(every), best, rel_tol=1e-3)
+
+
+def test_the_published_bound_on_the_broadcast_holds() -> None:
+    rows = {row.row: row for row in laminar.fig19(True)}
+    assert rows["72B to 127 relays"].ratio == 1.0
+    assert rows["repair of the chain"].ours is None
+
+
+def test_scaling_is_of_ends_alone() -> None:
+    points = [
+        Point(gpus=gpus, tokens_per_s=speed, step_s=1.0, share=1, engines_busy=0.5, trainer_busy=0.5)
+        for gpus, speed in ((16, 10.0), (64, 100.0), (256, 80.0))
+    ]
+    assert efficiency(points) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("name", list(SCALES))
+def test_placements_are_whole_and_fit(system: str, name: str) -> None:
+    for gpus in SCALES[name]:
+        training, rollout, tp = placement(name, system, gpus)
+        assert (training, rollout) == (gpus, gpus) if system == "verl" else training + rollout == gpus
+        assert rollout % tp == 0
+        shape = model(f"qwen2.5-{name.lower()}")
+        EngineCost(gpu=gpu("h800"), model=shape, tp=tp)
+        TrainerCost(gpu=gpu("h800"), model=shape, gpus=training, link=link("rdma"))
+
+
+def test_the_largest_placement_is_that_of_the_paper() -> None:
+    assert placement("72B", "bounded", 1024) == (768, 256, 8)
+    assert placement("7B", "bounded", 256) == (192, 64, 1)
+    assert placement("7B", "one-step", 256) == (40, 216, 2)
+    assert placement("7B", "bounded", 256, placed="one-step") == (40, 216, 1)
+
+
+@pytest.mark.parametrize(("engines", "most", "share"), [(8, 8, 8), (12, 8, 4), (108, 16, 4), (5, 8, 1), (64, 16, 16)])
+def test_a_share_divides_the_engines(engines: int, most: int, share: int) -> None:
+    assert share_of(engines, most) == share
+
+
+def test_a_share_keeps_the_load_of_engines_and_trainer() -> None:
+    whole, part = (config_of("dapo-math", "32B", "bounded", 256, share=share, steps=3) for share in (1, 8))
+    assert whole.rollout.groups_per_step / whole.engines.count == part.rollout.groups_per_step / part.engines.count
+    assert whole.rollout.max_running / whole.engines.count == part.rollout.max_running / part.engines.count
+    shape = model("qwen2.5-32b")
+    plain = TrainerCost(gpu=gpu("h800"), model=shape, gpus=128, link=link("rdma"))
+    sliced = Sliced(shape=shape, gpus=128, share=8, updates=1)
+    assert sliced.step_s(tokens=1000, context=500_000) == plain.step_s(tokens=8000, context=4_000_000)
+    assert sliced.load_s(engines=2, tp=4) == plain.load_s(engines=16, tp=4)
+    local: Link = link("pcie")
+    assert sliced.load_s(engines=1, tp=4, over=local) == plain.load_s(engines=8, tp=4, over=local)
+
+
+def test_updates_cost_more_than_one() -> None:
+    one, many = (Sliced(shape=model("qwen2.5-7b"), gpus=16, share=1, updates=updates) for updates in (1, 16))
+    fixed = one.step_s(tokens=0, context=0)
+    assert fixed > 0
+    assert many.step_s(tokens=1000, context=1000) == pytest.approx(one.step_s(tokens=1000, context=1000) + 15 * fixed)
+
+
+def test_a_lost_machine_comes_back() -> None:
+    (row,) = laminar.fig16(True)
+    assert row.ours is not None
+    assert 60 < row.ours < 120  # the start of an engine, and its weights
+    assert row.published == 252
+
+
+@pytest.mark.slow
+def test_stand_ins_are_marked_and_what_is_not_built_is_missing() -> None:
+    rows = [row for experiment in laminar.EXPERIMENTS for row in experiment.run(True)]
+    for row in rows:
+        if row.ours is None:
+            assert row.note.startswith("missing: ")
+        if "bounded" in row.row or "stand-in" in row.note:
+            assert row.own
+    assert {row.experiment for row in rows} == {experiment.name for experiment in laminar.EXPERIMENTS}
