@@ -4,15 +4,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 from rollweave.bench.contract import Figure, Result, json_line
-from rollweave.cli.console import err, out
+from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth")
+NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth", "faults")
 UNTRAINED = ("engine", "sim")
 """Benches that train nothing, so that seeds mean nothing to them."""
 
@@ -41,6 +42,8 @@ def bench(
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(json_line(result, describe()) + "\n")
+    if result.figures.get("violations"):
+        raise typer.Exit(FAILED)
 
 
 def _profile(path: Path, model: Path | None, *, quick: bool) -> Result:
@@ -67,6 +70,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.truth import bench_truth
 
         return bench_truth(seeds=seeds, quick=quick, say=say)
+    if name == "faults":
+        from rollweave.bench.faults import bench_faults
+
+        return bench_faults(seeds=seeds, quick=quick, say=say)
     from rollweave.bench.learning import bench_learning
 
     return bench_learning(name, seeds=seeds, quick=quick, say=say)

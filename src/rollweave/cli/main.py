@@ -59,15 +59,23 @@ def evaluate(
 
 @app.command()
 def simulate(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file as for `train`, with a [sim] section.")],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file as for `train`, with a [sim] section.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
+    faults: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SEED", help="Break things as SEED (or A-B) says, repeatedly; without CONFIG, in a run of its own."
+        ),
+    ] = None,
     json_: Json = False,
 ) -> None:
-    """Run CONFIG on simulated GPUs, and say where their time goes."""
+    """Run CONFIG on simulated GPUs, and say where their time goes; or search for faults that break the core."""
     with reported():
         from rollweave.cli.simulate import work
 
-        work(config, overrides or [], as_json=json_)
+        work(config, overrides or [], faults=faults or [], as_json=json_)
 
 
 @app.command()
@@ -123,10 +131,10 @@ def report(run: Run) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes, sim or truth.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes, sim, truth or faults.")],
     json_: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches and of faults.")] = None,
     profile: Annotated[Path | None, typer.Option(help="With engine: write its step times here, for `sim.profile`.")] = None,
     model: Annotated[Path | None, typer.Option(help="With --profile: a model directory; else the demo's model.")] = None,
 ) -> None:
