@@ -40,6 +40,8 @@ class Books:
                 self._saving = command
             case c.PublishWeights(from_checkpoint=step) if step is not None:
                 assert step in self._checkpoints, f"checkpoint {step} is to be published and does not exist"
+            case c.MarkBest(step=step):
+                assert step in self._checkpoints, f"checkpoint {step} is the best and does not exist"
             case c.RestartTrainer():
                 assert command.step in {None, *self._checkpoints}, f"checkpoint {command.step} is asked for and does not exist"
             case _:

@@ -69,7 +69,7 @@ def scenario(seed: int) -> RunConfig:
         },
         "sim": {"model": "qwen3-8b", "gpu": "h800", "trainer_gpus": 8},
         "tasks": [
-            {"env": env, "max_turns": 8, "max_tokens": 4096, "max_turn_tokens": 512, "step_s": 60.0}
+            {"env": env, "max_turns": 8, "max_tokens": 4096, "max_turn_tokens": 512, "step_s": 90.0}
             for env in draw.sample(["frozenlake", "gem-game", "webshop"], draw.randint(1, 2))
         ],
         "rollout": {
@@ -85,7 +85,7 @@ def scenario(seed: int) -> RunConfig:
         "engines": {"count": draw.randint(1, 4), "max_slots": draw.choice([2, 8]), "kv_tokens": 65536},
         "trainer": {"minibatches": draw.choice([1, 2])},
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
-        "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 600.0, "start_s": 200.0, "restarts": 100_000},
+        "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 300.0, "start_s": 120.0, "restarts": 100_000},
     }
     return RunConfig.model_validate(data)
 

@@ -1,0 +1,99 @@
+"""`rollweave simulate --faults`: a line a seed, and an exit code that a machine can read."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from rollweave.bench import faults as bench
+from rollweave.cli import faults
+from rollweave.cli.faults import command
+from rollweave.schema.config import RunConfig
+from rollweave.sim.faults import Report
+from tests.cli.test_main import say
+
+CONFIG = """
+[run]
+name = "mine"
+steps = 2
+[sim]
+model = "qwen3-8b"
+[[tasks]]
+env = "frozenlake"
+[rollout]
+groups_per_step = 2
+group_size = 2
+[engines]
+count = 2
+"""
+
+
+def test_seeds_that_hold_are_a_line_each_and_exit_code_0() -> None:
+    code, text, errors = say("simulate", "--faults", "0-1", "--faults", "4")
+    assert (code, errors) == (0, [])
+    assert [line.split(":")[0] for line in text.splitlines()] == ["seed 0", "seed 1", "seed 4"]
+    assert all(re.search(r"[\d,]+ events, [\d,]+ faults.*: all held", line) for line in text.splitlines())
+
+
+def test_the_users_own_configuration_is_searched(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(CONFIG)
+    code, text, errors = say("simulate", str(path), "--set", "rollout.mode=sync", "--faults", "3")
+    assert (code, errors) == (0, [])
+    assert text.startswith("seed 3: sync, ")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(seed: int, config: RunConfig | None = None) -> Report:
+        return Report(seed=seed, mode="sync", violation="g1 [twice]" if seed == 1 else "", error="", events=1, faults={})
+
+    monkeypatch.setattr(faults, "search", search)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_violation_is_exit_code_1_and_the_command_that_shows_it_again() -> None:
+    code, text, _ = say("simulate", "--faults", "0-2")
+    assert code == 1
+    assert text.splitlines()[1:3] == [
+        "seed 1: sync, 1 events, 0 faults: violated: g1 [twice]",
+        "  replay with: rollweave simulate --faults 1",
+    ]
+
+
+@pytest.mark.parametrize(("violation", "expected"), [("", 0), ("g1 [twice]", 1)])
+def test_the_bench_tells_by_its_exit_code(violation: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report(seed=0, mode="sync", violation=violation, error="", events=1, faults={})
+    monkeypatch.setattr(bench, "searched", lambda seeds, workers: [report for _ in seeds])
+    code, text, errors = say("bench", "faults", "--seeds", "1", "--json")
+    assert code == expected
+    assert json.loads(text.splitlines()[-1])["figures"]["violations"] == expected
+    assert any("rollweave simulate --faults 0" in line for line in errors) == bool(violation)
+
+
+def test_the_command_is_what_a_shell_takes() -> None:
+    assert command(7, Path("my runs/a.toml"), ["run.steps=3"]) == (
+        "rollweave simulate 'my runs/a.toml' --set run.steps=3 --faults 7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate"], "CONFIG must be given where --faults is not"),
+        (["simulate", "--faults", "many"], "--faults must be a seed or a range"),
+        (["simulate", "--faults", "3-1"], "--faults must be a seed or a range"),
+        (["simulate", "--faults", "1", "--json"], "--json must be left out"),
+        (["simulate", "--faults", "1", "--set", "run.steps=3"], "--set must go with CONFIG"),
+        (["simulate", "none.toml", "--faults", "1"], "config must be a readable text file"),
+    ],
+)
+def test_wrong_input_is_exit_code_2(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = say(*arguments)
+    assert code == 2
+    assert len(errors) == 1
+    assert words in errors[0]
+    assert list(tmp_path.iterdir()) == []
