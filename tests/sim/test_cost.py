@@ -308,17 +308,24 @@ def test_exact_samples_are_fitted_exactly(fixed, prices, works):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(WORK, st.floats(1e-4, 1.0)), min_size=4, max_size=20), st.integers(0, 4), st.floats(0, 0.1))
+@given(
+    st.lists(st.tuples(WORK, st.floats(1e-4, 1.0), st.floats(1e-4, 1.0)), min_size=4, max_size=20),
+    st.integers(0, 4),
+    st.floats(0, 0.1),
+)
 def test_no_other_nonnegative_prices_fit_better(measured, column, step):
-    samples = [sample(work, seconds) for work, seconds in [*zip(ENDS, (0.01, 0.02), strict=True), *measured]]
-    rows = [(1, s.prefill_tokens, s.prefill_context, s.decode, s.decode_context) for s in samples]
-    matrix = np.array(rows, dtype=float) / np.array([s.seconds for s in samples])[:, None]
-    prices = np.array(cost._fit(rows, [s.seconds for s in samples]))
+    works, seconds, scales = zip(*[*((end, 0.01, 0.02) for end in ENDS), *measured], strict=True)
+    amounts, wanted, scale = np.array([(1, *work) for work in works], dtype=float), np.array(seconds), np.array(scales)
+    prices = cost._weighted_fit(amounts, wanted, scale)
     assert (prices >= 0).all()
+
+    def error(prices):
+        return (((amounts @ prices - wanted) / scale) ** 2).sum()
+
     moved = prices.copy()
     for sign in (1, -1):  # the error is convex, so that no better neighbour along any price means no better fit at all
-        moved[column] = max(0.0, prices[column] + sign * step / matrix[:, column].max())
-        assert ((matrix @ moved - 1) ** 2).sum() >= ((matrix @ prices - 1) ** 2).sum() * (1 - 1e-9) - 1e-12
+        moved[column] = max(0.0, prices[column] + sign * step / (amounts / scale[:, None])[:, column].max())
+        assert error(moved) >= error(prices) * (1 - 1e-9) - 1e-12
 
 
 def test_more_work_never_costs_less_even_if_the_samples_say_so():
@@ -386,3 +393,16 @@ def test_a_bad_profile_is_refused_with_file_and_field(tmp_path, text, words):
 def test_a_missing_profile_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="profile must be a readable file"):
         ProfileCost.from_json(tmp_path / "none.json")
+
+
+def test_noise_moves_no_fit_below_its_mean():
+    """Half of the samples took three times as long by chance: a step costs what it took on average."""
+    samples = [
+        Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=0, seconds=(1.0 + p + d) * chance)
+        for p in (0, 1, 2)
+        for d in (0, 1, 2)
+        for chance in (0.5, 1.5)
+    ]
+    cost = ProfileCost(samples=samples, kv_tokens=1)
+    assert cost.step_s(prefill_tokens=1, prefill_context=0, decode=1, decode_context=0) == pytest.approx(3.0)
+    assert cost.step_s(prefill_tokens=0, prefill_context=0, decode=0, decode_context=0) == pytest.approx(1.0)

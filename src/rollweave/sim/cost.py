@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError
@@ -63,6 +64,9 @@ CHECKPOINT_BYTES = 14
 
 CHECKPOINT_BYTES_PER_S = 4e9
 """Written by each machine, to one NVMe drive: assumption."""
+
+
+Array = npt.NDArray[np.float64]
 
 
 class EngineCosts(Protocol):
@@ -323,19 +327,36 @@ def _check(sample: Sample, index: int) -> None:
         raise ConfigError(f"samples[{index}].seconds must be positive and finite, got {sample.seconds}")
 
 
+FIT_ROUNDS = 8
+"""Of weighing errors by what the round before has fitted: the weights settle within a few."""
+
+
 def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[float]:
-    """The nonnegative prices that minimise the relative errors of `rows @ prices` against `seconds`.
+    """The nonnegative prices that minimise the errors of `rows @ prices` against `seconds`, relative to the fitted seconds.
+
+    Errors relative to the measured seconds would weigh a sample less the slower it came out by chance: noisy samples would be
+    fitted below their mean. They are the first round's.
+    """
+    amounts, measured = np.array(rows, dtype=np.float64), np.array(seconds)
+    prices = _weighted_fit(amounts, measured, measured)
+    for _ in range(FIT_ROUNDS):
+        prices = _weighted_fit(amounts, measured, np.maximum(amounts @ prices, 1e-3 * measured))
+    return [float(price) for price in prices]
+
+
+def _weighted_fit(amounts: Array, measured: Array, scale: Array) -> Array:
+    """The nonnegative prices with the least squared errors, each divided by its `scale`.
 
     The best fit is the plain least squares fit of the columns that it uses, so with five columns all 32 choices are tried.
     """
-    columns = np.array(rows, dtype=np.float64) / np.array(seconds)[:, None]
-    scale = columns.max(axis=0) + (columns.max(axis=0) == 0)  # comparable columns keep the least squares exact
-    columns /= scale
-    best, least = np.zeros(len(scale)), math.inf
-    for used in itertools.product((False, True), repeat=len(scale)):
-        prices = np.zeros(len(scale))
-        prices[list(used)] = np.linalg.lstsq(columns[:, used], np.ones(len(rows)), rcond=None)[0]
-        error = float(np.square(columns @ prices - 1).sum())
+    columns, wanted = amounts / scale[:, None], measured / scale
+    widths = columns.max(axis=0) + (columns.max(axis=0) == 0)  # comparable columns keep the least squares exact
+    columns /= widths
+    best, least = np.zeros(len(widths)), math.inf
+    for used in itertools.product((False, True), repeat=len(widths)):
+        prices = np.zeros(len(widths))
+        prices[list(used)] = np.linalg.lstsq(columns[:, used], wanted, rcond=None)[0]
+        error = float(np.square(columns @ prices - wanted).sum())
         if error < least and (prices >= 0).all():
-            best, least = prices / scale, error
-    return [float(price) for price in best]
+            best, least = prices / widths, error
+    return best
