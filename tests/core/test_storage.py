@@ -109,3 +109,24 @@ def test_what_the_trainer_says_twice_is_no_answer_to_a_later_question(kind: type
     while world.finish is None:
         world.step()
     assert world.finish.error == ""
+
+
+def test_a_score_that_comes_too_late_leaves_the_store() -> None:
+    """It was stored while the core was already cancelling it; nobody will ever ask for it."""
+    world = World(config(rollout={"spare_members": 1, "eval_slots": 8}), seed=3)
+    world.start()
+    scoring: set[tuple[str, int]] = set()
+    late = None
+    while late is None:
+        world.step()
+        for command in world.commands[-1]:
+            if isinstance(command, c.StartEval):
+                scoring.add((command.trajectory_id, command.attempt))
+            if isinstance(command, c.CancelTrajectory) and (command.trajectory_id, command.attempt) in scoring:
+                late = e.RewardReady(trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0)
+    for _ in range(2):  # while it closes, and when nobody knows it any more
+        world.feed(late)
+        evicted = [command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)]
+        assert (late.trajectory_id,) in evicted
+        while late.trajectory_id in world.core.state.trajectories:
+            world.step()

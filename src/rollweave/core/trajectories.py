@@ -9,7 +9,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
 from rollweave.policy.retry import try_again
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, StartEval, StartInit, StartRun
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, StartEval, StartInit, StartRun
 from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
@@ -69,8 +69,11 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
 def on_reward_ready(run: Run, event: RewardReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
+        if event.trajectory_id not in run.state.trajectories:  # else the store keeps what nobody asks for any more
+            run.emit(Evict(trajectory_ids=(event.trajectory_id,), reason="late"))
         return
     if trajectory.closing is not None:
+        run.emit(Evict(trajectory_ids=(trajectory.id,), reason=trajectory.closing))
         close(run, trajectory, trajectory.closing)
         return
     trajectory.reward, trajectory.success = event.reward, event.success
