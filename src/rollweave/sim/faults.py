@@ -117,6 +117,9 @@ class Chaos:
                 raise AssertionError(f"no end after {world.events} events: {state.phase}, step {state.trainer.step}")
         summary = summarize(world.core, evaluation=None, wall_s=world.clock.now)
         assert world.over or not world.rollouts.alive, f"{world.rollouts.alive} attempts are left over"
+        if not world.over and not self.faults["message lost"]:
+            kept = world.rollouts.scored.keys() - world.core.state.trajectories.keys()
+            assert not kept, f"the store keeps {sorted(kept)}, which the core has forgotten"
         self._books.close(summary)
         self._replayed()
 

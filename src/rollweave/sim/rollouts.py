@@ -14,7 +14,7 @@ from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.work import Limits, StopReason
+from rollweave.schema.work import Limits, Purpose, StopReason
 from rollweave.sim.clock import Clock
 from rollweave.sim.engine import Done
 from rollweave.sim.fleet import SimFleet
@@ -227,14 +227,15 @@ class Rollouts:
                 )
             )
             return
-        self.scored[start.trajectory_id] = Scored(
-            name=start.task.tag,
-            initiated=start.initiated_version,
-            tokens=attempt.tokens,
-            turns=attempt.turn,
-            reward=plan.reward,
-            success=plan.success,
-        )
+        if start.purpose is Purpose.TRAIN:  # nobody reads the tokens of an evaluation
+            self.scored[start.trajectory_id] = Scored(
+                name=start.task.tag,
+                initiated=start.initiated_version,
+                tokens=attempt.tokens,
+                turns=attempt.turn,
+                reward=plan.reward,
+                success=plan.success,
+            )
         self._post(
             e.RewardReady(trajectory_id=start.trajectory_id, attempt=start.attempt, reward=plan.reward, success=plan.success)
         )
