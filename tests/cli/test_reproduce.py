@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollweave.cli.main import app
+from rollweave.cli.reproduce import BEGIN, END, placed
 
 
 def say(*arguments: str) -> tuple[int, str, list[str]]:
@@ -44,3 +45,18 @@ def test_wrong_input_is_one_line(arguments: list[str], words: str, tmp_path: Pat
     assert errors[0].startswith("error: ")
     assert words in errors[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Results\n\n{BEGIN}old\n{END}after\n")
+    page.write_text(placed("new\n", page))
+    assert page.read_text() == f"# Results\n\n{BEGIN}\nnew\n{END}after\n"
+    assert placed("new\n", page) == page.read_text()
+
+
+def test_a_page_without_marks_is_the_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    assert placed("new\n", page) == "new\n"
+    page.write_text("# Old\n")
+    assert placed("new\n", page) == "new\n"

@@ -85,7 +85,7 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller runs: a minute on two cores.")] = False,
     json_: Json = False,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the tables as a Markdown page.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown: between its marks, or as a page.")] = None,
 ) -> None:
     """Run the papers' experiments on simulated GPUs, beside the published numbers."""
     with reported():

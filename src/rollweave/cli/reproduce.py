@@ -16,6 +16,9 @@ from rollweave.reproduce.running import cores, run
 from rollweave.reproduce.table import as_json, as_markdown, as_text, heading
 from rollweave.schema.errors import ConfigError
 
+BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
+"""What stands between them in a page is generated."""
+
 
 def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | None) -> None:
     """Run the experiments of `names`. Raises ConfigError."""
@@ -36,12 +39,20 @@ def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | Non
         err.print(f"[dim]{escape(said)}[/]", soft_wrap=True)
     results = [(experiment, found[experiment.name]) for experiment in experiments if experiment.name in found]
     if write is not None and not failures:
-        replace_file(write, as_markdown(results, quick=quick).encode())
+        replace_file(write, placed(as_markdown(results, quick=quick), write).encode())
         out.print(f"written to {write}", markup=False, soft_wrap=True)
     if as_json_:
         sys.stdout.write(json.dumps(as_json(results)) + "\n")
     if failures:
         raise typer.Exit(FAILED)
+
+
+def placed(tables: str, file: Path) -> str:
+    """The text of `file` with `tables` between its two marks; `tables` alone where it has none."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{tables}{end}{after}" if end else tables
 
 
 def _writable(path: Path) -> None:

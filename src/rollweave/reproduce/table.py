@@ -33,7 +33,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
     missing = sum(row.ours is None for row in rows)
     command = "rollweave reproduce --quick" if quick else "rollweave reproduce"
     lines = [
-        "# The papers' results on the simulated world",
+        "## The papers' results on the simulated world",
         "",
         f"Written by `{command}`: {len(rows)} rows, {missing} of them missing. *Published* quotes the text of the paper; "
         "a range is matched as a range, and *ratio* is then ours over its nearer end, 1 inside it. "
@@ -41,7 +41,7 @@ def as_markdown(results: Sequence[tuple[Experiment, Sequence[Row]]], *, quick: b
         "Nothing in the simulator is fitted to these numbers.",
     ]
     for experiment, found in results:
-        lines += ["", f"## {experiment.title}", "", f"`{experiment.name}`, {experiment.source}", ""]
+        lines += ["", f"### {experiment.title}", "", f"`{experiment.name}`, {experiment.source}", ""]
         lines += ["| row | published | ours | ratio | note |", "|---|---:|---:|---:|---|"]
         for row in found:
             name = f"*{_cell(row.row)}*" if row.own else _cell(row.row)
