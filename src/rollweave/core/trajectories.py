@@ -69,7 +69,8 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
 def on_reward_ready(run: Run, event: RewardReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
-        if event.trajectory_id not in run.state.trajectories:  # else the store keeps what nobody asks for any more
+        known = run.state.trajectories.get(event.trajectory_id)
+        if known is None or known.stage is Stage.ENDED:  # or the store keeps what nobody will ask for
             run.emit(Evict(trajectory_ids=(event.trajectory_id,), reason="late"))
         return
     if trajectory.closing is not None:

@@ -61,11 +61,7 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
 
 
 def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
-    """Scored trajectories whose tokens are gone. What the core does not know any more leaves the store's index."""
-    known = core.state.trajectories
-    store.forget([trajectory_id for trajectory_id in store.ids() if trajectory_id not in known])
-    return tuple(
-        trajectory.id
-        for trajectory in known.values()
-        if trajectory.stage is Stage.SCORED and store.scored_attempt(trajectory.id) != trajectory.attempt
-    )
+    """Scored trajectories whose tokens are gone. What the core has not heard to be scored leaves the store's index."""
+    scored = {trajectory.id: trajectory for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED}
+    store.forget([trajectory_id for trajectory_id in store.ids() if trajectory_id not in scored])
+    return tuple(found.id for found in scored.values() if store.scored_attempt(found.id) != found.attempt)

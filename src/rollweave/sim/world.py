@@ -11,6 +11,7 @@ from rollweave.core.core import Core
 from rollweave.core.state import Stage
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
+from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig, SimConfig
@@ -111,10 +112,10 @@ class World:
     def revive(self, core: Core, journal: RunJournal) -> None:
         """The controller was lost and is back as `core`: of its world only the store is left (DESIGN §12.3)."""
         self.core, self._journal = core, journal
-        known, scored = core.state.trajectories, self.rollouts.scored
-        for trajectory_id in [trajectory_id for trajectory_id in scored if trajectory_id not in known]:
-            del scored[trajectory_id]
-        missing = [member.id for member in known.values() if member.stage is Stage.SCORED and member.id not in scored]
+        known = [trajectory.id for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED]
+        store = self.rollouts.scored
+        missing = [trajectory_id for trajectory_id in known if trajectory_id not in store]
+        self.rollouts.evict(c.Evict(trajectory_ids=tuple(store.keys() - set(known)), reason="world_lost"))
         self.inbox.clear()
         self.fleet.drop_all()
         self.rollouts.forget_all()
