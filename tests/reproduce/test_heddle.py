@@ -3,6 +3,7 @@
 import pytest
 
 from rollweave.reproduce import heddle
+from rollweave.reproduce.cluster import SlowStarts, rollouts
 from rollweave.reproduce.heddle import GPUS, MEMBERS, MODELS, TASKS, rollout, setup_of
 
 
@@ -38,3 +39,10 @@ def test_what_exists_has_a_row_and_what_does_not_is_missing(experiment: heddle.E
     missing = [row for row in rows if row.ours is None]
     assert missing
     assert all(row.note.startswith("missing: ") for row in missing)
+
+
+def test_a_rollout_does_not_depend_on_how_long_nothing_is_asked_of_the_engines() -> None:
+    """The first weights do not reach all engines at once, and what comes before all have them would go to the first."""
+    setup = setup_of("math", "qwen3-14b", tp=1, parts=32)
+    (late,) = rollouts(setup, steps=1, vary=lambda work: SlowStarts(work, rate=1.0, seconds=90.0))
+    assert rollout("math", "qwen3-14b", tp=1, quick=True).seconds == pytest.approx(late - 90.0, rel=0.01)

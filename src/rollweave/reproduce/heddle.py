@@ -7,7 +7,7 @@ affinity to the engine of the last turn and the least loaded engine for the firs
 
 import functools
 
-from rollweave.reproduce.cluster import Setup, rollouts
+from rollweave.reproduce.cluster import Setup, SlowStarts, rollouts
 from rollweave.reproduce.rows import Experiment, Row
 from rollweave.schema.base import Noun
 from rollweave.sim.families import FAMILIES
@@ -37,6 +37,11 @@ QUICK_PARTS = 32
 """Of a cluster and its batch, of which quick forms simulate one."""
 
 POLICY = "first come first served, affinity, least load for the first turn; a slot for each, so that it pins as Verl does"
+
+
+READY_S = 60.0
+"""No environment is ready before it: engines take their first weights one after the other, and whichever had them first would
+get whole groups, hard ones among them. Taken off again."""
 
 
 class Rollout(Noun, frozen=True, kw_only=True):
@@ -69,8 +74,8 @@ def setup_of(task: str, model: str, *, tp: int, parts: int) -> Setup:
 def rollout(task: str, model: str, *, tp: int, quick: bool) -> Rollout:
     """Raises ExperimentError."""
     setup = setup_of(task, model, tp=tp, parts=QUICK_PARTS if quick else 1)
-    (seconds,) = rollouts(setup, steps=1)
-    plans = workload(task)
+    (late,) = rollouts(setup, steps=1, vary=lambda work: SlowStarts(work, rate=1.0, seconds=READY_S))
+    seconds, plans = late - READY_S, workload(task)
     tokens = sum(
         turn.output_tokens
         for index in range(setup.batch // MEMBERS)
