@@ -6,7 +6,7 @@ import pytest
 
 from rollweave.bench.profile import Measurement, bench_profile, fit_figures, fitted, sample_of
 from rollweave.bench.subjects import random_model, subjects
-from rollweave.bench.truth import Slower, grid_of
+from rollweave.bench.truth import Computed, grid_of
 from rollweave.policy.batching import Amounts
 from rollweave.sim.cost import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan
@@ -47,7 +47,7 @@ def test_a_fit_is_judged_by_its_samples() -> None:
     assert found["fit_over_measured"] == pytest.approx(1.0)
 
 
-def test_a_slower_workload_adds_to_every_turn() -> None:
+def test_what_the_controller_computes_takes_no_time_of_its_own() -> None:
     plan = Plan(
         prompt_tokens=5,
         init_s=1.0,
@@ -61,9 +61,9 @@ def test_a_slower_workload_adds_to_every_turn() -> None:
         def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
             return plan
 
-    slower = Slower(Same(), init_s=0.25, turn_s=0.125).plan(index=0, member=0, attempt=0, seed=0)
-    assert (slower.init_s, [turn.env_s for turn in slower.turns]) == (1.25, [0.625, 0.625])
-    assert (slower.prompt_tokens, slower.reward) == (5, 1.0)
+    made = Computed(Same(), turn_s=0.125).plan(index=0, member=0, attempt=0, seed=0)
+    assert (made.init_s, made.reward_s, [turn.env_s for turn in made.turns]) == (0.0, 0.0, [0.125, 0.125])
+    assert (made.prompt_tokens, made.reward) == (5, 1.0)
 
 
 def test_a_run_is_measured_on_turns_of_its_lengths() -> None:

@@ -98,3 +98,13 @@ def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
     assert outcome.gpus == 3
     with pytest.raises(ValueError, match=r"sim\.colocated must go with rollout\.mode sync"):
         config(Path("unused"), mode="bounded", sim={"colocated": True})
+
+
+def test_a_controller_that_takes_time_serves_one_event_after_another() -> None:
+    free = simulate(config(Path("unused")))
+    slow = simulate(config(Path("unused"), sim={"controller_s": 0.5}))
+    assert slow.summary.steps == free.summary.steps
+    assert slow.summary.wall_s >= 0.5 * slow.events
+    assert simulate(config(Path("unused"), sim={"controller_s": 1e-9})).summary.wall_s == pytest.approx(
+        free.summary.wall_s, rel=0.2
+    )

@@ -57,13 +57,13 @@ CONDITIONS = {
     "engines_computing": "share of its time in which an engine computed steps",
     "modelled": (
         "the engine's steps (measured after the run on turns of its lengths, while others keep the other cores busy as far "
-        "as two do), the trainer's steps, publications and loads of this run, its environments' times and lengths with the "
-        "waiting for its controller in them, the way to the engine and back"
+        "as two do), the trainer's steps, publications and loads of this run, its lengths, the way to the engine and back, and "
+        "a controller that handles one event after another, each in the mean CPU time of this run's (environments, chat and "
+        "journal included: they are computed there)"
     ),
     "not_modelled": (
-        "cores that controller, engine and trainer share: each takes its mean time whatever the others do; turns that wait for "
-        "a busy controller on their way to and from the engine; what the engine spends on taking requests; other load that "
-        "changes between the run and the measurement"
+        "cores that controller, engine and trainer share: each takes its mean time whatever the others do; what the engine "
+        "spends on taking requests; other load that changes between the run and the measurement"
     ),
 }
 
@@ -123,8 +123,9 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
         file = Path(scratch) / "profile.json"
         replace_file(file, msgspec.json.encode(engine.profile))
         call_s = _call_s(spec, sampling, log=Path(scratch) / "engine.log")
-        slower = Slower(work, init_s=statistics.fmean(live.prepared), turn_s=call_s)
-        simulated = simulate_again(config, {task.name: slower}, live, profile=file)
+        replayed = Computed(work, turn_s=call_s)
+        per_event_s = controller_s / live.events
+        simulated = simulate_again(config, {task.name: replayed}, live, profile=file, controller_s=per_event_s)
     times = simulated.timings
     return {
         "wall_s_live": live.wall_s,
@@ -139,14 +140,16 @@ def _one(path: Path, overrides: list[str], *, quick: bool) -> dict[str, float]:
         "trainer_busy_simulated": shares(simulated.summary.idle["trainer"])["busy"],
         **{f"profile_{name}": value for name, value in fit_figures(engine).items()},
         "call_s": call_s,
-        "controller_s_per_event": controller_s / live.events,
+        "controller_s_per_event": per_event_s,
     }
 
 
-def simulate_again(config: RunConfig, work: dict[str, Workload], live: Timings, *, profile: Path) -> Simulated:
+def simulate_again(
+    config: RunConfig, work: dict[str, Workload], live: Timings, *, profile: Path, controller_s: float = 0.0
+) -> Simulated:
     """The recorded run once more, on the virtual clock."""
     # The shape and the GPUs of [sim] play no part: both costs are given.
-    made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile))})
+    made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile), controller_s=controller_s)})
     path, metrics = profile.with_name("simulated.bin"), SimMetrics()
     with RunJournal(path) as journal:
         costs = (ProfileCost.from_json(profile), MeasuredTrainer(live))
@@ -177,16 +180,19 @@ def grid_of(work: Recorded, *, slots: int, repeats: int) -> Grid:
     )
 
 
-class Slower:
-    """A workload whose attempts take longer: `init_s` at their start, `turn_s` in every turn."""
+class Computed:
+    """A recorded workload whose environments and rewards the controller computes: their time is in its seconds for an event.
 
-    def __init__(self, work: Workload, *, init_s: float, turn_s: float) -> None:
-        self._work, self._init_s, self._turn_s = work, init_s, turn_s
+    `turn_s` is added to every turn: the way to the engine's process and back.
+    """
+
+    def __init__(self, work: Workload, *, turn_s: float) -> None:
+        self._work, self._turn_s = work, turn_s
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
         plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
-        turns = tuple(msgspec.structs.replace(turn, env_s=turn.env_s + self._turn_s) for turn in plan.turns)
-        return msgspec.structs.replace(plan, init_s=plan.init_s + self._init_s, turns=turns)
+        turns = tuple(msgspec.structs.replace(turn, env_s=self._turn_s) for turn in plan.turns)
+        return msgspec.structs.replace(plan, init_s=0.0, reward_s=0.0, turns=turns)
 
 
 def _computing(measured: Measured) -> float:

@@ -54,6 +54,8 @@ class World:
         self.inbox: deque[e.Event] = deque()
         self.events = 0
         self.over: str | None = None
+        self._controller_s = section(config).controller_s
+        self._serving = False  # the controller works on the first event of the inbox
         self._journal = journal
         engine_cost, trainer_cost = costs if costs is not None else costs_of(config)
         limits = {
@@ -132,12 +134,20 @@ class World:
 
     def step(self) -> None:
         """Handle the next event, or let the next thing happen. Raises StuckError."""
-        if self.inbox:
+        if self.inbox and not self._controller_s:
             self._handle(self.inbox.popleft())
-        else:
-            self.fleet.settle()
-            if not self.clock.step():
-                raise StuckError(f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over")
+            return
+        if self.inbox and not self._serving:
+            self._serving = True
+            self.clock.after(self._controller_s, self._served)
+        self.fleet.settle()
+        if not self.clock.step():
+            raise StuckError(f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over")
+
+    def _served(self) -> None:
+        self._serving = False
+        if self.inbox:  # else the controller was lost over it
+            self._handle(self.inbox.popleft())
 
     def _handle(self, event: e.Event) -> None:
         commands = self.core.handle(self.clock.now, event)
