@@ -12,6 +12,7 @@ demo: .venv/ready
 
 test: .venv/ready-test lint
 	$(TORCH_THREADS) $(BIN)/pytest -m "not slow"
+	$(BIN)/rollweave reproduce --quick > /dev/null
 
 test-slow: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest -m slow --timeout 1200
