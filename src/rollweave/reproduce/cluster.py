@@ -55,6 +55,7 @@ class Setup(Noun, frozen=True, kw_only=True):
     link: str = "rdma"
     slots: int = SLOTS
     prefix_cache: bool = True
+    serverless: bool = False  # rewards
     rollout: Mapping[str, Any] = {}  # further knobs of [rollout]
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
@@ -71,6 +72,7 @@ class Setup(Noun, frozen=True, kw_only=True):
                     "trainer_gpus": self.trainer_gpus,
                     "colocated": self.colocated,
                     "link": self.link,
+                    "serverless": self.serverless,
                 },
                 "tasks": [
                     {
@@ -138,7 +140,12 @@ def rollout_s(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] 
 
 def rollouts(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None) -> list[float]:
     """As `rollout_s`, of each batch."""
-    return [float(_run(setup, steps=1, seed=seed, vary=vary).steps[0]["at"]) for seed in range(steps)]
+    return [float(first_step(setup, seed=seed, vary=vary).steps[0]["at"]) for seed in range(steps)]
+
+
+def first_step(setup: Setup, *, seed: int = 0, vary: Callable[[Workload], Workload] | None = None) -> Outcome:
+    """One batch from an empty cluster. Raises ExperimentError."""
+    return _run(setup, steps=1, seed=seed, vary=vary)
 
 
 def _run(setup: Setup, *, steps: int, seed: int, vary: Callable[[Workload], Workload] | None) -> Outcome:

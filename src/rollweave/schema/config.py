@@ -217,6 +217,7 @@ class SimConfig(Section):
         default_factory=dict,
         description="Workload by task domain: a family (sim/families.py), a .jsonl trace or a run; else the env's name.",
     )
+    serverless: bool = Field(False, description="Rewards run on instances that start at need and stop when idle.")
     controller_s: NotNegative = Field(0.0, description="Seconds that the controller takes for one event; later ones wait.")
     profile: str | None = Field(None, description="Measured step times of an engine, instead of the GPU's roofline.")
 

@@ -19,6 +19,7 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.engine import Done
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.kv import Request
+from rollweave.sim.serverless import Serverless
 from rollweave.sim.workload import Plan, Workload
 
 Key = tuple[TrajectoryId, int]
@@ -65,7 +66,9 @@ class Rollouts:
         work: Mapping[str, Workload],
         seed: int,
         trace: Trace | None,
+        serverless: Serverless | None = None,
     ) -> None:
+        self._serverless = serverless
         self._clock, self._post, self._fleet, self._work, self._seed = clock, post, fleet, work, seed
         self._trace = trace
         self._attempts: dict[TrajectoryId, Attempt] = {}
@@ -138,6 +141,8 @@ class Rollouts:
         attempt.asked = self._clock.now
         hangs = attempt.plan.fails_in == "eval" and attempt.plan.stop is StopReason.REWARD_HANG
         wait = attempt.start.task.limits.step_s if hangs else attempt.plan.reward_s
+        if self._serverless is not None:
+            wait = self._serverless.call(self._clock.now, wait)
         attempt.ticket = self._clock.after(wait, lambda: self._eval_over(attempt))
 
     def cancel(self, command: c.CancelTrajectory) -> None:

@@ -30,6 +30,7 @@ class Outcome:
     events: int
     gpus: int
     engine_gpus: int
+    rewards_used: float | None = None  # share of the time of serverless reward instances in which they worked
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -101,6 +102,7 @@ def simulate(
         events=world.events,
         gpus=max(engines, sim.trainer_gpus) if sim.colocated else engines + sim.trainer_gpus,
         engine_gpus=engines,
+        rewards_used=world.serverless.utilisation() if world.serverless is not None else None,
     )
 
 

@@ -24,6 +24,7 @@ from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
 from rollweave.sim.rollouts import Rollouts
+from rollweave.sim.serverless import Serverless
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workload import Workload, workload
 
@@ -80,6 +81,7 @@ class World:
             prefix_cache=config.engines.prefix_cache,
             trace=trace,
         )
+        self.serverless = Serverless() if section(config).serverless else None
         self.rollouts = Rollouts(
             clock=self.clock,
             post=self.post,
@@ -87,6 +89,7 @@ class World:
             work=work if work is not None else workloads_of(config),
             seed=config.run.seed,
             trace=trace,
+            serverless=self.serverless,
         )
         self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
         self.effects = Effects(
