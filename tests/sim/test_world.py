@@ -67,6 +67,8 @@ def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
         page = write_report(run).read_text()
     assert "webshop" in page
     assert "waiting for environments" in page
+    assert '<span class="badge">simulated</span>' in page
+    assert "Training reward" not in page
     replay = Replay(run.journal, made)
     replay.finish()
     assert (replay.differing, replay.events) == (0, outcome.events)

@@ -49,6 +49,7 @@ class RunData:
     warnings: list[dict[str, Any]] = field(default_factory=list)
     best: int | None = None
     lives: int = 0
+    simulated: bool = False  # nothing was learned: rewards are drawn
     summary: dict[str, Any] | None = None
     config: str = ""
     spans: list[Span] = field(default_factory=list)
@@ -123,6 +124,7 @@ def _sort_in(data: RunData, line: dict[str, Any]) -> None:
             data.best = line["step"]
         case "started" | "resumed":
             data.lives += 1
+            data.simulated = bool(line.get("simulated"))
         case _:
             pass
 

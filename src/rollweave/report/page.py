@@ -55,11 +55,11 @@ def _header(data: RunData) -> str:
     summary = data.summary
     tiles = []
     latest = data.evaluations[-1] if data.evaluations else None
-    if latest is not None:
+    if latest is not None and not data.simulated:
         what = "final evaluation" if latest["final"] else f"evaluation at step {latest['step']}"
         for task, rate in latest["success"].items():
             tiles.append((f"{rate:.1%}", f"{task}: success", f"{latest['episodes'][task]} held-out episodes, {what}"))
-    elif data.steps:
+    elif data.steps and not data.simulated:
         for task, rate in data.steps[-1]["success"].items():
             tiles.append((f"{rate:.1%}", f"{task}: training success", "last step"))
     tiles.append((_duration(data.wall_s), "wall time", f"{data.lives} lives" if data.lives > 1 else ""))
@@ -70,6 +70,7 @@ def _header(data: RunData) -> str:
         rate = summary["tokens"] / summary["wall_s"] if summary["wall_s"] else 0.0
         tiles.append((number(summary["trajectories"]), "trajectories", f"{number(summary['tokens'])} sampled tokens"))
         tiles.append((number(rate), "sampled tokens/s", "over the whole run"))
+    world = '<span class="badge">simulated</span>' if data.simulated else ""
     state = "" if summary is not None else '<span class="badge">not finished</span>'
     if summary is not None and summary.get("error"):
         state = f'<span class="badge bad">failed</span><p class="error">{escape(summary["error"])}</p>'
@@ -77,11 +78,11 @@ def _header(data: RunData) -> str:
         f'<div class="tile"><div class="big">{value}</div><div>{escape(name)}</div><div class="dim">{escape(note)}</div></div>'
         for value, name, note in tiles
     )
-    return f'<h1>{escape(data.name)} {state}</h1><div class="tiles">{boxes}</div>'
+    return f'<h1>{escape(data.name)} {world} {state}</h1><div class="tiles">{boxes}</div>'
 
 
 def _learning(data: RunData) -> str:
-    if not data.steps and not data.evaluations:
+    if data.simulated or (not data.steps and not data.evaluations):
         return ""
     parts = [learning_curve(data)]
     if data.evaluations:

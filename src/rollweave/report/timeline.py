@@ -62,7 +62,7 @@ def overview(data: RunData) -> str:
     if end <= 0:
         return ""
     rows: list[tuple[str, str, list[float]]] = []
-    for engine in sorted({span.engine for span in spans if span.engine}):
+    for engine in sorted({span.engine for span in spans if span.engine}, key=lambda name: (len(name), name)):
         turns = busy_bins((span for span in spans if span.engine == engine), start=0, end=end)
         rows.append((f"turns on {engine}", "--blue", turns))
     for kind, name in (("init", "env starts"), ("step", "env steps"), ("eval", "rewards")):
