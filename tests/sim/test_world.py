@@ -80,11 +80,13 @@ def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sim", "words"),
     [
-        ({"gpu": "h900"}, "gpu"),
-        ({"model": "qwen"}, "model"),
-        ({"link": "string"}, "link"),
+        ({"gpu": "h900"}, r"^sim\.gpu must be one of"),
+        ({"trainer_gpu": "h900"}, r"^sim\.trainer_gpu must be one of"),
+        ({"model": "qwen"}, r"^sim\.model must be one of"),
+        ({"link": "string"}, r"^sim\.link must be one of"),
+        ({"trainer_gpus": 1, "model": "qwen2.5-7b"}, r"^sim\.trainer_gpus must be at least 2"),
         ({"model": "qwen2.5-72b", "gpu": "a100"}, r"sim\.engine_gpus must be at least 2"),
-        ({"workloads": {"webshop": "shopping"}}, "workload"),
+        ({"workloads": {"webshop": "shopping"}}, r"^sim\.workloads\.webshop must be one of"),
         ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
     ],
 )
@@ -93,6 +95,14 @@ def test_what_cannot_be_is_told_before_anything_is_written(sim: dict[str, Any], 
     with pytest.raises(ConfigError, match=words):
         _ = costs_of(made), workloads_of(made)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_simulation_leaves_the_files_of_one_that_is_under_way(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    with directory_of(made) as run:
+        with pytest.raises(ConfigError, match="is in use"):
+            directory_of(made)
+        assert run.config.exists()
 
 
 def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:

@@ -7,6 +7,7 @@ writes into a directory that holds something; whatever is inside is named here a
 import contextlib
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,8 +35,8 @@ class RunDir:
         self._fd = -1
 
     @classmethod
-    def claim(cls, config: RunConfig, *, resume: bool) -> Self:
-        """Make or take over the run's directory.
+    def claim(cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = ()) -> Self:
+        """Make or take over the run's directory; the files `replace` of a former run are deleted once the lock is ours.
 
         Raises `ConfigError` where it is in use, or not as `resume` expects; `DiskError` where it cannot be written.
         """
@@ -45,6 +46,8 @@ class RunDir:
         with writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
+            for name in replace:
+                (run.path / name).unlink(missing_ok=True)
         if not resume and run.holds_something():
             run.release()
             raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")

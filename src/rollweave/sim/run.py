@@ -109,9 +109,8 @@ def simulate(
 def directory_of(config: RunConfig) -> RunDir:
     """A fresh directory for the simulation of `config`: what a former one left there is replaced."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})})
-    run = RunDir(Path(config.run.dir) / named.run.name)
-    for file in (run.config, run.journal, run.metrics, run.trace, run.summary, run.path / "report.html"):
-        file.unlink(missing_ok=True)
-    run = RunDir.claim(named, resume=False)
+    at = RunDir(Path(config.run.dir) / named.run.name)
+    written = [file.name for file in (at.config, at.journal, at.metrics, at.trace, at.summary)]
+    run = RunDir.claim(named, resume=False, replace=[*written, "report.html"])
     run.write_config(config)
     return run

@@ -5,7 +5,8 @@ so that two journals are equal to the byte. No wall clock, no threads, no torch.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rollweave.core.core import Core
 from rollweave.core.state import Stage
@@ -176,17 +177,28 @@ def section(config: RunConfig) -> SimConfig:
 def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCosts]:
     """What engines and trainer cost. Raises ConfigError."""
     sim = section(config)
-    shape = model(sim.model)
+    with _told_as("model", "sim.model"):
+        shape = model(sim.model)
     engine: EngineCosts
     if sim.profile is not None:
         engine = ProfileCost.from_json(sim.profile)
     else:
-        try:
+        with _told_as("tp", "sim.engine_gpus"), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
             engine = EngineCost(gpu=gpu(sim.gpu), model=shape, tp=sim.engine_gpus)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("tp must", "sim.engine_gpus must", 1)) from error
-    trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
+    trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
+    with _told_as("gpus", "sim.trainer_gpus"), _told_as("gpu", trainer_gpu), _told_as("link", "sim.link"):
+        trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
     return engine, trainer
+
+
+@contextmanager
+def _told_as(name: str, key: str) -> Iterator[None]:
+    """A complaint about the parameter `name` names the user's `key`."""
+    try:
+        yield
+    except ConfigError as error:
+        rest = str(error).removeprefix(f"{name} must")
+        raise (error if rest == str(error) else ConfigError(f"{key} must{rest}")) from error.__cause__
 
 
 def workloads_of(config: RunConfig) -> dict[str, Workload]:
@@ -196,4 +208,9 @@ def workloads_of(config: RunConfig) -> dict[str, Workload]:
     if unknown:
         names = ", ".join(task.name for task in config.tasks)
         raise ConfigError(f"sim.workloads must name task domains ({names}), got {unknown[0]!r}")
-    return {task.name: workload(sim.workloads.get(task.name, task.env), domain=task.name) for task in config.tasks}
+    found = {}
+    for task in config.tasks:
+        key = f"sim.workloads.{task.name}" if task.name in sim.workloads else f"tasks ({task.name}).env, the workload,"
+        with _told_as("workload", key):
+            found[task.name] = workload(sim.workloads.get(task.name, task.env), domain=task.name)
+    return found
