@@ -155,6 +155,15 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_file_that_is_only_simulated_is_not_trained(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[run]\nname = "x"\n[sim]\nmodel = "qwen3-8b"\n[[tasks]]\nenv = "frozenlake"\n')
+    code, _, lines = say("train", str(file), "--dry-run")
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("error: model must be given for training, got only [sim]")
+
+
 def test_help_names_every_command() -> None:
     _, text, _ = say("--help")
     for command in ("train", "eval", "doctor", "trace", "report", "bench"):

@@ -16,7 +16,7 @@ from rollweave.cli.runs import clear
 from rollweave.codec.config import load
 from rollweave.live import launch
 from rollweave.record.summary import Summary, describe
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
 from rollweave.schema.errors import ConfigError
 
 
@@ -25,6 +25,8 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     if resume and fresh:
         raise ConfigError("--resume and --fresh must not be given together: one goes on with a run, the other deletes it")
     config = load(path / "config.toml" if path.is_dir() else path, overrides)
+    if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
+        raise ConfigError(f"model must be given for training, got only [sim]; `rollweave simulate {path}` runs this file")
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
     if dry_run:
         show(checks, out)

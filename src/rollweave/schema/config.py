@@ -235,6 +235,10 @@ class RunSection(Section):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Metric sinks beside metrics.jsonl.")
 
 
+SIMULATED_CONTEXT = 1 << 24
+"""Context of the model that stands for `sim.model` where [model] is missing: longer than any trajectory; not to be trained."""
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelConfig
@@ -254,7 +258,7 @@ class RunConfig(Section):
     def _simulated_model(cls, data: Any) -> Any:
         """A run that is only simulated has no weights: its shape is `sim.model`."""
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
-            return {**data, "model": {"scratch": {"context": 1 << 24}}}
+            return {**data, "model": {"scratch": {"context": SIMULATED_CONTEXT}}}
         return data
 
     def own_group_sizes(self) -> dict[str, int]:
