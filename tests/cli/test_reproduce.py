@@ -47,6 +47,16 @@ def test_wrong_input_is_one_line(arguments: list[str], words: str, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_page_that_is_no_text_is_told_before_the_work(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_bytes(b"x\xff")
+    code, _, lines = say("rollart-table5", "--quick", "--write", str(page))
+    assert code == 2
+    assert len(lines) == 1
+    assert "--write must name a text file, or none yet" in lines[0]
+    assert page.read_bytes() == b"x\xff"
+
+
 def test_tables_replace_what_stands_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# Results\n\n{BEGIN}old\n{END}after\n")

@@ -61,3 +61,7 @@ def _writable(path: Path) -> None:
         raise ConfigError(f"--write must name a file, got the directory {path}")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--write must name a file in a directory that can be written to, got {path}")
+    try:
+        placed("", path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--write must name a text file, or none yet, got {path}: {error}") from error
