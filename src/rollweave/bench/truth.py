@@ -36,6 +36,19 @@ from rollweave.sim.workload import Plan, Recorded, Workload, read_run
 from rollweave.sim.world import World
 
 CONFIG = "frozenlake_fixed.toml"
+WIDE = (
+    "run.steps=12",
+    "trainer.lr=1e-3",
+    "model.scratch.hidden=256",
+    "model.scratch.layers=4",
+    "model.scratch.head_dim=64",
+    "model.scratch.ffn=768",
+)
+"""A model of three million parameters: engine and trainer have most of the work, and the controller little."""
+
+CASES = {"": (), "_wide": WIDE}
+"""Further settings, by the suffix of their figures."""
+
 OVERRIDES = ("run.steps=30", "eval.every=0", "eval.final_episodes=0", "run.name=truth")
 """Steps alone: evaluations would end the run where learning does. Beyond some 40 steps a checkpoint compacts the journal."""
 
@@ -77,26 +90,31 @@ class Simulated(Noun, frozen=True, kw_only=True):
 
 
 def bench_truth(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures are lists by seed, live and simulated, and the medians of their ratios."""
+    """Figures are lists by seed, live and simulated, and the medians of their ratios; `_wide` those of the wide model."""
     path = example(CONFIG)
     overrides = (*OVERRIDES, *QUICK) if quick else OVERRIDES
     count = seeds if seeds is not None else 1 if quick else SEEDS
-    found: dict[str, list[float]] = {}
-    for seed in range(count):
-        row = _one(path, [*overrides, f"run.seed={seed}"], quick=quick)
-        for name, value in row.items():
-            found.setdefault(name, []).append(value)
-        say(
-            f"seed {seed}: {row['wall_s_live']:.1f} s live, {row['wall_s_simulated']:.1f} s simulated; "
-            f"{row['tokens_per_s_live']:.0f} and {row['tokens_per_s_simulated']:.0f} tokens/s"
-        )
-    figures: dict[str, Figure] = {
-        f"ratio_{name}": statistics.median(_ratios(found, f"{name}_s" if name == "wall" else name))
-        for name in ("wall", "tokens_per_s")
-    }
-    figures |= {name: [float(f"{value:.4g}") for value in values] for name, values in found.items()}
+    figures: dict[str, Figure] = {}
+    for suffix, shape in CASES.items():
+        if quick and suffix:
+            continue
+        found: dict[str, list[float]] = {}
+        for seed in range(count):
+            row = _one(path, [*overrides, *shape, f"run.seed={seed}"], quick=quick)
+            for name, value in row.items():
+                found.setdefault(name, []).append(value)
+            say(
+                f"seed {seed}{suffix}: {row['wall_s_live']:.1f} s live, {row['wall_s_simulated']:.1f} s simulated; "
+                f"{row['tokens_per_s_live']:.0f} and {row['tokens_per_s_simulated']:.0f} tokens/s"
+            )
+        figures |= {
+            f"ratio_{name}{suffix}": statistics.median(_ratios(found, f"{name}_s" if name == "wall" else name))
+            for name in ("wall", "tokens_per_s")
+        }
+        figures |= {f"{name}{suffix}": [float(f"{value:.4g}") for value in values] for name, values in found.items()}
     conditions: dict[str, Any] = conditions_of(path, overrides) | {"seeds": list(range(count)), **CONDITIONS}
     conditions |= {f"profile_{name}": why for name, why in FIT_CONDITIONS.items()}
+    conditions["wide"] = list(WIDE)
     conditions["load"] = f"{os.getloadavg()[1]:.1f} processes wanted a core in the last five minutes, this bench's included"
     conditions["beside"] = f"{_beside()} other processes computed while the engine was measured"
     return Result(bench="truth", figures=figures, conditions=conditions)
