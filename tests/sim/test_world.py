@@ -120,3 +120,28 @@ def test_a_controller_that_takes_time_serves_one_event_after_another() -> None:
     assert simulate(config(Path("unused"), sim={"controller_s": 1e-9})).summary.wall_s == pytest.approx(
         free.summary.wall_s, rel=0.2
     )
+
+
+def test_a_trajectory_that_no_engine_can_hold_is_refused(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    task = made.tasks[0].model_copy(update={"max_tokens": 1 << 22})
+    with pytest.raises(ConfigError, match=r"tasks\.max_tokens must fit the KV cache"):
+        costs_of(made.model_copy(update={"tasks": (task,)}))
+
+
+def test_prompts_without_room_end_the_run_with_the_reason(tmp_path: Path) -> None:
+    line = '{"prompt_tokens": 1000000, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
+    (tmp_path / "long.jsonl").write_text(line + "\n")
+    outcome = simulate(config(tmp_path, sim={"workloads": {"webshop": str(tmp_path / "long.jsonl")}}))
+    assert "the first prompt (1000000 tokens) leaves no room" in outcome.summary.error
+    assert outcome.summary.account.balanced
+
+
+def test_dynamic_sampling_ends_where_nothing_is_left_to_learn_from(tmp_path: Path) -> None:
+    line = '{"prompt_tokens": 10, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
+    (tmp_path / "same.jsonl").write_text(line + "\n")
+    same = {"workloads": {"webshop": str(tmp_path / "same.jsonl")}}
+    made = config(tmp_path, sim=same, dynamic_sampling=True, groups_per_step=1)
+    outcome = simulate(made)
+    assert "100 groups in a row had equal rewards" in outcome.summary.error
+    assert outcome.summary.account.balanced

@@ -8,7 +8,7 @@ from rollweave.core import evaluation, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.policy.mixture import next_domain
-from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren
+from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, Evict
@@ -168,6 +168,10 @@ def _watch_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
             "dynamic sampling",
             f"{state.filtered_groups} groups in a row had equal rewards: the tasks are too hard or too easy for the model",
             count="all_filtered",
+        )
+    if is_spent(state.filtered_groups, rollout.groups_per_step):
+        state.error = state.error or (
+            f"{state.filtered_groups} groups in a row had equal rewards: dynamic sampling finds nothing to learn from"
         )
 
 

@@ -17,6 +17,15 @@ def is_barren(groups_in_a_row: int, groups_per_step: int) -> bool:
     return groups_in_a_row >= max(4, BARREN_BATCHES * groups_per_step)
 
 
+FILTERED_BATCHES = 100
+"""Batches' worth of groups that dynamic sampling may filter in a row before the run ends: nothing is left to learn from."""
+
+
+def is_spent(filtered_in_a_row: int, groups_per_step: int) -> bool:
+    """True if so many groups in a row had equal rewards that drawing more would go on for ever."""
+    return filtered_in_a_row >= FILTERED_BATCHES * groups_per_step
+
+
 def capacity(
     *, window: int, serving_version: int, next_version: int, groups_per_step: int, spare_groups: int, last_step: int
 ) -> int:

@@ -97,9 +97,14 @@ class Rollouts:
 
     def start_run(self, command: c.StartRun) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None:
-            attempt.tokens = attempt.plan.prompt_tokens
+        if attempt is None:
+            return
+        attempt.tokens = attempt.plan.prompt_tokens
+        if attempt.tokens < attempt.start.task.limits.max_tokens:
             self._ask(attempt)
+        else:
+            why = f"the first prompt ({attempt.tokens} tokens) leaves no room in max_tokens"
+            self._end(attempt, StopReason.ENV_ERROR, why)
 
     def start_turn(self, command: c.StartTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -170,7 +175,7 @@ class Rollouts:
     def _init_over(self, attempt: Attempt) -> None:
         self._span(attempt, "init", attempt.began)
         if attempt.plan.fails_in == "init":
-            self._end(attempt, attempt.plan.stop)
+            self._end(attempt, attempt.plan.stop, "as its workload says")
         else:
             self._post(e.EnvReady(trajectory_id=attempt.start.trajectory_id, attempt=attempt.start.attempt))
 
@@ -217,7 +222,7 @@ class Rollouts:
             attempt.tokens += observation_tokens
             self._ask(attempt)
         elif attempt.plan.fails_in == "run":
-            self._end(attempt, attempt.plan.stop)
+            self._end(attempt, attempt.plan.stop, "as its workload says")
         else:
             self._post(self._ended(attempt, attempt.plan.stop if attempt.plan.fails_in == "" else StopReason.FINISHED))
 
@@ -245,17 +250,18 @@ class Rollouts:
             e.RewardReady(trajectory_id=start.trajectory_id, attempt=start.attempt, reward=plan.reward, success=plan.success)
         )
 
-    def _end(self, attempt: Attempt, reason: StopReason) -> None:
+    def _end(self, attempt: Attempt, reason: StopReason, error: str = "") -> None:
         self._forget(attempt)
-        self._post(self._ended(attempt, reason))
+        self._post(self._ended(attempt, reason, error))
 
-    def _ended(self, attempt: Attempt, reason: StopReason) -> e.TrajectoryEnded:
+    def _ended(self, attempt: Attempt, reason: StopReason, error: str = "") -> e.TrajectoryEnded:
         return e.TrajectoryEnded(
             trajectory_id=attempt.start.trajectory_id,
             attempt=attempt.start.attempt,
             stop_reason=reason,
             turns=attempt.turn,
             tokens=attempt.tokens,
+            error=error,
         )
 
     def _forget(self, attempt: Attempt) -> None:

@@ -185,6 +185,9 @@ def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCosts]:
     else:
         with _told_as("tp", "sim.engine_gpus"), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
             engine = EngineCost(gpu=gpu(sim.gpu), model=shape, tp=sim.engine_gpus)
+    longest = max(task.max_tokens for task in config.tasks)
+    if longest > engine.kv_tokens:
+        raise ConfigError(f"tasks.max_tokens must fit the KV cache of an engine ({engine.kv_tokens} tokens), got {longest}")
     trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
     with _told_as("gpus", "sim.trainer_gpus"), _told_as("gpu", trainer_gpu), _told_as("link", "sim.link"):
         trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
