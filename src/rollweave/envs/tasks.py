@@ -24,7 +24,7 @@ from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
 from rollweave.schema.errors import ConfigError, EnvError, RollweaveError
-from rollweave.schema.work import Limits, Purpose, Task, TokenSequence
+from rollweave.schema.work import Purpose, Task, TokenSequence
 
 
 class OpenedEnv(Protocol):
@@ -125,7 +125,7 @@ class TaskSource:
         if not isinstance(made, Task):
             raise EnvError(f"{name}: make_task must return a Task, got {type(made).__name__}")
         task_id = TaskId(f"{name}-{split}-{index}")
-        return msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=_limits(domain))
+        return msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
 
     def worlds(self, name: str) -> Worlds:
         """Where the environments of domain `name` live."""
@@ -174,13 +174,3 @@ class TaskSource:
                 f"{method} of environment {domain.env!r} must return a list of non-empty strings, got {wrong[0]!r}"
             )
         return found
-
-
-def _limits(domain: TaskConfig) -> Limits:
-    return Limits(
-        max_turns=domain.max_turns,
-        max_tokens=domain.max_tokens,
-        max_turn_tokens=domain.max_turn_tokens,
-        time_s=domain.time_s,
-        step_s=domain.step_s,
-    )

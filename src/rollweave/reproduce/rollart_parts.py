@@ -78,7 +78,8 @@ def fig12(quick: bool) -> list[Row]:
         "local, each": local.but(batch=3 * local.batch),
         "serverless, each": local.but(rollout_gpus=8, rollout={}, serverless=True, batch=3 * local.batch),
     }
-    times = {name: rollouts(setup, steps=steps) for name, setup in runs.items()}
+    outcomes = {name: [first_step(setup, seed=seed) for seed in range(steps)] for name, setup in runs.items()}
+    times = {name: [float(outcome.steps[0]["at"]) for outcome in found] for name, found in outcomes.items()}
     seconds = {name: statistics.fmean(found) for name, found in times.items()}
     plans = workload("gem-math")
     judging = [
@@ -90,7 +91,7 @@ def fig12(quick: bool) -> list[Row]:
         for seed in range(steps)
     ]
     used = statistics.fmean(judged / (JUDGES * took) for judged, took in zip(judging, times["local"], strict=True))
-    kept = [first_step(runs["serverless"], seed=seed).rewards_used or 0.0 for seed in range(steps)]
+    kept = [outcome.rewards_used or 0.0 for outcome in outcomes["serverless"]]
     row = functools.partial(Row, experiment="rollart-fig12", note=mean_of(steps, "rollout"))
     one_by_one = "each judging GPU gives one verdict at a time, of the family's seconds: assumption"
     return [

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollweave.schema.work import Limits
+
 # Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
@@ -87,6 +89,17 @@ class TaskConfig(Section):
     @property
     def name(self) -> str:
         return self.tag or self.env
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of one of its trajectories."""
+        return Limits(
+            max_turns=self.max_turns,
+            max_tokens=self.max_tokens,
+            max_turn_tokens=self.max_turn_tokens,
+            time_s=self.time_s,
+            step_s=self.step_s,
+        )
 
 
 class RolloutConfig(Section):

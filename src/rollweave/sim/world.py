@@ -17,7 +17,6 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.work import Limits
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener
@@ -60,16 +59,7 @@ class World:
         self._serving = False  # the controller works on the first event of the inbox
         self._journal = journal
         engine_cost, trainer_cost = costs if costs is not None else costs_of(config)
-        limits = {
-            task.name: Limits(
-                max_turns=task.max_turns,
-                max_tokens=task.max_tokens,
-                max_turn_tokens=task.max_turn_tokens,
-                time_s=task.time_s,
-                step_s=task.step_s,
-            )
-            for task in config.tasks
-        }
+        limits = {task.name: task.limits for task in config.tasks}
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
