@@ -4,7 +4,7 @@ Events about a trajectory carry its `attempt`, events about an engine or trainer
 what comes late from an earlier life is ignored. Text in events is for people; decisions never read it.
 """
 
-from rollweave.schema.base import EngineId, GroupId, Tagged, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
 from rollweave.schema.work import StopReason, Task
 
 
@@ -113,6 +113,13 @@ class RewardFailed(Tagged, frozen=True, kw_only=True):
 
 
 # Engines.
+
+
+class StepTime(Noun, frozen=True, kw_only=True):
+    """Measured: a step in which `batch` sequences decode a token each takes `seconds`."""
+
+    batch: int
+    seconds: float
 
 
 class EngineJoined(Tagged, frozen=True, kw_only=True):
