@@ -13,8 +13,8 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth", "faults")
-UNTRAINED = ("engine", "sim")
+NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth", "faults", "placement")
+UNTRAINED = ("engine", "sim", "placement")
 """Benches that train nothing, so that seeds mean nothing to them."""
 
 
@@ -62,6 +62,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.sim import bench_sim
 
         return bench_sim(quick=quick)
+    if name == "placement":
+        from rollweave.bench.placement import bench_placement
+
+        return bench_placement(quick=quick)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 
