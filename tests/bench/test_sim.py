@@ -16,13 +16,13 @@ def test_every_size_is_a_placement_that_can_be(layout: str, gpus: int) -> None:
     made = sim.config(gpus, layout)
     costs_of(made)
     assert made.sim is not None
-    assert made.engines.count * made.sim.engine_gpus + made.sim.trainer_gpus == gpus
+    assert made.engines[0].count * made.engines[0].degree + made.sim.trainer_gpus == gpus
     assert made.rollout.groups_per_step * made.rollout.group_size == 8192
 
 
 def test_the_largest_has_a_layout_with_an_engine_on_each_rollout_gpu() -> None:
-    assert sim.config(1024, "single").engines.count == 256
-    assert sim.config(1024, "machines").engines.count == 32
+    assert sim.config(1024, "single").engines[0].count == 256
+    assert sim.config(1024, "machines").engines[0].count == 32
 
 
 def test_memory_is_that_of_one_process_alone() -> None:

@@ -15,6 +15,20 @@ from tests.core.world import World
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded")
 
+SCHEDULINGS: dict[str, dict[str, object]] = {
+    "turn": {},
+    "trajectory": {"scheduling": "trajectory"},
+    "heddle": {"scheduling": "trajectory", "migration": "rank"},
+    "verl": {"priority": "round_robin", "placement": "pinned"},
+    "verl*": {"priority": "round_robin", "placement": "hybrid"},
+    "autellix": {"priority": "shortest_first", "placement": "least_load"},
+    "preempting": {"priority": "longest_first", "placement": "affinity"},
+}
+"""Settings of [rollout]."""
+
+
+ALLOCATION = {"budget": 5, "degrees": [1, 2, 4], "every": 1}
+
 
 def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, object]) -> RunConfig:
     rollout = {
@@ -32,7 +46,11 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
             "model": {"scratch": {}},
             "tasks": sections.pop("tasks", [{"env": "a", "weight": 2.0}, {"env": "b"}]),
             "rollout": rollout,
-            "engines": {"count": 2, "max_slots": 3, **sections.pop("engines", {})},
+            "engines": {
+                **({"count": 2} if sections.get("allocation") is None else {}),
+                "max_slots": 3,
+                **sections.pop("engines", {}),
+            },
             "eval": {"episodes": 2, "final_episodes": 3, **sections.pop("eval", {})},
             **sections,
         }
@@ -56,7 +74,7 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     assert world.evaluations[0].episodes == {"a": 3, "b": 3}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),
@@ -69,6 +87,9 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     every=st.sampled_from([0, 1, 2]),
     parts=st.integers(1, 3),
     batch=st.booleans(),
+    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    slots=st.sampled_from([1, 3]),
+    allocation=st.booleans(),
 )
 def test_any_world_ends_accounted_for(
     seed: int,
@@ -82,6 +103,9 @@ def test_any_world_ends_accounted_for(
     every: int,
     parts: int,
     batch: bool,
+    scheduling: str,
+    slots: int,
+    allocation: bool,
 ) -> None:
     settings_ = config(
         mode,
@@ -92,7 +116,10 @@ def test_any_world_ends_accounted_for(
             "dynamic_sampling": dynamic,
             "env_stepping": "batch" if batch else "trajectory",
             "reward": "after_rollout" if batch else "overlap",
+            **SCHEDULINGS[scheduling],
         },
+        engines={"max_slots": slots},
+        allocation=ALLOCATION if allocation else None,
         eval={"every": every},
         trainer={"minibatches": parts},
         watchdog={"restarts": 100},
@@ -112,20 +139,40 @@ def test_any_world_ends_accounted_for(
     assert len(everything) == len(set(everything)), "a trajectory was trained twice in the surviving lineage"
 
 
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10_000), mode=st.sampled_from(MODES))
-def test_a_replayed_journal_gives_identical_commands(seed: int, mode: str) -> None:
-    world = World(config(mode), seed, failure=0.03)
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    cut=st.floats(0, 1),
+)
+def test_a_replayed_journal_gives_identical_commands(seed: int, mode: str, scheduling: str, cut: float) -> None:
+    """Also where the replay begins with a snapshot in the middle: what is derived from the state is derived as it was."""
+    made = config(mode, rollout=SCHEDULINGS[scheduling])
+    world = World(made, seed, failure=0.03)
     world.run()
-    replayed = Core(config(mode))
-    assert [replayed.handle(now, event) for now, event in world.journal] == world.commands
+    replayed = Core(made)
+    middle = int(cut * len(world.journal))
+    for place, ((now, event), commands) in enumerate(zip(world.journal, world.commands, strict=True)):
+        if place == middle:
+            replayed = Core.restore(replayed.snapshot(), made)
+        assert replayed.handle(now, event) == commands, f"event {place}: {event}"
     assert replayed.snapshot() == world.core.snapshot()
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), mode=st.sampled_from(MODES), kills=st.lists(st.integers(5, 300), min_size=1, max_size=3))
-def test_the_controller_may_be_lost_at_any_event(seed: int, mode: str, kills: list[int]) -> None:
-    world = World(config(mode, eval={"every": 2}), seed, failure=0.01)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
+    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    allocation=st.booleans(),
+)
+def test_the_controller_may_be_lost_at_any_event(
+    seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool
+) -> None:
+    made = config(mode, eval={"every": 2}, rollout=SCHEDULINGS[scheduling], allocation=ALLOCATION if allocation else None)
+    world = World(made, seed, failure=0.01)
     world.start()
     for kill in kills:
         for _ in range(kill):
@@ -152,7 +199,8 @@ def restart_controller(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
-    world.feed(e.WorldLost(engines=tuple(EngineId(name) for name in world.engine_epoch)))
+    seats = tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in world.seats.items())
+    world.feed(e.WorldLost(engines=seats))
     if world.finish is None:
         for name in world.engine_epoch:
             world.join(name)

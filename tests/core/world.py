@@ -7,6 +7,7 @@ import heapq
 import random
 
 from rollweave.core.core import Core
+from rollweave.core.seats import first_seats
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -30,7 +31,8 @@ class World:
         self.trained: dict[int, list[str]] = {}
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
-        self.engine_epoch: dict[str, int] = {f"e{i}": 0 for i in range(config.engines.count)}
+        self.seats = {str(seat.id): seat.degree for seat in first_seats(config)}
+        self.engine_epoch: dict[str, int] = dict.fromkeys(self.seats, 0)
         self.engine_version: dict[str, int] = {}
         self.trainer_epoch = 0
         self.trainer_step = 0
@@ -46,7 +48,9 @@ class World:
     # Driving.
 
     def start(self) -> None:
-        self.feed(e.RunStarted(engines=tuple(EngineId(name) for name in self.engine_epoch)))
+        self.feed(
+            e.RunStarted(engines=tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()))
+        )
         for name in self.engine_epoch:
             self.join(name)
         self.later(e.TrainerReady(epoch=0, step=0))
@@ -57,8 +61,9 @@ class World:
             e.EngineJoined(
                 engine_id=EngineId(name),
                 epoch=self.engine_epoch[name],
-                max_slots=self.config.engines.max_slots,
+                max_slots=self.config.engines[0].max_slots,
                 kv_total_tokens=9,
+                profile=tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name]) for batch in (1, 4, 16)),
             )
         )
 
@@ -116,7 +121,7 @@ class World:
                 if self.fails():
                     self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.ENV_ERROR, error="boom"))
                 else:
-                    self.later(e.EnvReady(**key))
+                    self.later(e.EnvReady(**key, prompt_tokens=7))
             case c.StartRun():
                 self.turns_of[command.trajectory_id, command.attempt] = 0
                 self.next_turn(command.trajectory_id, command.attempt)
@@ -137,8 +142,26 @@ class World:
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))
                     self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
-            case c.AbortTurn() | c.Evict() | c.ResumeEngine():
+            case c.AbortTurn() | c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
+            case c.RerankTurn():
+                assert command.engine_id in self.engine_version
+            case c.Predict():
+                self.predict(command)
+            case c.Migrate():
+                assert command.source != command.target
+                assert {command.source, command.target} <= self.engine_version.keys(), (
+                    "a transfer between engines without weights"
+                )
+                error = "lost on the way" if self.fails() else ""
+                done = e.MigrationDone(
+                    number=command.number,
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    moved_tokens=0 if error else 5,
+                    error=error,
+                )
+                self.later(done)
             case c.MarkBest():
                 assert command.step in self.checkpoints, "the best is no checkpoint"
             case c.StartEval():
@@ -160,6 +183,15 @@ class World:
                 self.finish = command
             case _:
                 self.execute_plant(command)
+
+    def predict(self, command: c.Predict) -> None:
+        """Answers may be wild, late, or never come."""
+        if not self.fails():
+            remaining = self.random.choice([0.5, 3.0, 40.0, 4000.0])
+            event = e.PredictionReady(
+                trajectory_id=command.trajectory_id, attempt=command.attempt, turn=command.turn, remaining_tokens=remaining
+            )
+            self.later(event, self.random.expovariate(1 / self.spread))
 
     def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
         """The episode asks for a turn, or ends. Late or doubled requests are what a real world may produce too."""
@@ -196,8 +228,14 @@ class World:
             case c.RestartEngine():
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
+            case c.StartEngine():
+                assert command.engine_id not in self.seats, "an engine id is used again"
+                self.seats[command.engine_id] = command.degree
+                self.engine_epoch[command.engine_id] = 0
+                self.join(command.engine_id)
             case c.RemoveEngine():
                 self.engine_version.pop(command.engine_id, None)
+                del self.seats[command.engine_id], self.engine_epoch[command.engine_id]
             case c.TrainStep():
                 assert command.step == self.trainer_step
                 if self.stuck_trainer:

@@ -19,7 +19,7 @@ from rollweave.record.journal import Replay
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import CorruptJournalError
-from rollweave.schema.events import WorldLost
+from rollweave.schema.events import EngineSeat, WorldLost
 from tests.live.real import (
     GROUPS,
     MEMBERS,
@@ -145,7 +145,7 @@ def test_a_damaged_journal_is_one_error_or_goes_on(former: RunConfig, tmp_path: 
             refused += 1
             continue
         core.check()
-        core.handle(1e6, WorldLost(engines=(EngineId("e0"),)))
+        core.handle(1e6, WorldLost(engines=(EngineSeat(id=EngineId("e0")),)))
         core.check()
         assert core.account().balanced
     assert (refused > 0) == (damage is flip)

@@ -7,13 +7,13 @@ from rollweave.record.journal import Replay, RunJournal, digest
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import ResumeEngine, SetTimer
 from rollweave.schema.config import RunConfig
-from rollweave.schema.events import EngineJoined, Event, RunStarted, TimerFired, TrainerReady, WeightsPublished
+from rollweave.schema.events import EngineJoined, EngineSeat, Event, RunStarted, TimerFired, TrainerReady, WeightsPublished
 
 CONFIG = RunConfig.model_validate(
     {"run": {"name": "r"}, "model": {"path": "m"}, "tasks": [{"env": "frozenlake"}], "rollout": {"groups_per_step": 2}}
 )
 EVENTS: list[Event] = [
-    RunStarted(engines=(EngineId("e0"),)),
+    RunStarted(engines=(EngineSeat(id=EngineId("e0")),)),
     EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=4, kv_total_tokens=100),
     TrainerReady(epoch=0, step=0),
     TimerFired(),

@@ -30,10 +30,10 @@ class Failing:
 
 def test_a_set_up_is_a_run() -> None:
     config = SMALL.but(rollout_gpus=8, tp=4, gpu="h20", mode="bounded", alpha=3, rollout={"spare_groups": 2}).config(steps=5)
-    assert (config.engines.count, config.rollout.groups_per_step, config.rollout.max_running) == (2, 4, 16)
+    assert (config.engines[0].count, config.rollout.groups_per_step, config.rollout.max_running) == (2, 4, 16)
     assert (config.rollout.mode, config.rollout.alpha, config.rollout.spare_groups) == ("bounded", 3, 2)
     assert config.sim is not None
-    assert (config.sim.gpu, config.sim.trainer_gpu, config.sim.engine_gpus) == ("h20", "h800", 4)
+    assert (config.sim.gpu, config.sim.trainer_gpu, config.engines[0].degree) == ("h20", "h800", 4)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded"])

@@ -85,7 +85,7 @@ def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
         ({"model": "qwen"}, r"^sim\.model must be one of"),
         ({"link": "string"}, r"^sim\.link must be one of"),
         ({"trainer_gpus": 1, "model": "qwen2.5-7b"}, r"^sim\.trainer_gpus must be at least 2"),
-        ({"model": "qwen2.5-72b", "gpu": "a100"}, r"sim\.engine_gpus must be at least 2"),
+        ({"model": "qwen2.5-72b", "gpu": "a100"}, r"engines\.degree must be at least 2"),
         ({"workloads": {"webshop": "shopping"}}, r"^sim\.workloads\.webshop must be one of"),
         ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
     ],

@@ -56,7 +56,7 @@ class Referee:
             case e.RunStarted() | e.WorldLost():
                 for table in (self.stage, self.turns, self.open, self.asked, self.cancelled):
                     table.clear()
-                self.engines = dict.fromkeys(event.engines, (0, "join"))
+                self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
             case e.TimerFired():
                 assert self.timer, "a timer that nobody set"
                 self.timer = False

@@ -94,13 +94,13 @@ def bench_profile(path: Path, model: Path | None, *, quick: bool) -> Result:
 
 def spec_of(config: RunConfig, model: Path) -> EngineSpec:
     """The engine that a run of `config` has."""
-    engines = config.engines
+    engines = config.engines[0]
     return EngineSpec(
         id=EngineId("profile"),
         model=str(model),
         dtype=config.model.dtype,
         device=config.model.device,
-        threads=engines.threads,
+        threads=engines.degree,
         max_slots=engines.max_slots,
         kv_tokens=engines.kv_tokens,
         block_tokens=engines.block_tokens,

@@ -43,7 +43,7 @@ def config(gpus: int, layout: str) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": f"sim-{gpus}-{layout}", "steps": 1},
-            "sim": {"model": model, "gpu": "h800", "engine_gpus": engine_gpus, "trainer_gpus": training},
+            "sim": {"model": model, "gpu": "h800", "trainer_gpus": training},
             "tasks": [task | {"step_s": 600.0, "time_s": 1e6}],
             "rollout": {
                 "groups_per_step": GROUPS,
@@ -52,7 +52,12 @@ def config(gpus: int, layout: str) -> RunConfig:
                 "init_slots": GROUPS * MEMBERS,
                 "eval_slots": GROUPS * MEMBERS,
             },
-            "engines": {"count": rollout // engine_gpus, "max_slots": 1024, "prefill_chunk_tokens": 8192},
+            "engines": {
+                "count": rollout // engine_gpus,
+                "degree": engine_gpus,
+                "max_slots": 1024,
+                "prefill_chunk_tokens": 8192,
+            },
             "eval": {"final_episodes": 0},
             "watchdog": {"start_s": 1e4, "turn_s": 1e5, "weights_s": 1e4, "train_s": 1e5},
         }

@@ -170,7 +170,8 @@ def simulate_again(
     made = config.model_copy(update={"sim": SimConfig(model="qwen3-8b", profile=str(profile), controller_s=controller_s)})
     path, metrics = profile.with_name("simulated.bin"), SimMetrics()
     with RunJournal(path) as journal:
-        costs = (ProfileCost.from_json(profile), MeasuredTrainer(live))
+        engine = ProfileCost.from_json(profile)
+        costs = ({group.degree: engine for group in made.engines}, MeasuredTrainer(live))
         world = World(made, listener=metrics, journal=journal, costs=costs, work=work)
         metrics.watch(world)
         core = world.run()

@@ -14,6 +14,7 @@ from rollweave.cli.dryenvs import Domain, examine_domain
 from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
 from rollweave.codec.config import load
+from rollweave.core.seats import first_seats
 from rollweave.live.sinks import missing_sinks
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
@@ -78,11 +79,10 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:
-    engines, trainer = config.engines, config.trainer
-    threads = engines.count * engines.threads + trainer.ranks * trainer.threads
-    text = (
-        f"{engines.count} engines × {engines.threads} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
-    )
+    trainer, degrees = config.trainer, [seat.degree for seat in first_seats(config)]
+    threads = sum(degrees) + trainer.ranks * trainer.threads
+    engines = " + ".join(f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees))
+    text = f"{engines} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
     yield ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will take turns")
     if trainer.ranks > 1:
         try:

@@ -4,6 +4,7 @@ An estimate for planning, labelled as such: exact for weights, gradients, optimi
 that a forward pass keeps for the backward pass; a fixed share for each interpreter with its libraries.
 """
 
+from rollweave.core.seats import first_seats
 from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig, ScratchModel
 from rollweave.weights.checkpoint import ModelShape
@@ -74,7 +75,8 @@ def parameters(shape: ModelShape) -> int:
 
 def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
     """What the run keeps in memory, largest parts named. Environments are the user's and not counted."""
-    engines, trainer = config.engines, config.trainer
+    trainer, seats = config.trainer, first_seats(config)
+    kv_tokens = [config.engine(seat.id).kv_tokens for seat in seats]
     count = parameters(shape)
     width = DTYPE_BYTES[config.model.dtype]
     shard = -(-count // trainer.ranks)
@@ -84,9 +86,12 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
         Need(what="trainer: optimizer (AdamW)", count=trainer.ranks, each=2 * shard * MASTER_BYTES, on_device=True),
         Need(what="trainer: activations", count=trainer.ranks, each=activations(config, shape), on_device=True),
         Need(what="trainer: published weights", count=PUBLICATIONS, each=count * MASTER_BYTES, on_device=False),
-        Need(what="engines: weights", count=engines.count, each=count * width, on_device=True),
-        Need(what="engines: KV cache", count=engines.count, each=engines.kv_tokens * kv_bytes(shape, width), on_device=True),
-        Need(what="processes", count=1 + engines.count + trainer.ranks, each=PROCESS_BYTES, on_device=False),
+        Need(what="engines: weights", count=len(seats), each=count * width, on_device=True),
+        *(
+            Need(what="engines: KV cache", count=kv_tokens.count(tokens), each=tokens * kv_bytes(shape, width), on_device=True)
+            for tokens in dict.fromkeys(kv_tokens)
+        ),
+        Need(what="processes", count=1 + len(seats) + trainer.ranks, each=PROCESS_BYTES, on_device=False),
     ]
     if config.algorithm.kl:
         needs.insert(3, Need(what="trainer: reference", count=trainer.ranks, each=shard * MASTER_BYTES, on_device=True))

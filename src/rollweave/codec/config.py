@@ -42,7 +42,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        lines = [_line(detail, name, touched) for detail in _own(error.errors())]
+        lines = [_line(detail, name, touched) for detail in _own([_as_written(detail, data) for detail in error.errors()])]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from error
 
 
@@ -82,6 +82,14 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
+    """`[engines]` is read as a list of one: its fields have no number for the user."""
+    place = detail["loc"]
+    if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
+        detail["loc"] = (place[0], *place[2:])
+    return detail
 
 
 def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:

@@ -2,6 +2,7 @@
 
 from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
+from rollweave.core.order import Order
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Stage
 from rollweave.policy.staleness import acceptable
@@ -10,6 +11,10 @@ from rollweave.schema.work import Purpose
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
+    if run.scheduling.homes:
+        assert run.order == Order.of(run.state, by_level=run.scheduling.priority == "longest_first"), (
+            "the order is what a fresh sort gives"
+        )
     _check_indices(run)
     _check_turns(run)
     _check_groups(run)
@@ -44,7 +49,10 @@ def _check_turns(run: Run) -> None:
     waiting: set[str] = set(state.turn_queue)
     served: dict[str, str] = {}  # trajectory → the engine that has its turn
     for engine in state.engines.values():
-        assert len(engine.active) <= max(engine.max_slots, 0), engine
+        assert run.scheduling.preempts or len(engine.active) <= max(engine.max_slots, 0), engine
+        assert not (engine.draining and state.partition.shares) or all(
+            share.engine_id != engine.id for share in state.partition.shares
+        ), f"the partition has {engine.id}, which drains"
         for trajectory_id in engine.active:
             assert trajectory_id not in served, f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
             served[trajectory_id] = engine.id
@@ -53,11 +61,19 @@ def _check_turns(run: Run) -> None:
         if turn is None:
             continue
         assert trajectory.stage is Stage.RUN, trajectory
-        if turn.engine is None:
-            assert trajectory.id in waiting, trajectory
+        if turn.engine is None and trajectory.id not in waiting:
+            assert trajectory.migration is not None, f"{trajectory} waits for nothing"
+            assert state.migrations[trajectory.migration].since is not None, trajectory
+        elif turn.engine is None:
             waiting.remove(trajectory.id)
         else:
             assert served.pop(trajectory.id, None) == turn.engine, trajectory
+    for number, migration in state.migrations.items():
+        trajectory_ = state.trajectories.get(migration.trajectory_id)
+        moves = trajectory_ is not None and trajectory_.migration == number
+        assert moves or migration.since is not None, f"nobody waits for {migration}"
+    ends = [end for m in state.migrations.values() if m.since is not None for end in (m.source, m.target)]
+    assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not served, f"{served} are on engines without an open turn"
 

@@ -10,11 +10,14 @@ from typing import assert_never
 import msgspec
 
 from rollweave.core import (
+    allocation,
     ending,
     engines,
     evaluation,
     groups,
     idle,
+    lengths,
+    migration,
     recovery,
     training,
     trajectories,
@@ -56,13 +59,16 @@ class Core:
     def handle(self, now: float, event: Event) -> list[Command]:
         """Take one event at time `now`, in seconds since the run began, and return the commands that it leads to, in order."""
         run = self._run
-        run.now, run.out = now, []
+        run.now, run.out, run.touched = now, [], []
         idle.account(run)
         if self.finished and not isinstance(event, e.WorldLost):
             return []
         _route(run, event)
-        if isinstance(event, e.TurnRequested | e.TurnDone):
-            turns.dispatch(run)  # the most frequent events by far, and all that they make possible
+        if isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
+            barrier = self._run.config.rollout.env_stepping == "batch"
+            turns.dispatch(
+                run, None if barrier else run.touched
+            )  # the most frequent events by far, and all that they make possible
         elif not self.finished:
             _use_what_is_possible(run)
         return run.out
@@ -86,6 +92,7 @@ def _use_what_is_possible(run: Run) -> None:
     training.take_batch(run)
     groups.sweep_doomed(run)
     evaluation.advance(run)
+    allocation.advance(run)
     groups.launch(run)
     trajectories.start_inits(run)
     trajectories.start_evals(run)
@@ -103,6 +110,8 @@ def _route(run: Run, event: Event) -> None:
             turns.on_failed(run, event)
         case e.EnvReady():
             trajectories.on_env_ready(run, event)
+        case e.PredictionReady():
+            lengths.on_prediction(run, event)
         case e.TrajectoryEnded():
             trajectories.on_ended(run, event)
         case e.RewardReady():
@@ -113,6 +122,8 @@ def _route(run: Run, event: Event) -> None:
             groups.on_submitted(run, event)
         case e.DrawFailed():
             groups.on_draw_failed(run, event)
+        case e.MigrationDone():
+            migration.on_done(run, event)
         case e.TimerFired():
             watchdog.look(run)
         case e.StepTrained():

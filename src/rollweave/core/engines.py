@@ -5,22 +5,35 @@ An engine that joins is stale until it has loaded weights, however it came back.
 version that is being evaluated.
 """
 
-from rollweave.core import evaluation, turns
+from rollweave.core import evaluation, placing, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase
 from rollweave.policy.modes import update_now
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, SuspendEngine
-from rollweave.schema.events import EngineJoined, EngineLost, EngineSuspended, WeightsLoaded, WeightsLoadFailed
+from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, StartEngine, SuspendEngine
+from rollweave.schema.events import (
+    EngineJoined,
+    EngineLost,
+    EngineSeat,
+    EngineSuspended,
+    WeightsLoaded,
+    WeightsLoadFailed,
+)
 
 LOAD_TRIES = 2
 """Loads of the same weights that may fail on one engine before it is restarted."""
 
 
-def start(run: Run, engine_ids: tuple[EngineId, ...]) -> None:
+def start(run: Run, seats: tuple[EngineSeat, ...]) -> None:
     """The world is starting these engines, and has no others."""
-    run.state.engines = {engine_id: Engine(id=engine_id, since=run.now) for engine_id in engine_ids}
+    run.state.engines = {seat.id: Engine(id=seat.id, degree=seat.degree, since=run.now) for seat in seats}
+    run.state.next_engine = max(run.state.next_engine, len(seats))
+    _came_or_went(run)
+
+
+def _came_or_went(run: Run) -> None:
     run.fleet_changed()
+    placing.engines_changed(run)
 
 
 def find(run: Run, engine_id: EngineId, epoch: int) -> Engine | None:
@@ -32,8 +45,9 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
+    engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
+    engine.profile, engine.rate = event.profile, None
     _enter(run, engine, EngineStatus.STALE)
-    engine.max_slots = event.max_slots
 
 
 def on_suspended(run: Run, event: EngineSuspended) -> None:
@@ -48,6 +62,8 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
         return
     if engine.version >= 0:
         engine.restarts = 0  # it lived from one update to the next: earlier failures are forgiven
+    else:
+        placing.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
     engine.load_failures = 0
     _enter(run, engine, EngineStatus.SERVING)
@@ -78,12 +94,13 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
+    if engine.draining:
+        remove(run, engine, reason)
+        return
     if engine.restarts >= run.config.watchdog.restarts:
         run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
-        del run.state.engines[engine.id]
-        run.fleet_changed()
-        run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
-        if not run.state.engines:
+        remove(run, engine, reason)
+        if not run.state.engines and not run.state.seats:
             run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
         return
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
@@ -92,7 +109,37 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.version = engine.weights_id = engine.loading_id = -1
     engine.strikes = engine.load_failures = 0
     _enter(run, engine, EngineStatus.STARTING)
+    placing.engines_changed(run)
+    turns.leave(run, engine)
     run.emit(RestartEngine(engine_id=engine.id, epoch=engine.epoch, reason=reason))
+
+
+# A fleet that changes.
+
+
+def add(run: Run, degree: int) -> None:
+    """Start one more engine."""
+    state = run.state
+    engine = Engine(id=EngineId(f"e{state.next_engine}"), degree=degree, since=run.now)
+    state.next_engine += 1
+    state.engines[engine.id] = engine
+    run.fleet_changed()
+    run.emit(StartEngine(engine_id=engine.id, degree=degree))
+
+
+def drain(run: Run, engine: Engine) -> None:
+    """Give the engine no turn any more; `core/allocation` removes it when its last one is done."""
+    engine.draining = True
+    _came_or_went(run)
+    turns.leave(run, engine)
+
+
+def remove(run: Run, engine: Engine, reason: str) -> None:
+    """For good. It has no turns."""
+    del run.state.engines[engine.id]
+    _came_or_went(run)
+    turns.leave(run, engine)
+    run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
 
 
 def update(run: Run) -> None:
@@ -103,7 +150,9 @@ def update(run: Run) -> None:
     outdated = [
         engine
         for engine in state.engines.values()
-        if engine.status in (EngineStatus.STALE, EngineStatus.SERVING) and engine.weights_id != state.published_id
+        if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
+        and engine.weights_id != state.published_id
+        and not engine.draining
     ]
     held = evaluation.holds_weights(run)
     may_update = not held and update_now(

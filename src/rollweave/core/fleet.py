@@ -4,6 +4,8 @@ Derived from the state and never written to a snapshot: a restored core makes it
 `occupy` and `vacate`; whatever else changes an engine calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
 """
 
+import math
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -14,53 +16,72 @@ from rollweave.schema.base import EngineId, TrajectoryId
 
 @dataclass(kw_only=True)
 class Fleet:
-    loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of serving engines
-    free_slots: int = 0  # of serving engines
-    active: int = 0  # turns on serving engines
-    busy: int = 0  # serving engines that have turns
+    loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of engines that take turns
+    slots: int = 0  # of engines that take turns
+    active: int = 0  # turns on these
+    busy: int = 0  # of these, the engines that have turns
+    draining: int = 0
     starting: int = 0
     updating: int = 0  # stale, suspending or loading
     version: int | None = None  # the oldest that an engine has; None if no engine has any
     weights_ids: frozenset[int] = frozenset()  # of engines that could take others now: stale and serving ones
+    _ranks: dict[EngineId, list[float]] = field(default_factory=dict)  # of the turns on an engine, ascending
 
     @classmethod
     def of(cls, state: State) -> Self:
-        engines = list(state.engines.values())
-        serving = [engine for engine in engines if engine.status is EngineStatus.SERVING]
-        ready = [engine for engine in engines if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)]
-        starting = sum(engine.status is EngineStatus.STARTING for engine in engines)
+        staying = [engine for engine in state.engines.values() if not engine.draining]
+        serving = [engine for engine in staying if engine.status is EngineStatus.SERVING]
+        ready = [engine for engine in staying if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)]
+        starting = sum(engine.status is EngineStatus.STARTING for engine in staying)
+        ranks = {engine.id: sorted(_ranks(state, engine)) for engine in serving}
         return cls(
-            loads={engine.id: _load(engine) for engine in serving},
-            free_slots=sum(engine.max_slots - len(engine.active) for engine in serving),
+            loads={engine.id: _load(engine, ranks[engine.id]) for engine in serving},
+            slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
             busy=sum(bool(engine.active) for engine in serving),
+            draining=len(state.engines) - len(staying),
             starting=starting,
-            updating=len(engines) - len(serving) - starting,
-            version=min((engine.version for engine in engines if engine.version >= 0), default=None),
+            updating=len(staying) - len(serving) - starting,
+            version=min((engine.version for engine in staying if engine.version >= 0), default=None),
             weights_ids=frozenset(engine.weights_id for engine in ready),
+            _ranks=ranks,
         )
 
-    def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: int) -> None:
-        """Give a serving engine a turn."""
+    def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: int, rank: float) -> None:
+        """Give an engine that takes turns one of this rank."""
         engine.active[trajectory_id] = turn
+        insort(self._ranks[engine.id], rank)
         self._recount(engine)
 
-    def vacate(self, engine: Engine, trajectory_id: TrajectoryId) -> bool:
-        """Take a trajectory's turn from the engine. False if it had none."""
+    def vacate(self, engine: Engine, trajectory_id: TrajectoryId, rank: float) -> bool:
+        """Take a trajectory's turn of this rank from the engine. False if it had none."""
         if engine.active.pop(trajectory_id, None) is None:
             return False
-        self._recount(engine)
+        ranks = self._ranks.get(engine.id)
+        if ranks is not None:
+            del ranks[bisect_left(ranks, rank)]
+            self._recount(engine)
         return True
 
+    def rerank(self, engine: Engine, before: float, after: float) -> None:
+        """A turn on this engine has another rank."""
+        ranks = self._ranks[engine.id]
+        del ranks[bisect_left(ranks, before)]
+        insort(ranks, after)
+        self._recount(engine)
+
     def _recount(self, engine: Engine) -> None:
-        before = self.loads.get(engine.id)
-        if before is None:
-            return  # not serving: its slots count for nothing
-        after = self.loads[engine.id] = _load(engine)
-        self.free_slots += before.active - after.active
+        before = self.loads[engine.id]
+        after = self.loads[engine.id] = _load(engine, self._ranks[engine.id])
         self.active += after.active - before.active
         self.busy += (after.active > 0) - (before.active > 0)
 
 
-def _load(engine: Engine) -> EngineLoad:
-    return EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots)
+def _ranks(state: State, engine: Engine) -> list[float]:
+    turns = [state.trajectories[trajectory_id].turn for trajectory_id in engine.active]
+    return [turn.rank for turn in turns if turn is not None]
+
+
+def _load(engine: Engine, ranks: list[float]) -> EngineLoad:
+    lowest = ranks[-engine.max_slots] if len(ranks) >= engine.max_slots > 0 else -math.inf
+    return EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots, lowest=lowest)

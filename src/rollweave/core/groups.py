@@ -4,7 +4,7 @@ Invariant (`account`): every training trajectory that was started is trained, dr
 or in flight. Only scored members of complete groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import evaluation, trajectories
+from rollweave.core import evaluation, lengths, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.policy.mixture import next_domain
@@ -73,6 +73,7 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
         group.members.append(trajectory.id)
         run.state.trajectories[trajectory.id] = trajectory
         run.state.init_queue[trajectory.id] = None
+        lengths.begin(run, trajectory)
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:

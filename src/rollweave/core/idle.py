@@ -14,7 +14,12 @@ def account(run: Run) -> None:
     idle.clock = run.now
     fleet = run.fleet
     waiting = len(fleet.loads) - fleet.busy
-    engines = {"starting": fleet.starting, "weights": fleet.updating, "busy": fleet.busy, _cause_of_waiting(run): waiting}
+    engines = {
+        "starting": fleet.starting,
+        "weights": fleet.updating,
+        "busy": fleet.busy + fleet.draining,
+        _cause_of_waiting(run): waiting,
+    }
     for cause, count in engines.items():
         if count:
             idle.engines[cause] = idle.engines.get(cause, 0.0) + elapsed * count

@@ -23,11 +23,14 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     ending.take_up_again(run)
     if state.phase is Phase.FINISHED:
         return
+    state.migrations.clear()
+    state.seats.clear()
     engines.start(run, event.engines)
     evaluation.abandon(run)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             state.turn_queue.pop(trajectory.id, None)
+            trajectory.migration = None
             trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
     taken, state.trainer.taken = state.trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)

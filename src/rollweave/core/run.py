@@ -1,10 +1,13 @@
 """What the sub-machines share: the settings, the state, the moment, and the commands gathered for this event."""
 
 from rollweave.core.fleet import Fleet
-from rollweave.core.state import Phase, State, TrainerStatus
+from rollweave.core.lanes import Lanes
+from rollweave.core.order import Order
+from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
 from rollweave.policy.modes import Mode, preset
+from rollweave.policy.scheduling import Scheduling, scheduling
 from rollweave.policy.staleness import acceptable
-from rollweave.schema.base import TrajectoryId
+from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config import RunConfig, TaskConfig
 
@@ -17,9 +20,12 @@ class Run:
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
-        self.turn_heap: list[tuple[float, int, TrajectoryId]] | None = None  # see core/turns
+        self._lanes: Lanes | None = None
+        self._order: Order | None = None
         self.out: list[Command] = []
+        self.touched: list[EngineId | None] = []  # lanes in which this event may have made a turn possible
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha)
+        self.scheduling: Scheduling = scheduling(config.rollout)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
@@ -54,6 +60,28 @@ class Run:
     def fleet_changed(self) -> None:
         """An engine came, went, or changed in another way than by its turns."""
         self._fleet = None
+
+    @property
+    def lanes(self) -> Lanes:
+        """Queued turns, by whom they wait for."""
+        if self._lanes is None:
+            self._lanes = Lanes.of(self.state)
+        return self._lanes
+
+    def renew_lanes(self) -> None:
+        self._lanes = None
+
+    @property
+    def order(self) -> Order:
+        """Trajectories under way by their estimates. Kept only where they have engines of their own."""
+        if self._order is None:
+            self._order = Order.of(self.state, by_level=self.scheduling.priority == "longest_first")
+        return self._order
+
+    def order_changed(self, trajectory: Trajectory) -> None:
+        """The trajectory's estimate, home or stage has changed."""
+        if self._order is not None:
+            self._order.update(trajectory)
 
     def serving_version(self) -> int | None:
         """The oldest version among engines that have weights; None if no engine has any."""

@@ -8,7 +8,9 @@ import enum
 
 import msgspec
 
+from rollweave.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
+from rollweave.schema.events import StepTime
 from rollweave.schema.work import Purpose, StopReason, Task
 
 
@@ -30,11 +32,16 @@ ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 
 
 class Turn(msgspec.Struct):
-    """A turn that the episode waits for. `engine` is None while it is queued."""
+    """A turn that the episode waits for. `engine` is None while it is queued, or while its trajectory's KV moves."""
 
     number: int
     context_tokens: int
     since: float
+    arrival: int = 0  # how-manieth to be queued in this run
+    rank: float = 0.0
+    tie: float = 0.0  # among equal ranks the lower first: its arrival, or its trajectory's launch
+    lane: EngineId | None = None  # the engine that it waits for; None: any
+    mark: int = 0  # turns given before it was queued, by its lane; once it is given, by its engine
     try_number: int = 0
     engine: EngineId | None = None
     avoid: list[EngineId] = []
@@ -54,6 +61,20 @@ class Trajectory(msgspec.Struct):
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # of the last turn
+    home: EngineId | None = None  # for which its turns wait (policy/scheduling)
+    resident: bool = False  # its KV is at home, or ought to be
+    claims: int = 0  # tokens of KV that it needs through its next turn
+    prompt_tokens: int = 0
+    context_tokens: int = 0  # as the last turn was asked for
+    output_tokens: int = 0  # sampled by this attempt
+    last_output_tokens: int = 0
+    tool_s: float = 0.0  # in which its environment stepped
+    estimate: int = 0  # tokens that it will probably yet sample
+    occupies: int = 0  # the context of each of these tokens, summed
+    level: int | None = None  # of its length, sampled and estimated (policy/priority)
+    predicts: int = -1  # turn before which a prediction was last asked for
+    predicted: int = -1  # turn before which the last prediction was that came
+    migration: int | None = None  # its number, from the wish to MigrationDone
     closing: StopReason | None = None
     reward: float | None = None
     success: bool | None = None
@@ -93,17 +114,50 @@ class EngineStatus(enum.StrEnum):
 
 class Engine(msgspec.Struct):
     id: EngineId
+    degree: int = 1
+    draining: bool = False  # it takes no turn any more, and is removed when its last one is done
+    given: int = 0  # turns so far
+    crowded_at: float = 0.0  # when it last answered with more turns than slots
+    profile: tuple[StepTime, ...] = ()
+    rate: Rate | None = None  # what follows from its profile, slots and KV; None before it has joined
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
     weights_id: int = -1
     loading_id: int = -1
     max_slots: int = 0
+    kv_tokens: int = 0
     since: float = 0.0
     active: dict[TrajectoryId, int] = {}  # trajectory → turn number
     restarts: int = 0
     strikes: int = 0
     load_failures: int = 0
+
+
+class Migration(msgspec.Struct):
+    """The KV of a trajectory is to move. `since` is None while it waits for its transfer epoch."""
+
+    number: int
+    trajectory_id: TrajectoryId
+    attempt: int
+    source: EngineId
+    target: EngineId
+    since: float | None = None
+
+
+class Share(msgspec.Struct):
+    """Of the partition: this engine has the next `size` trajectories by predicted length."""
+
+    engine_id: EngineId
+    size: int
+
+
+class Partition(msgspec.Struct):
+    """Which engine has which ranks, longest first, as planned for `planned` trajectories. Without shares: to be planned."""
+
+    shares: list[Share] = []
+    planned: int = 0
+    predictions: int = 0  # that have come since
 
 
 class TrainerStatus(enum.StrEnum):
@@ -146,6 +200,23 @@ class Phase(enum.StrEnum):
     FINISHED = "finished"
 
 
+class Scheduled(msgspec.Struct):
+    """What scheduling by trajectory did and cost."""
+
+    predictions: int = 0  # that were asked for
+    predictions_late: int = 0  # came after the next turn was asked for, or never
+    preemptions: int = 0
+    overdue: int = 0  # turns that ran because they were overtaken too often
+    plans: int = 0
+    migrations: int = 0
+    migrations_dropped: int = 0  # the tool was done before the transfer began
+    migrations_failed: int = 0
+    moved_tokens: int = 0
+    exposed_s: float = 0.0  # in which turns waited for a transfer
+    queue_s: float = 0.0  # in which turns waited, in the core or on their engine
+    reallocations: int = 0
+
+
 class Counters(msgspec.Struct):
     """Training trajectories by their end. `started` = trained + dropped + cancelled + buffered + in flight, always."""
 
@@ -164,6 +235,7 @@ class Counters(msgspec.Struct):
     cached_tokens: int = 0
     context_tokens: int = 0
     watchdog: dict[str, int] = {}
+    scheduling: Scheduled = msgspec.field(default_factory=Scheduled)
 
 
 class Idle(msgspec.Struct):
@@ -188,6 +260,20 @@ class State(msgspec.Struct):
     in_run: dict[TrajectoryId, None] = {}
     turn_queue: dict[TrajectoryId, int] = {}  # → number of its arrival
     arrivals: int = 0
+    given: int = 0  # turns that any engine was given
+    partition: Partition = msgspec.field(default_factory=Partition)
+    migrations: dict[int, Migration] = {}
+    next_migration: int = 0
+    migration_token_s: float = 0.0  # seconds that a token's KV took on the way, on average
+    first_lengths: dict[str, float] = {}  # mean predicted length by task domain, for as long as none has finished
+    lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
+    growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
+    turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
+    turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
+    tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain
+    next_engine: int = 0
+    seats: list[int] = []  # degrees of the engines that the plan has and the fleet lacks
+    planned_at: int = 0  # step of the last allocation
     eval_queue: dict[TrajectoryId, None] = {}
     in_eval: dict[TrajectoryId, None] = {}
     closing: dict[TrajectoryId, None] = {}

@@ -5,11 +5,11 @@ Invariant: a group is taken by one step of the surviving lineage only. Steps sin
 out to be damaged. A version is published once its step is whole.
 """
 
-from rollweave.core import evaluation, groups
+from rollweave.core import allocation, evaluation, groups
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Phase, TrainerStatus
 from rollweave.policy.staleness import acceptable, staleness
-from rollweave.schema.commands import GroupRef, PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
+from rollweave.schema.commands import FitPredictor, GroupRef, PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
 from rollweave.schema.events import (
     CheckpointFailed,
     CheckpointSaved,
@@ -88,6 +88,9 @@ def on_trained(run: Run, event: StepTrained) -> None:
     if trainer.parts_done == run.parts:
         trainer.step += 1
         trainer.parts_done = 0
+        if run.scheduling.predicts:
+            run.emit(FitPredictor(step=event.step))
+        allocation.plan(run)
         _publish(run)
 
 

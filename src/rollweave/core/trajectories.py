@@ -4,7 +4,7 @@ Invariant: an attempt holds a pool slot from the command that starts its stage u
 over. A cancelled attempt keeps its slot while it closes, so what the world holds is never more than the pools allow.
 """
 
-from rollweave.core import groups
+from rollweave.core import groups, lengths, migration
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
 from rollweave.policy.retry import try_again
@@ -38,6 +38,7 @@ def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
         after[trajectory.id] = None
     trajectory.stage = stage
     trajectory.since = run.now
+    run.order_changed(trajectory)
 
 
 # What the world reports.
@@ -48,6 +49,7 @@ def on_env_ready(run: Run, event: EnvReady) -> None:
     if trajectory is not None and trajectory.stage is Stage.INIT:
         move(run, trajectory, Stage.RUN)
         run.emit(StartRun(trajectory_id=trajectory.id, attempt=trajectory.attempt))
+        lengths.on_ready(run, trajectory, event.prompt_tokens)
 
 
 def on_ended(run: Run, event: TrajectoryEnded) -> None:
@@ -60,6 +62,8 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         close(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
         count_stop(run, event.stop_reason)
+        migration.forget(run, trajectory)
+        lengths.over(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
@@ -112,6 +116,8 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """The attempt is over for `reason` and the world holds nothing for it: try again, or end the trajectory."""
     trajectory.closing = None
     trajectory.turn = None
+    migration.forget(run, trajectory)
+    lengths.over(run, trajectory, finished=False)
     if trajectory.started:
         count_stop(run, reason)
     group = run.state.groups[trajectory.group_id]
@@ -121,7 +127,8 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         retried[reason] = retried.get(reason, 0) + 1
         trajectory.attempt += 1
         trajectory.asked = 0
-        trajectory.engine = None
+        trajectory.engine = trajectory.home = None
+        lengths.begin(run, trajectory)
         move(run, trajectory, Stage.QUEUED)
         return
     move(run, trajectory, Stage.ENDED)
@@ -130,12 +137,10 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 def release_turn(run: Run, trajectory: Trajectory) -> None:
     """Take the open turn, if any, from the queue or from its engine."""
-    turn, trajectory.turn = trajectory.turn, None
+    turn = trajectory.turn
     run.state.turn_queue.pop(trajectory.id, None)
-    if turn is None or turn.engine is None:
-        return
-    engine = run.state.engines.get(turn.engine)
-    if engine is not None and run.fleet.vacate(engine, trajectory.id):
+    engine = run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
+    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn.rank):
         run.emit(
             AbortTurn(
                 trajectory_id=trajectory.id,
@@ -145,6 +150,7 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
                 try_number=turn.try_number,
             )
         )
+    trajectory.turn = None
 
 
 def count_stop(run: Run, reason: StopReason) -> None:

@@ -1,22 +1,20 @@
-"""Turns: queued by rank, routed to an engine, tried again elsewhere when the engine fails.
+"""Turns: ranked, queued, given to an engine that would run them at once, tried again elsewhere when the engine fails.
 
-Invariant: an open turn is either in `turn_queue` or in exactly one engine's `active`; `try_number` fences late answers.
+Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or held while its trajectory's KV moves;
+`try_number` fences late answers. An engine is given more turns than it has slots only by one that preempts (Heddle Alg. 1):
+of what it was given, the engine runs the highest ranks.
 """
 
-import heapq
-
-from rollweave.core import trajectories
+from rollweave.core import lengths, migration, placing, trajectories
+from rollweave.core.lanes import Lane
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Stage, Trajectory, Turn
-from rollweave.policy.priority import fcfs
+from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
+from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.policy.routing import choose
-from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import AbortTurn, StartTurn
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.commands import AbortTurn, RerankTurn, StartTurn
 from rollweave.schema.events import TurnDone, TurnFailed, TurnRequested
 from rollweave.schema.work import StopReason
-
-STALE_ENTRIES = 64
-"""Entries of turns that left the queue otherwise, which the heap may hold beyond as many as it has live ones."""
 
 
 def on_requested(run: Run, event: TurnRequested) -> None:
@@ -25,9 +23,11 @@ def on_requested(run: Run, event: TurnRequested) -> None:
         return
     if event.turn != trajectory.asked:
         return  # a message that came twice
+    lengths.on_requested(run, trajectory, event.context_tokens)
     trajectory.asked += 1
     trajectory.turn = Turn(number=event.turn, context_tokens=event.context_tokens, since=run.now)
-    _enqueue(run, trajectory)
+    if not migration.holds(run, trajectory):
+        enqueue(run, trajectory)
 
 
 def on_done(run: Run, event: TurnDone) -> None:
@@ -36,7 +36,10 @@ def on_done(run: Run, event: TurnDone) -> None:
         return
     assert turn.engine is not None, "an open turn with a matching try is on an engine"
     engine = run.state.engines[turn.engine]
-    run.fleet.vacate(engine, trajectory.id)
+    if len(engine.active) > engine.max_slots:
+        engine.crowded_at = run.now
+    run.fleet.vacate(engine, trajectory.id, turn.rank)
+    run.touched += [None, engine.id]
     engine.strikes = 0
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     counters = run.state.counters
@@ -44,6 +47,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     counters.output_tokens += event.output_tokens
     counters.cached_tokens += event.cached_tokens
     counters.context_tokens += turn.context_tokens
+    counters.scheduling.queue_s += event.queue_s
+    lengths.on_done(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
 
 
 def on_failed(run: Run, event: TurnFailed) -> None:
@@ -68,7 +73,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     assert turn.engine is not None, "only an assigned turn can fail"
     engine = run.state.engines.get(turn.engine)
     if engine is not None:
-        run.fleet.vacate(engine, trajectory.id)
+        run.fleet.vacate(engine, trajectory.id, turn.rank)
     run.warn(turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed")
     turn.avoid.append(turn.engine)
     turn.engine, turn.since = None, run.now
@@ -76,7 +81,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     if turn.try_number > run.config.rollout.retries:
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
     else:
-        _enqueue(run, trajectory)
+        enqueue(run, trajectory)
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
@@ -107,53 +112,191 @@ def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     )
 
 
-def _enqueue(run: Run, trajectory: Trajectory) -> None:
-    state = run.state
+# The queue.
+
+
+def enqueue(run: Run, trajectory: Trajectory) -> None:
+    """The open turn waits for an engine: for its trajectory's own one, or for any."""
+    state, turn = run.state, trajectory.turn
+    assert turn is not None, "an open turn is queued"
     state.arrivals += 1
-    state.turn_queue[trajectory.id] = state.arrivals
-    heapq.heappush(_heap(run), (-fcfs(trajectory.launched_at), state.arrivals, trajectory.id))
+    turn.arrival = state.arrivals
+    turn.rank = _rank(run, trajectory, turn)
+    # Where KV is kept for trajectories in the order of their launch, their turns must come in that order too.
+    turn.tie = trajectory.launched_at if run.scheduling.placement == "partition" else float(turn.arrival)
+    turn.lane = placing.lane_of(run, trajectory, turn.avoid)
+    turn.mark = _given(run, turn.lane)
+    state.turn_queue[trajectory.id] = turn.arrival
+    run.lanes.add(trajectory)
+    run.touched.append(turn.lane)
 
 
-def _heap(run: Run) -> list[tuple[float, int, TrajectoryId]]:
-    """Queued turns by (−rank, arrival). Derived; entries whose turn left the queue stay until they surface or are too many."""
-    state = run.state
-    if run.turn_heap is None or len(run.turn_heap) > 2 * len(state.turn_queue) + STALE_ENTRIES:
-        run.turn_heap = [
-            (-fcfs(state.trajectories[trajectory_id].launched_at), arrival, trajectory_id)
-            for trajectory_id, arrival in state.turn_queue.items()
-        ]
-        heapq.heapify(run.turn_heap)
-    return run.turn_heap
+def requeue(run: Run, trajectory: Trajectory) -> None:
+    """Its estimate or its home has changed while the turn is queued. It keeps its place among equals."""
+    turn = trajectory.turn
+    assert turn is not None, "an open turn is queued"
+    lane = placing.lane_of(run, trajectory, turn.avoid)
+    if lane != turn.lane:
+        turn.lane, turn.mark = lane, _given(run, lane)
+    if turn.rank < overdue_rank(turn.arrival):
+        turn.rank = _rank(run, trajectory, turn)
+    run.lanes.add(trajectory)
+    run.touched.append(turn.lane)
 
 
-def dispatch(run: Run) -> None:
-    """Hand queued turns to engines, highest rank first, as long as one has a free slot."""
+def leave(run: Run, engine: Engine) -> None:
+    """The engine takes no turns for a while, or never again: those that wait for it wait for another one."""
+    for trajectory_id in list(run.state.turn_queue):
+        trajectory = run.state.trajectories[trajectory_id]
+        if trajectory.turn is not None and trajectory.turn.lane == engine.id:
+            requeue(run, trajectory)
+
+
+def _rank(run: Run, trajectory: Trajectory, turn: Turn) -> float:
+    return RANKS[run.scheduling.priority](
+        TurnView(
+            launched_at=trajectory.launched_at,
+            arrival=turn.arrival,
+            output_tokens=trajectory.output_tokens,
+            level=trajectory.level or 0,
+        )
+    )
+
+
+def _given(run: Run, engine_id: EngineId | None) -> int:
+    """Turns that this engine, or any, was given so far."""
+    return run.state.given if engine_id is None else run.state.engines[engine_id].given
+
+
+def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
+    """Give queued turns to engines that would run them at once: those that wait for one of these, or all if none are named."""
     state = run.state
     if not state.turn_queue or (run.config.rollout.env_stepping == "batch" and _someone_steps(run)):
         return
-    fleet, heap = run.fleet, _heap(run)
-    while state.turn_queue and fleet.free_slots > 0:
-        _, arrival, trajectory_id = heapq.heappop(heap)
-        if state.turn_queue.get(trajectory_id) != arrival:
-            continue  # it left the queue otherwise
-        del state.turn_queue[trajectory_id]
-        trajectory = state.trajectories[trajectory_id]
+    if run.lanes.overgrown(state):
+        run.renew_lanes()
+    if run.scheduling.homes:
+        _find_homes(run)
+    for engine_id in run.lanes.engines if waited_for is None else waited_for:
+        while _give_next(run, engine_id):
+            pass
+
+
+def _find_homes(run: Run) -> None:
+    """Turns that found no engine of their own when they were queued."""
+    while (trajectory_id := run.lanes.first(run.state, (None, False))) is not None:
+        trajectory = run.state.trajectories[trajectory_id]
+        requeue(run, trajectory)
+        assert trajectory.turn is not None, "a queued turn is open"
+        if trajectory.turn.lane is None:
+            return  # there is no engine
+
+
+def _give_next(run: Run, waited_for: EngineId | None) -> bool:
+    """Give the first turn that waits for this engine, or for any, and can run. False if there is none."""
+    found = [_next(run, (waited_for, resident)) for resident in (True, False)]
+    ready = sorted((trajectory for trajectory in found if trajectory is not None), key=_first_come)
+    for trajectory in ready:
         turn = trajectory.turn
         assert turn is not None, "a queued turn is open"
-        chosen = choose(fleet.loads, affine=trajectory.engine, avoid=turn.avoid)
-        assert chosen is not None, "there is a free slot"
-        turn.engine, turn.since = chosen, run.now
-        fleet.occupy(state.engines[chosen], trajectory_id, turn.number)
-        run.emit(
-            StartTurn(
-                trajectory_id=trajectory_id,
-                attempt=trajectory.attempt,
-                turn=turn.number,
-                engine_id=chosen,
-                rank=fcfs(trajectory.launched_at),
-                try_number=turn.try_number,
-            )
+        chosen = _engine_for(run, trajectory, turn)
+        if chosen is not None and placing.fits(run, trajectory, run.state.engines[chosen]):
+            _give(run, trajectory, turn, chosen)
+            return True
+    return False
+
+
+def _first_come(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
+    assert trajectory.turn is not None, "a queued turn is open"
+    return (-trajectory.turn.rank, trajectory.turn.tie, trajectory.id)
+
+
+def _next(run: Run, lane: Lane) -> Trajectory | None:
+    """The turn of this lane that runs next. One that was overtaken too often goes first."""
+    state, waited_for = run.state, lane[0]
+    oldest = run.lanes.oldest(state, lane)
+    if oldest is None:
+        return None
+    turn = state.trajectories[oldest].turn
+    assert turn is not None, "a queued turn is open"
+    engine = state.engines.get(waited_for) if waited_for is not None else None
+    slots = engine.max_slots if engine is not None else run.fleet.slots
+    if is_overdue(_given(run, waited_for) - turn.mark, slots=slots) and turn.rank < overdue_rank(turn.arrival):
+        turn.rank = overdue_rank(turn.arrival)
+        state.counters.scheduling.overdue += 1
+        run.lanes.add(state.trajectories[oldest])
+    first = run.lanes.first(state, lane)
+    return state.trajectories[first] if first is not None else None
+
+
+def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
+    loads, preempts = run.fleet.loads, run.scheduling.preempts
+    if run.scheduling.homes:
+        load = loads.get(turn.lane) if turn.lane is not None else None
+        return turn.lane if load is not None and load.runs(turn.rank, preempts=preempts) else None
+    return choose(
+        loads,
+        affine=trajectory.engine,
+        avoid=turn.avoid,
+        placement=run.scheduling.placement,
+        rank=turn.rank,
+        preempts=preempts,
+    )
+
+
+def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> None:
+    state, engine = run.state, run.state.engines[chosen]
+    counted = state.counters.scheduling
+    del state.turn_queue[trajectory.id]
+    counted.preemptions += len(engine.active) >= engine.max_slots
+    counted.queue_s += run.now - turn.since
+    state.given += 1
+    engine.given += 1
+    turn.engine, turn.since, turn.mark = chosen, run.now, engine.given
+    if run.scheduling.homes and not trajectory.resident:
+        trajectory.resident = True
+        run.order_changed(trajectory)
+    run.fleet.occupy(engine, trajectory.id, turn.number, turn.rank)
+    run.emit(
+        StartTurn(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            turn=turn.number,
+            engine_id=chosen,
+            rank=turn.rank,
+            try_number=turn.try_number,
         )
+    )
+
+
+def promote_overdue(run: Run) -> None:
+    """Victims of preemption that were overtaken too often on their engine run before all others."""
+    for load in [load for load in run.fleet.loads.values() if load.active > load.slots]:
+        engine = run.state.engines[load.id]
+        for trajectory_id in engine.active:
+            trajectory = run.state.trajectories[trajectory_id]
+            turn = trajectory.turn
+            assert turn is not None, "an active turn is open"
+            if turn.rank < load.lowest and is_overdue(engine.given - turn.mark, slots=load.slots):
+                before, turn.rank = turn.rank, overdue_rank(turn.arrival)
+                run.fleet.rerank(engine, before, turn.rank)
+                run.state.counters.scheduling.overdue += 1
+                run.emit(
+                    RerankTurn(
+                        trajectory_id=trajectory_id,
+                        attempt=trajectory.attempt,
+                        turn=turn.number,
+                        engine_id=engine.id,
+                        try_number=turn.try_number,
+                        rank=turn.rank,
+                    )
+                )
+
+
+def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
+    """No answer within the limit. On a crowded engine a turn may wait while others are answered."""
+    assert engine.status is EngineStatus.SERVING, "only a serving engine owes answers"
+    return run.now - max(turn.since, engine.since, engine.crowded_at) > run.config.watchdog.turn_s
 
 
 def _someone_steps(run: Run) -> bool:

@@ -3,7 +3,7 @@
 The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, groups, training, trajectories, turns
+from rollweave.core import engines, groups, migration, training, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
 from rollweave.policy.retry import STRIKES_BEFORE_RESTART
@@ -39,6 +39,8 @@ def look(run: Run) -> None:
             run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
             groups.give_up_drawing(run, group)
     _check_trainer(run)
+    migration.give_up_late(run)
+    turns.promote_overdue(run)
     run.emit(SetTimer(at=run.now + _period_s(run)))
 
 
@@ -66,7 +68,7 @@ def _check_turns(run: Run, engine: Engine) -> None:
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         assert trajectory.turn is not None, "an active turn is open"
-        if run.now - max(trajectory.turn.since, engine.since) <= run.config.watchdog.turn_s:
+        if not turns.is_late(run, engine, trajectory.turn):
             continue
         engine.strikes += 1
         turns.time_out(run, engine, trajectory)

@@ -91,6 +91,10 @@ class Effects:
                 self._pipeline.start_turn(command)
             case c.AbortTurn():
                 self._pipeline.abort_turn(command)
+            case c.Predict():
+                self._predict(command)
+            case c.Harvest():
+                self._predictor.harvest(command)
             case c.StartInit():
                 self._pipeline.start_init(command)
             case c.StartRun():
@@ -118,7 +122,9 @@ class Effects:
 
     def _execute_rare(
         self,
-        command: c.SuspendEngine
+        command: c.FitPredictor
+        | c.StartEngine
+        | c.SuspendEngine
         | c.LoadWeights
         | c.ResumeEngine
         | c.RestartEngine
@@ -129,6 +135,10 @@ class Effects:
         | c.Finish,
     ) -> None:
         match command:
+            case c.FitPredictor():
+                self._predictor.fit(command)
+            case c.StartEngine():
+                self._fleet.add(command)
             case c.SuspendEngine():
                 self._fleet.suspend(command)
             case c.LoadWeights():

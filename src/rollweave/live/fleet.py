@@ -12,11 +12,12 @@ from rollweave.backends.base import EngineBackend
 from rollweave.live.tasks import Tasks
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, SuspendEngine
+from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, StartEngine, SuspendEngine
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
+    EngineSeat,
     EngineSuspended,
     Event,
     WeightsLoaded,
@@ -34,6 +35,7 @@ class Seat:
     """One epoch of one engine. `backend` is None until its process is started."""
 
     epoch: int
+    degree: int
     backend: EngineBackend | None = None
     ours: bool = False  # we are ending it, so its loss is no news
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -45,7 +47,7 @@ class Fleet:
     def __init__(
         self,
         *,
-        make: Callable[[EngineId, int], EngineBackend],
+        make: Callable[[EngineSeat, int], EngineBackend],
         tasks: Tasks,
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -55,10 +57,13 @@ class Fleet:
         self._seats: dict[EngineId, Seat] = {}
         self._manifests: dict[int, WeightManifest] = {}
 
-    def start(self, engine_ids: Iterable[EngineId]) -> None:
+    def start(self, seats: Iterable[EngineSeat]) -> None:
         """Start epoch 0 of each: a world begins."""
-        for engine_id in engine_ids:
-            self._begin(engine_id, 0, None)
+        for seat in seats:
+            self._begin(seat.id, Seat(epoch=0, degree=seat.degree), None)
+
+    def add(self, command: StartEngine) -> None:
+        self._begin(command.engine_id, Seat(epoch=0, degree=command.degree), None)
 
     def backend(self, engine_id: EngineId) -> EngineBackend | None:
         """The engine's living process, if it has one."""
@@ -83,7 +88,8 @@ class Fleet:
             backend.resume()
 
     def restart(self, command: RestartEngine) -> None:
-        self._begin(command.engine_id, command.epoch, self._seats.get(command.engine_id))
+        former = self._seats[command.engine_id]
+        self._begin(command.engine_id, Seat(epoch=command.epoch, degree=former.degree), former)
 
     def remove(self, command: RemoveEngine) -> None:
         seat = self._seats.pop(command.engine_id, None)
@@ -112,13 +118,13 @@ class Fleet:
             seat.ours = True
         await asyncio.gather(*(seat.backend.close() for seat in seats if seat.backend is not None))
 
-    def _begin(self, engine_id: EngineId, epoch: int, former: Seat | None) -> None:
-        seat = self._seats[engine_id] = Seat(epoch=epoch)
+    def _begin(self, engine_id: EngineId, seat: Seat, former: Seat | None) -> None:
+        self._seats[engine_id] = seat
         if former is not None:
             former.ours = True
             if former.backend is not None:
                 former.backend.kill()
-        self._tasks.spawn(self._live(engine_id, seat, former), f"engine {engine_id}.{epoch}")
+        self._tasks.spawn(self._live(engine_id, seat, former), f"engine {engine_id}.{seat.epoch}")
 
     async def _live(self, engine_id: EngineId, seat: Seat, former: Seat | None) -> None:
         """One epoch from its start to its loss."""
@@ -129,7 +135,7 @@ class Fleet:
                 return
             started = self._clock()
             try:
-                seat.backend = self._make(engine_id, seat.epoch)
+                seat.backend = self._make(EngineSeat(id=engine_id, degree=seat.degree), seat.epoch)
                 ready = await seat.backend.ready()
             except (EngineError, OSError) as error:
                 self._lost(engine_id, seat, str(error))

@@ -18,6 +18,7 @@ from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
+from rollweave.core.seats import first_seats, seats_of
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
@@ -32,10 +33,10 @@ from rollweave.record.summary import Summary, describe, outcome, summarize, writ
 from rollweave.record.trace import Trace
 from rollweave.rollout.episode import Episode, Speech
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.base import EngineId
 from rollweave.schema.commands import StartInit, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
+from rollweave.schema.events import EngineSeat
 from rollweave.schema.serving import EngineSpec, Sampling
 from rollweave.schema.work import Purpose
 
@@ -99,10 +100,10 @@ class _Start:
             trace = Trace(run.trace)
             stack.callback(trace.close)
             self._announce(metrics, begun)
-            world, engine_ids = self._world(begun, clock, journal, store, metrics, trace)
+            world, seats = self._world(begun, clock, journal, store, metrics, trace)
             with _signals(world, self._progress):
                 try:
-                    await world.run(begun.first(engine_ids), engines=engine_ids, fresh=not begun.resumed)
+                    await world.run(begun.first(seats), engines=seats, fresh=not begun.resumed)
                 except DiskError as error:
                     raise DiskError(error.errno, f"{error}; {_standing(core)}; --resume goes on once there is room") from error
                 finally:
@@ -119,7 +120,7 @@ class _Start:
             metrics.event("resumed", events=begun.events, differing=begun.differing, missing=len(begun.missing))
             self._progress.phase("resuming")
         else:
-            metrics.event("started", inproc=self._inproc, engines=self._config.engines.count)
+            metrics.event("started", inproc=self._inproc, engines=len(first_seats(self._config)))
             self._progress.phase("starting engines and trainer")
         if begun.differing:
             text = f"{begun.differing} of {begun.events} replayed events were decided otherwise: the code has changed since"
@@ -133,7 +134,7 @@ class _Start:
         store: TrajectoryStore,
         metrics: Metrics,
         trace: Trace,
-    ) -> tuple[World, tuple[EngineId, ...]]:
+    ) -> tuple[World, tuple[EngineSeat, ...]]:
         config, source = self._config, self._source
         checkpoints = Checkpoints(self._run.checkpoints)
         checkpoints.clear_unfinished()
@@ -160,7 +161,7 @@ class _Start:
             make_episode=Episodes(config, processes.model_dir, source, clock).make,
             progress=self._progress,
         )
-        return world, processes.engine_ids
+        return world, seats_of(begun.core.state) or first_seats(config)
 
 
 class Processes:
@@ -180,20 +181,19 @@ class Processes:
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
         self.model_dir = Path(config.model.path).absolute() if config.model.path is not None else run.model
-        self.engine_ids = tuple(EngineId(f"e{number}") for number in range(config.engines.count))
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():
             self._model_ready.set_result(None)
 
-    def engine(self, engine_id: EngineId, epoch: int) -> EngineClient:
+    def engine(self, seat: EngineSeat, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
-        engines, watchdog = self._config.engines, self._config.watchdog
+        engine_id, engines, watchdog = seat.id, self._config.engine(seat.id), self._config.watchdog
         spec = EngineSpec(
             id=engine_id,
             model=str(self.model_dir),
             device=self._config.model.device,
             dtype=self._config.model.dtype,
-            threads=engines.threads,
+            threads=seat.degree,
             max_slots=engines.max_slots,
             kv_tokens=engines.kv_tokens,
             block_tokens=engines.block_tokens,
@@ -207,7 +207,7 @@ class Processes:
             link = in_thread(spec, EngineLoop, model_ready=self._model_ready)
         else:
             log = self._run.logs / f"{engine_id}.log"
-            env = _threads(engines.threads)
+            env = _threads(seat.degree)
             link = in_process(spec, module=self._programs.engine, log=log, env=env, model_ready=self._model_ready)
         name = f"engine {engine_id}.{epoch}"
         return EngineClient(name, link, start_s=BACKSTOP * watchdog.start_s, reply_s=BACKSTOP * watchdog.weights_s)

@@ -12,10 +12,10 @@ from rollweave.core.state import Stage
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.base import TrajectoryId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import RunStarted, WorldLost
+from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Beginning:
     events: int = 0
     differing: int = 0
 
-    def first(self, engines: tuple[EngineId, ...]) -> RunStarted | WorldLost:
+    def first(self, engines: tuple[EngineSeat, ...]) -> RunStarted | WorldLost:
         """The event with which this life begins."""
         if self.resumed:
             return WorldLost(engines=engines, missing=self.missing)

@@ -24,10 +24,9 @@ from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command, MarkBest, RecordEvaluation, StartInit, TrainStep, Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.events import Event, StopRequested
+from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
 
@@ -63,7 +62,7 @@ class World:
         metrics: Metrics,
         trace: Trace,
         draws: Draws,
-        make_engine: Callable[[EngineId, int], EngineBackend],
+        make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
         make_episode: Callable[[StartInit], Episode],
         progress: Progress,
@@ -114,7 +113,7 @@ class World:
             finish=self._finish,
         )
 
-    async def run(self, first: Event, *, engines: Sequence[EngineId], fresh: bool) -> str:
+    async def run(self, first: Event, *, engines: Sequence[EngineSeat], fresh: bool) -> str:
         """Begin with event `first`, and live until the core says `Finish`; its error, or "" where all went well."""
         async with self._tasks:
             try:

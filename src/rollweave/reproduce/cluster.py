@@ -67,7 +67,6 @@ class Setup(Noun, frozen=True, kw_only=True):
                 "sim": {
                     "model": self.model,
                     "gpu": self.gpu,
-                    "engine_gpus": self.tp,
                     "trainer_gpu": "h800" if self.gpu == "h20" else self.gpu,
                     "trainer_gpus": self.trainer_gpus,
                     "colocated": self.colocated,
@@ -97,6 +96,7 @@ class Setup(Noun, frozen=True, kw_only=True):
                 },
                 "engines": {
                     "count": self.rollout_gpus // self.tp,
+                    "degree": self.tp,
                     "max_slots": self.slots,
                     "kv_tokens": 1 << 20,  # the simulator asks its cost model instead
                     "prefill_chunk_tokens": CHUNK_TOKENS,

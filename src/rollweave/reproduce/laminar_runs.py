@@ -174,7 +174,7 @@ def config_of(
 
 
 def _simulate(config: RunConfig, trainer: TrainerCost, shape: ModelShape, tp: int) -> Outcome:
-    outcome = simulate(config, costs=(_engine(shape, tp), trainer))
+    outcome = simulate(config, costs=({tp: _engine(shape, tp)}, trainer))
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")
     return outcome
@@ -219,7 +219,7 @@ def recover(*, quick: bool) -> Recovery:
 
     def world() -> tuple[World, SimMetrics]:
         metrics = SimMetrics()
-        made = World(config, listener=metrics, costs=(_engine(shape, tp), trainer))
+        made = World(config, listener=metrics, costs=({tp: _engine(shape, tp)}, trainer))
         metrics.watch(made)
         made.start()
         return made, metrics
@@ -227,7 +227,7 @@ def recover(*, quick: bool) -> Recovery:
     failing, seen = world()
     while not _in_step(seen.lines, FAILS_IN):
         failing.step()
-    lost, at = failing.engine_ids[0], failing.clock.now
+    lost, at = failing.seats[0].id, failing.clock.now
     failing.fleet.lose(lost, "the machine is gone")
     for gone in (True, False):  # the core hears of the loss, and then has the engine back with its weights
         while (failing.core.state.engines[lost].status is EngineStatus.SERVING) is gone:

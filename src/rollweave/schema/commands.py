@@ -5,6 +5,7 @@ executed is answered by the failing event.
 """
 
 from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
+from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Purpose, StopReason, Task
 
 
@@ -57,6 +58,17 @@ class AbortTurn(Tagged, frozen=True, kw_only=True):
     try_number: int
 
 
+class RerankTurn(Tagged, frozen=True, kw_only=True):
+    """Change the rank of a turn on this engine, which preempts by rank (policy/batching). No answer is owed."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    engine_id: EngineId
+    try_number: int
+    rank: float
+
+
 class StartEval(Tagged, frozen=True, kw_only=True):
     """Score the ended trajectory (its environment is already freed). → RewardReady | RewardFailed"""
 
@@ -79,7 +91,59 @@ class Evict(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
+# Lengths.
+
+
+class Predict(Tagged, frozen=True, kw_only=True):
+    """Predict how many tokens the attempt will yet sample, while its environment works; `turn` comes next.
+
+    → PredictionReady. No answer is owed: where none comes, or too late, the last estimate holds.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    context: LengthContext
+
+
+class Harvest(Tagged, frozen=True, kw_only=True):
+    """The attempt is over after `output_tokens` sampled ones: the predictor may learn from what it was asked about it.
+
+    None: it was cut off, and teaches nothing. No answer is owed.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    output_tokens: int | None
+
+
+class FitPredictor(Tagged, frozen=True, kw_only=True):
+    """A step is trained: fit the predictor to what it has harvested. No answer is owed."""
+
+    step: int
+
+
+class Migrate(Tagged, frozen=True, kw_only=True):
+    """Copy the KV of the attempt's context from engine to engine, while its environment works (Heddle §5.3).
+
+    `number` is unique in the run. → MigrationDone
+    """
+
+    number: int
+    trajectory_id: TrajectoryId
+    attempt: int
+    source: EngineId
+    target: EngineId
+
+
 # Engines.
+
+
+class StartEngine(Tagged, frozen=True, kw_only=True):
+    """Start an engine of parallel degree `degree`, epoch 0. → EngineJoined | EngineLost"""
+
+    engine_id: EngineId
+    degree: int
 
 
 class SuspendEngine(Tagged, frozen=True, kw_only=True):
@@ -217,9 +281,15 @@ Command = (
     | StartRun
     | StartTurn
     | AbortTurn
+    | RerankTurn
     | StartEval
     | CancelTrajectory
     | Evict
+    | Predict
+    | Harvest
+    | FitPredictor
+    | Migrate
+    | StartEngine
     | SuspendEngine
     | LoadWeights
     | ResumeEngine

@@ -6,7 +6,7 @@ Every knob is stated once, here, with a sentence. `codec/config.py` reads files 
 import enum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from rollweave.schema.work import Limits
 
@@ -124,17 +124,56 @@ class RolloutConfig(Section):
     reward: Literal["overlap", "after_rollout"] = Field(
         "overlap", description="`after_rollout` scores only when the whole batch is rolled out (RollArt's baseline)."
     )
+    scheduling: Literal["turn", "trajectory"] = Field(
+        "turn",
+        description="Preset of the next three (policy/scheduling.py). turn: fcfs, affinity, never; "
+        "trajectory: longest_first, partition, gain (Heddle).",
+    )
+    priority: Literal["fcfs", "round_robin", "shortest_first", "longest_first"] | None = Field(
+        None, description="Whose turn runs first; as the preset says if unset."
+    )
+    placement: Literal["affinity", "pinned", "least_load", "hybrid", "partition"] | None = Field(
+        None, description="Which engine runs a turn (policy/routing.py); as the preset says if unset."
+    )
+    migration: Literal["never", "rank", "gain"] | None = Field(
+        None,
+        description="When a trajectory moves to the engine of its new rank (partition only): never, whenever it differs, "
+        "or where the predicted gain exceeds the exposed cost; as the preset says if unset.",
+    )
+    predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
+        "ridge", description="How lengths are predicted (predict/), where a policy asks."
+    )
 
 
-class EnginesConfig(Section):
+class EngineConfig(Section):
+    """A group of equal engines. `[engines]` is one group, several `[[engines]]` are several."""
+
     count: PositiveInt = Field(1, description="Engine processes.")
-    threads: PositiveInt = Field(1, description="CPU threads of one engine.")
+    degree: PositiveInt = Field(1, description="Parallel degree of one engine: CPU threads, or GPUs in a simulation.")
     max_slots: PositiveInt = Field(64, description="Sequences that one engine decodes at once.")
     kv_tokens: PositiveInt = Field(65536, description="KV cache of one engine, in tokens.")
     block_tokens: PositiveInt = Field(16, description="Tokens in one KV block.")
     prefill_chunk_tokens: PositiveInt = Field(512, description="Prompt tokens that one engine step computes at most.")
     prefix_cache: bool = Field(True, description="Keep the KV of finished turns for the next turn.")
     deterministic: bool = Field(False, description="Fixed tiles: bit-equal results whatever the rest of the batch, slower.")
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> Self:
+        if self.kv_tokens % self.block_tokens:
+            raise ValueError(
+                f"engines.kv_tokens must be a multiple of block_tokens ({self.block_tokens}), got {self.kv_tokens}"
+            )
+        return self
+
+
+class AllocationConfig(Section):
+    """Engines of several degrees, as many of each as `policy/allocation` finds best for the lengths seen (Heddle §6)."""
+
+    budget: PositiveInt = Field(description="Sum of all engines' degrees.")
+    degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+        (1, 2, 4, 8), description="Degrees to choose from."
+    )
+    every: PositiveInt = Field(5, description="Training steps between plans.")
 
 
 class TrainerConfig(Section):
@@ -221,7 +260,6 @@ class SimConfig(Section):
 
     model: str = Field(description="Model shape, by name (sim/models.py).")
     gpu: str = Field("h800", description="GPU of the engines, by name (sim/hardware.py).")
-    engine_gpus: PositiveInt = Field(1, description="GPUs of one engine (tensor parallel).")
     trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines where empty.")
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field("rdma", description="Link over which weights reach the engines, by name (sim/hardware.py).")
@@ -257,7 +295,8 @@ class RunConfig(Section):
     model: ModelConfig
     tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
     rollout: RolloutConfig = RolloutConfig()
-    engines: EnginesConfig = EnginesConfig()
+    engines: tuple[EngineConfig, ...] = (EngineConfig(),)
+    allocation: AllocationConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -273,6 +312,26 @@ class RunConfig(Section):
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
             return {**data, "model": {"scratch": {"context": SIMULATED_CONTEXT}}}
         return data
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _one_group(cls, engines: Any) -> Any:
+        return (engines,) if isinstance(engines, dict | EngineConfig) else engines
+
+    @field_serializer("engines")
+    def _as_given(self, engines: tuple[EngineConfig, ...]) -> Any:
+        decided = {"count", "degree"} if self.allocation is not None else set()
+        groups = [group.model_dump(exclude=decided) for group in engines]
+        return groups[0] if len(groups) == 1 else groups
+
+    def engine(self, engine_id: str) -> EngineConfig:
+        """The group of engine `e0`, `e1`, …, which are numbered through the groups; under [allocation] there is one."""
+        number = int(engine_id.removeprefix("e"))
+        for group in self.engines:
+            if self.allocation is not None or number < group.count:
+                return group
+            number -= group.count
+        raise KeyError(engine_id)
 
     def own_group_sizes(self) -> dict[str, int]:
         """Group size by task domain, of those that set their own."""
@@ -306,17 +365,15 @@ class RunConfig(Section):
         rollout = self.rollout
         if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
+        partition = (rollout.placement or rollout.scheduling) in ("partition", "trajectory")
+        if rollout.migration not in (None, "never") and not partition:
+            raise ValueError(f"rollout.migration must be never unless rollout.placement is partition, got {rollout.migration}")
         relative = self.algorithm.advantage != "reinforce_pp"
         for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
             if relative and size < 2:
                 raise ValueError(f"{name}.group_size must be at least 2 for {self.algorithm.advantage}, got {size}")
             if rollout.min_members > size:
                 raise ValueError(f"rollout.min_members must be at most {name}.group_size ({size}), got {rollout.min_members}")
-        if self.engines.kv_tokens % self.engines.block_tokens:
-            raise ValueError(
-                f"engines.kv_tokens must be a multiple of block_tokens ({self.engines.block_tokens}), "
-                f"got {self.engines.kv_tokens}"
-            )
         if self.algorithm.kl and self.algorithm.kl_direction == "forward" and self.trainer.ranks > 1:
             raise ValueError(
                 f"algorithm.kl_direction must be reverse with several trainer.ranks, got {self.trainer.ranks} ranks"
@@ -324,10 +381,31 @@ class RunConfig(Section):
         if self.sim is not None and self.sim.colocated and rollout.mode is not ModeName.SYNC:
             raise ValueError(f"sim.colocated must go with rollout.mode sync, got mode {rollout.mode.value}")
         longest = max(task.max_tokens for task in self.tasks)
-        if longest > self.engines.kv_tokens:
-            raise ValueError(f"engines.kv_tokens must hold one trajectory ({longest} tokens), got {self.engines.kv_tokens}")
+        for group in self.engines:
+            if longest > group.kv_tokens:
+                raise ValueError(f"engines.kv_tokens must hold one trajectory ({longest} tokens), got {group.kv_tokens}")
+            if group.degree > 1 and self.model.device != "cpu" and self.sim is None:
+                raise ValueError(
+                    f"engines.degree must be 1 on {self.model.device} (an embedded engine has one GPU), got {group.degree}"
+                )
+        if self.allocation is not None:
+            self._check_allocation(self.allocation)
         if self.model.scratch is not None and longest > self.model.scratch.context:
             raise ValueError(
                 f"model.scratch.context must hold one trajectory ({longest} tokens), got {self.model.scratch.context}"
             )
         return self
+
+    def _check_allocation(self, allocation: AllocationConfig) -> None:
+        if max(allocation.degrees) > allocation.budget:
+            raise ValueError(
+                f"allocation.degrees must be at most the budget ({allocation.budget}), got {max(allocation.degrees)}"
+            )
+        if len(set(allocation.degrees)) != len(allocation.degrees):
+            raise ValueError(f"allocation.degrees must differ from each other, got {list(allocation.degrees)}")
+        if len(self.engines) > 1 or self.engines[0].model_fields_set & {"count", "degree"}:
+            raise ValueError("engines must be one group without count and degree where [allocation] decides them")
+        if self.model.device != "cpu" and self.sim is None:
+            raise ValueError(
+                f"allocation must be left out on {self.model.device}: an embedded engine has one GPU, got {allocation}"
+            )

@@ -8,10 +8,17 @@ from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
 from rollweave.schema.work import StopReason, Task
 
 
+class EngineSeat(Noun, frozen=True, kw_only=True):
+    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs that share every layer."""
+
+    id: EngineId
+    degree: int = 1
+
+
 class RunStarted(Tagged, frozen=True, kw_only=True):
     """The world is up for the first time. `engines` are the engines that the world is starting."""
 
-    engines: tuple[EngineId, ...]
+    engines: tuple[EngineSeat, ...]
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
@@ -20,7 +27,7 @@ class WorldLost(Tagged, frozen=True, kw_only=True):
     In-flight trajectories start again as new attempts; scored ones survive, except `missing`, which the store lacks.
     """
 
-    engines: tuple[EngineId, ...]
+    engines: tuple[EngineSeat, ...]
     missing: tuple[TrajectoryId, ...] = ()
 
 
@@ -50,8 +57,11 @@ class DrawFailed(Tagged, frozen=True, kw_only=True):
 
 
 class EnvReady(Tagged, frozen=True, kw_only=True):
+    """The environment has begun its task; the first turn's prompt has `prompt_tokens` tokens."""
+
     trajectory_id: TrajectoryId
     attempt: int
+    prompt_tokens: int = 0
 
 
 class TurnRequested(Tagged, frozen=True, kw_only=True):
@@ -64,7 +74,10 @@ class TurnRequested(Tagged, frozen=True, kw_only=True):
 
 
 class TurnDone(Tagged, frozen=True, kw_only=True):
-    """The engine answered; the environment works now, until the next `TurnRequested` or `TrajectoryEnded`."""
+    """The engine answered; the environment works now, until the next `TurnRequested` or `TrajectoryEnded`.
+
+    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first slot or after it was preempted.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -73,6 +86,7 @@ class TurnDone(Tagged, frozen=True, kw_only=True):
     output_tokens: int
     cached_tokens: int
     version: int
+    queue_s: float = 0.0
 
 
 class TurnFailed(Tagged, frozen=True, kw_only=True):
@@ -112,23 +126,47 @@ class RewardFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+# Lengths.
+
+
+class PredictionReady(Tagged, frozen=True, kw_only=True):
+    """The attempt will probably sample `remaining_tokens` more, as seen before turn `turn`."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    remaining_tokens: float
+
+
+class MigrationDone(Tagged, frozen=True, kw_only=True):
+    """The target holds the KV of the first `moved_tokens` tokens of the context; of none where `error` says why."""
+
+    number: int
+    trajectory_id: TrajectoryId
+    attempt: int
+    moved_tokens: int
+    error: str = ""
+
+
 # Engines.
 
 
 class StepTime(Noun, frozen=True, kw_only=True):
-    """Measured: a step in which `batch` sequences decode a token each takes `seconds`."""
+    """Measured: a step in which `batch` sequences, each with `context` tokens, decode a token each takes `seconds`."""
 
     batch: int
     seconds: float
+    context: int = 0
 
 
 class EngineJoined(Tagged, frozen=True, kw_only=True):
-    """The process is ready. It is stale until it has loaded weights."""
+    """The process is ready. It is stale until it has loaded weights. `profile` is what it measured of itself, if it did."""
 
     engine_id: EngineId
     epoch: int
     max_slots: int
     kv_total_tokens: int
+    profile: tuple[StepTime, ...] = ()
 
 
 class EngineSuspended(Tagged, frozen=True, kw_only=True):
@@ -230,6 +268,8 @@ Event = (
     | TrajectoryEnded
     | RewardReady
     | RewardFailed
+    | PredictionReady
+    | MigrationDone
     | EngineJoined
     | EngineSuspended
     | WeightsLoaded

@@ -27,6 +27,8 @@ class Batch:
         self.prefilling: list[Item] = []
         self.preemptions = 0
         self.clock = 0
+        self.at = 0.0
+        """The time of what is done to turns now."""
         self.decoding = 0
         self.context = 0
         """Tokens of all decoding turns, those that are computed next among them."""
@@ -123,7 +125,7 @@ class Batch:
         """New weights: nobody has KV any more, and everybody waits again, in order."""
         for _, _, turn in [*self.running]:
             self._stop(turn)
-            insort(self.waiting, turn.item)
+            self.wait(turn)
         for _, _, turn in self.waiting:
             turn.computed = turn.own = turn.shared = 0
             turn.segment = None
@@ -132,6 +134,20 @@ class Batch:
         self.kv.void()
 
     # Turns come and go.
+
+    def wait(self, turn: Turn) -> None:
+        """`turn` waits for a slot from now on."""
+        turn.queued_at = self.at
+        insort(self.waiting, turn.item)
+
+    def rerank(self, turn: Turn, rank: float) -> None:
+        """`turn`, which is live, has another rank from the next step on."""
+        queues = [queue for queue in (self.waiting, self.running, self.prefilling, self._paused) if _holds(queue, turn)]
+        for queue in queues:
+            _take_out(queue, turn)
+        turn.rank, turn.item = rank, (-rank, turn.item[1], turn)
+        for queue in queues:
+            insort(queue, turn.item)
 
     def _join(self, turn: Turn) -> None:
         """`turn` decodes from the next step on."""
@@ -183,7 +199,7 @@ class Batch:
 
     def _preempt(self, turn: Turn) -> None:
         self._stop(turn)
-        insort(self.waiting, turn.item)
+        self.wait(turn)
         insort(self._paused, turn.item)
         self.preemptions += 1
 
@@ -254,6 +270,7 @@ class Batch:
             _take_out(self._paused, turn)
         kv.extend(turn, hit=hit if not paused else -1)
         turn.running = True
+        turn.queue_s += self.at - turn.queued_at
         insort(running, turn.item)
         if turn.length - turn.computed == 1:
             self._join(turn)
@@ -305,6 +322,11 @@ class Batch:
 def _take_out(queue: list[Item], turn: Turn) -> None:
     """Remove `turn`, which is there, from a sorted queue."""
     del queue[bisect_left(queue, turn.item)]
+
+
+def _holds(queue: list[Item], turn: Turn) -> bool:
+    place = bisect_left(queue, turn.item)
+    return place < len(queue) and queue[place][2] is turn
 
 
 def _after(turn: Turn, queue: list[Item]) -> Iterator[Item]:

@@ -82,6 +82,9 @@ class EngineCosts(Protocol):
         one token each, whose contexts sum to `decode_context`.
         """
 
+    def move_s(self, tokens: int) -> float:
+        """Seconds in which the KV of `tokens` tokens reaches another such engine."""
+
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         """Seconds of `steps` steps that only decode, the summed context growing by `decode` a step: the sum of `step_s`."""
 
@@ -112,6 +115,8 @@ class EngineCost:
         self._experts = BF16 * model.expert_parameters / memory
         self._missed = 1 - model.experts_active / model.experts if model.experts else 0.0
         self._kv = _kv_bytes(model, tp) / memory
+        # Each GPU sends its heads' part over its own NIC, to a machine that may be another one (Heddle §5.3: GPUDirect RDMA).
+        self._move_token = model.kv_bytes_per_token / _bytes_per_s(FABRIC, tp)
         # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, one direction of NVLink; two a layer.
         reduces = 2 * model.layers if tp > 1 else 0
         sent = 2 * (tp - 1) / tp * model.hidden * BF16
@@ -135,6 +140,10 @@ class EngineCost:
             steps,
         )
         return roofline + steps * (decode * self._reduce_token + self._fixed)
+
+    def move_s(self, tokens: int) -> float:
+        """See `EngineCosts`."""
+        return FABRIC.latency_s + tokens * self._move_token
 
     def _weights(self, tokens: int) -> float:
         """Seconds to read the weights that `tokens` use: of a layer's experts those expected if each token draws evenly.
@@ -312,6 +321,10 @@ class ProfileCost:
         """See `EngineCosts`."""
         prefill = prefill_tokens * self._prefill_token + prefill_context * self._prefill_pair
         return self._fixed + prefill + decode * self._decode_token + decode_context * self._decode_pair
+
+    def move_s(self, tokens: int) -> float:
+        """See `EngineCosts`. No profile has it; taken is what it must not exceed to be of use: computing the tokens again."""
+        return tokens * self._prefill_token
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         """See `EngineCosts`."""

@@ -52,6 +52,10 @@ class Effects:
                 self._rollouts.start_turn(command)
             case c.AbortTurn():
                 self._rollouts.abort_turn(command)
+            case c.Predict():
+                self._predictor.predict(command)
+            case c.Harvest():
+                self._predictor.harvest(command)
             case c.StartInit():
                 self._rollouts.start_init(command)
             case c.StartRun():
@@ -80,7 +84,11 @@ class Effects:
 
     def _execute_rare(
         self,
-        command: c.SuspendEngine
+        command: c.RerankTurn
+        | c.Migrate
+        | c.FitPredictor
+        | c.StartEngine
+        | c.SuspendEngine
         | c.LoadWeights
         | c.ResumeEngine
         | c.RestartEngine
@@ -91,6 +99,14 @@ class Effects:
         | c.Finish,
     ) -> None:
         match command:
+            case c.RerankTurn():
+                self._rollouts.rerank(command)
+            case c.Migrate():
+                self._rollouts.migrate(command)
+            case c.FitPredictor():
+                self._predictor.fit(command)
+            case c.StartEngine():
+                self._fleet.add(command)
             case c.SuspendEngine():
                 self._fleet.suspend(command)
             case c.LoadWeights():

@@ -11,7 +11,7 @@ Invariants: `_at` is a step's end, and all state is as of then; of the run under
 """
 
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 
 from rollweave.schema.base import Noun
 from rollweave.sim.batch import Batch
@@ -20,13 +20,17 @@ from rollweave.sim.kv import KvCounts, Request, Turn
 
 
 class Done(Noun, frozen=True, kw_only=True):
-    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context. `version_id`: the weights loaded then."""
+    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context. `version_id`: the weights loaded then.
+
+    For `queue_s` seconds of its time on the engine it had no slot.
+    """
 
     key: str
     at: float
     output_tokens: int
     cached_tokens: int
     version_id: int
+    queue_s: float = 0.0
 
 
 class SimEngine:
@@ -95,7 +99,8 @@ class SimEngine:
         turn = Turn(request, arrival=self._arrivals, common=common)
         self._arrivals += 1
         self._live[request.key] = turn
-        insort(self._batch.waiting, turn.item)
+        self._batch.at = now
+        self._batch.wait(turn)
         if not self._left:
             self._at = max(self._at, now)
         elif self._batch.could_run(turn):
@@ -113,6 +118,24 @@ class SimEngine:
             self._batch.drop(turn)
         self._cut(now)
         return True
+
+    def rerank(self, now: float, key: str, rank: float) -> None:
+        """From the next step on. Unknown keys are ignored."""
+        self._run_until(now)
+        turn = self._live.get(key)
+        if turn is not None:
+            self._batch.rerank(turn, rank)
+            self._cut(now)
+
+    def export_kv(self, now: float, key: str, shared_key: str) -> int:
+        """Blocks of a trajectory's prefix that another engine can copy."""
+        self._run_until(now)
+        return self._batch.kv.kept(key, shared_key)
+
+    def import_kv(self, now: float, key: str, shared_key: str, blocks: int) -> int:
+        """Keep a prefix that another engine has computed under the same weights. Returns how many blocks found room."""
+        self._run_until(now)
+        return self._batch.kv.insert(key, shared_key, blocks)
 
     def suspend(self, now: float) -> float:
         """Compute nothing after the running step. Returns when that ends."""
@@ -226,6 +249,7 @@ class SimEngine:
     def _plan(self) -> None:
         """Settle slots and blocks, and plan the steps that compute the same as the next one."""
         batch = self._batch
+        batch.at = self._at
         batch.settle(self._chunk)
         budget = self._chunk_tokens
         self._chunk = []
@@ -305,6 +329,7 @@ class SimEngine:
                 output_tokens=request.output_tokens,
                 cached_tokens=turn.cached,
                 version_id=self.weights_id,
+                queue_s=turn.queue_s,
             )
         )
 
@@ -312,6 +337,7 @@ class SimEngine:
         """Void all KV: everybody waits again, in order."""
         assert self._loading is not None
         self.weights_id, self._loading = self._loading, None
+        self._batch.at = self._at
         self._batch.void()
         self._chunk.clear()
 

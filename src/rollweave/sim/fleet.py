@@ -3,13 +3,16 @@
 Invariant: commands and answers are those of `live/fleet.py`; what reaches an engine of an earlier epoch changes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
+from rollweave.schema.config import EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
@@ -18,6 +21,9 @@ from rollweave.sim.kv import Request
 RESTART_S = 60.0
 """Seconds until an engine that was started again is ready, without its weights. Assumption: process start and graph capture."""
 
+PROFILE_CONTEXTS = (1024, 16384)
+"""Tokens of each context in the profile of an engine: about a prompt, and a long trajectory of an agent."""
+
 
 @dataclass(slots=True)
 class Node:
@@ -25,6 +31,7 @@ class Node:
 
     id: EngineId
     epoch: int
+    degree: int
     engine: SimEngine | None = None
     version: int = -1
     ticket: int = 0  # of the next look at it
@@ -43,17 +50,12 @@ class SimFleet:
         *,
         clock: Clock,
         post: Callable[[e.Event], None],
-        cost: EngineCosts,
+        costs: Mapping[int, EngineCosts],
         trainer: TrainerCosts,
-        gpus: int,
-        slots: int,
-        chunk_tokens: int,
-        block_tokens: int,
-        prefix_cache: bool,
+        settings: Callable[[EngineId], EngineConfig],
         trace: Trace | None,
     ) -> None:
-        self._clock, self._post, self._cost, self._trainer, self._gpus = clock, post, cost, trainer, gpus
-        self._slots, self._chunk, self._block, self._cache = slots, chunk_tokens, block_tokens, prefix_cache
+        self._clock, self._post, self._costs, self._trainer, self._settings = clock, post, costs, trainer, settings
         self._trace = trace
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
@@ -63,15 +65,20 @@ class SimFleet:
 
     # The life of an engine.
 
-    def start(self, engine_ids: Sequence[EngineId], *, epoch: int = 0) -> None:
+    def start(self, seats: Sequence[e.EngineSeat]) -> None:
         """Start engines: at once, since a run's own beginning is not what is studied."""
-        for engine_id in engine_ids:
-            self.nodes[engine_id] = node = Node(id=engine_id, epoch=epoch)
+        for seat in seats:
+            self.nodes[seat.id] = node = Node(id=seat.id, epoch=0, degree=seat.degree)
             self._starting(node, 0.0)
 
+    def add(self, command: c.StartEngine) -> None:
+        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=0, degree=command.degree)
+        self._starting(node, RESTART_S)
+
     def restart(self, command: c.RestartEngine) -> None:
-        self._drop(self.nodes.get(command.engine_id))
-        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch)
+        former = self.nodes[command.engine_id]
+        self._drop(former)
+        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch, degree=former.degree)
         self._starting(node, RESTART_S)
 
     def remove(self, command: c.RemoveEngine) -> None:
@@ -136,7 +143,7 @@ class SimFleet:
         self._pulling += 1
         node.pulling = True
         node.since = self._clock.now
-        self._later(node, self._trainer.load_s(engines=self._pulling, tp=self._gpus), lambda: self._loaded(node, command))
+        self._later(node, self._trainer.load_s(engines=self._pulling, tp=node.degree), lambda: self._loaded(node, command))
 
     def resume(self, command: c.ResumeEngine) -> None:
         node = self.nodes.get(command.engine_id)
@@ -162,6 +169,36 @@ class SimFleet:
             node.engine.abort(self._clock.now, key)
             self._touch(node)
 
+    def rerank(self, engine_id: EngineId, key: str, rank: float) -> None:
+        node = self.nodes.get(engine_id)
+        if node is not None and node.engine is not None:
+            node.engine.rerank(self._clock.now, key, rank)
+            self._touch(node)
+
+    def migrate(self, command: c.Migrate, key: str, shared_key: str) -> None:
+        """Copy a trajectory's KV between two engines. Whatever changes either one on the way ends it with an error."""
+        source, target = self.nodes.get(command.source), self.nodes.get(command.target)
+        done = e.MigrationDone(
+            number=command.number, trajectory_id=command.trajectory_id, attempt=command.attempt, moved_tokens=0
+        )
+        if source is None or source.engine is None or target is None or target.engine is None:
+            self._post(msgspec.structs.replace(done, error="an engine is gone"))
+            return
+        begun, reader, writer = self._clock.now, source.engine, target.engine
+        blocks, weights = reader.export_kv(begun, key, shared_key), reader.weights_id
+        tokens = blocks * self._settings(source.id).block_tokens
+
+        def arrived() -> None:
+            if source.engine is not reader or target.engine is not writer:
+                self._post(msgspec.structs.replace(done, error="an engine was lost on the way"))
+            elif writer.weights_id != weights:
+                self._post(msgspec.structs.replace(done, error="the engines have different weights"))
+            else:
+                found = writer.import_kv(self._clock.now, key, shared_key, blocks)
+                self._post(msgspec.structs.replace(done, moved_tokens=found * self._settings(target.id).block_tokens))
+
+        self._clock.after(reader.cost.move_s(tokens), arrived)
+
     def settle(self) -> None:
         """Look again at what changed since the last call: once for all the turns that one event gave an engine."""
         for node in self._changed.values():
@@ -180,16 +217,24 @@ class SimFleet:
         self._touch(node)
 
     def _starting(self, node: Node, seconds: float) -> None:
+        cost, settings = self._costs[node.degree], self._settings(node.id)
+
         def joined() -> None:
             node.engine = SimEngine(
-                cost=self._cost,
-                slots=self._slots,
-                chunk_tokens=self._chunk,
-                block_tokens=self._block,
-                prefix_cache=self._cache,
+                cost=cost,
+                slots=settings.max_slots,
+                chunk_tokens=settings.prefill_chunk_tokens,
+                block_tokens=settings.block_tokens,
+                prefix_cache=settings.prefix_cache,
             )
             self._post(
-                e.EngineJoined(engine_id=node.id, epoch=node.epoch, max_slots=self._slots, kv_total_tokens=self._cost.kv_tokens)
+                e.EngineJoined(
+                    engine_id=node.id,
+                    epoch=node.epoch,
+                    max_slots=settings.max_slots,
+                    kv_total_tokens=cost.kv_tokens,
+                    profile=_profile(cost, settings.max_slots),
+                )
             )
 
         self._later(node, seconds, joined)
@@ -229,3 +274,14 @@ class SimFleet:
             self._clock.cancel(ticket)
         self._pulling -= node.pulling
         node.pulling, node.engine = False, None
+
+
+def _profile(cost: EngineCosts, slots: int) -> tuple[e.StepTime, ...]:
+    """What a live engine would have measured of itself: steps that decode 1, 2, 4, … sequences, and as many as it has slots."""
+    batches = sorted({*(1 << power for power in range(slots.bit_length())), slots})
+    return tuple(
+        e.StepTime(batch=batch, context=context, seconds=cost.decode_s(decode=batch, decode_context=batch * context, steps=1))
+        for context in PROFILE_CONTEXTS
+        for batch in batches
+        if batch == 1 or batch * context <= cost.kv_tokens
+    )

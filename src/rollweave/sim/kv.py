@@ -67,6 +67,8 @@ class Turn:
         "left",
         "length",
         "own",
+        "queue_s",
+        "queued_at",
         "rank",
         "reached",
         "request",
@@ -88,6 +90,9 @@ class Turn:
         """The most tokens that were ever computed: what is computed again before that is recomputation."""
         self.cached = -1
         """Tokens that the prefix cache gave at the first admission; -1 before it."""
+        self.queued_at = 0.0
+        self.queue_s = 0.0
+        """Seconds in which it waited for a slot, as of its last admission."""
         self.running = False
         self.decoding = False
         self.base = self.due = 0
@@ -257,6 +262,28 @@ class KvCounts:
             for names in (self._kept, self._common):
                 if names.get(segment.name) is segment:
                     del names[segment.name]
+
+    def kept(self, key: str, shared_key: str) -> int:
+        """Blocks of the longest prefix of `key`'s trajectory that a turn of it could start from now."""
+        common, own = self._common.get(shared_key), self._kept.get(key)
+        ready = common.ready if common is not None else 0
+        return own.start + own.blocks if own is not None and own.start <= ready < own.start + own.blocks else ready
+
+    def insert(self, key: str, shared_key: str, blocks: int) -> int:
+        """Keep `blocks` blocks of `key`'s prefix that come from another engine, as far as there is room. Returns how many."""
+        former = self._kept.pop(key, None)
+        if former is not None:
+            del self._idle[former]
+            self._idle_blocks -= former.blocks
+        common = self._common.get(shared_key)
+        start = min(common.ready, blocks) if common is not None else 0
+        rest = min(blocks - start, self.free)
+        if rest > 0:
+            kept = self._kept[key] = Segment(name=key, start=start, blocks=rest)
+            self._idle[kept] = None
+            self._idle_blocks += rest
+            self.allocate(0)
+        return start + max(0, rest)
 
     def void(self) -> None:
         """New weights: nothing is held or kept any more. The caller resets the turns."""

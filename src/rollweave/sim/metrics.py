@@ -29,7 +29,7 @@ class SimMetrics:
         self._world = world
         world.trainer.trained = self.trained
         self._before = Cumulated.of(world.core.state, 0.0)
-        self.event("started", engines=world.config.engines.count, simulated=True)
+        self.event("started", engines=len(world.seats), simulated=True)
 
     def trained(self, command: c.TrainStep, seconds: float) -> None:
         """A (mini-)batch is taken; with the last of a step its line is written."""

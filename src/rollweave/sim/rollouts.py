@@ -131,6 +131,26 @@ class Rollouts:
             self._fleet.abort(command.engine_id, attempt.key)
             attempt.engine = None
 
+    def rerank(self, command: c.RerankTurn) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is not None and (attempt.engine, attempt.try_number) == (command.engine_id, command.try_number):
+            self._fleet.rerank(command.engine_id, attempt.key, command.rank)
+
+    def migrate(self, command: c.Migrate) -> None:
+        attempt = self._find(command.trajectory_id, command.attempt)
+        if attempt is not None:
+            self._fleet.migrate(command, attempt.key, attempt.start.group_id)
+            return
+        self._post(
+            e.MigrationDone(
+                number=command.number,
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                moved_tokens=0,
+                error="the attempt is over",
+            )
+        )
+
     def start_eval(self, command: c.StartEval) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is None:
@@ -177,7 +197,13 @@ class Rollouts:
         if attempt.plan.fails_in == "init":
             self._end(attempt, attempt.plan.stop, "as its workload says")
         else:
-            self._post(e.EnvReady(trajectory_id=attempt.start.trajectory_id, attempt=attempt.start.attempt))
+            self._post(
+                e.EnvReady(
+                    trajectory_id=attempt.start.trajectory_id,
+                    attempt=attempt.start.attempt,
+                    prompt_tokens=attempt.plan.prompt_tokens,
+                )
+            )
 
     def _ask(self, attempt: Attempt) -> None:
         attempt.asked = self._clock.now
@@ -205,6 +231,7 @@ class Rollouts:
             output_tokens=done.output_tokens,
             cached_tokens=done.cached_tokens,
             version=version,
+            queue_s=done.queue_s,
         )
         self._post(attempt.done)
         plan = attempt.plan.turns[attempt.turn]

@@ -12,10 +12,9 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
 from rollweave.schema.config import RunConfig
-from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.workload import Workload
-from rollweave.sim.world import World, section
+from rollweave.sim.world import Costs, World, section
 
 SUFFIX = ".sim"
 """Behind the run's name: a simulation does not take the directory of the run that it stands for."""
@@ -73,7 +72,7 @@ def simulate(
     *,
     run: RunDir | None = None,
     tell: Callable[[dict[str, Any]], None] | None = None,
-    costs: tuple[EngineCosts, TrainerCosts] | None = None,
+    costs: Costs | None = None,
     work: dict[str, Workload] | None = None,
 ) -> Outcome:
     """Simulate `config`; into the directory `run` where one is given; `tell` hears every line of metrics.
@@ -95,7 +94,7 @@ def simulate(
             sink.close()
     if run is not None:
         write_summary(run.summary, summary)
-    engines = config.engines.count * sim.engine_gpus
+    engines = sum(seat.degree for seat in world.seats)
     return Outcome(
         summary=summary,
         lines=metrics.lines,

@@ -5,16 +5,16 @@ so that two journals are equal to the byte. No wall clock, no threads, no torch.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rollweave.core.core import Core
+from rollweave.core.seats import first_seats, seats_of
 from rollweave.core.state import Stage
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.sim.clock import Clock
@@ -33,6 +33,10 @@ class StuckError(RollweaveError):
     """Nothing will ever happen again, and the run is not over: the core waits for ever. A bug of ours."""
 
 
+Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
+"""What engines cost, by their degree, and the trainer."""
+
+
 class World:
     """One simulated run. `run()` to the end, or `step()` by event; `core` and the parts may be looked at in between.
 
@@ -46,7 +50,7 @@ class World:
         listener: Listener,
         journal: RunJournal | None = None,
         trace: Trace | None = None,
-        costs: tuple[EngineCosts, TrainerCosts] | None = None,
+        costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
     ) -> None:
         self.config = config
@@ -58,18 +62,14 @@ class World:
         self._controller_s = section(config).controller_s
         self._serving = False  # the controller works on the first event of the inbox
         self._journal = journal
-        engine_cost, trainer_cost = costs if costs is not None else costs_of(config)
+        engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         limits = {task.name: task.limits for task in config.tasks}
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
-            cost=engine_cost,
+            costs=engine_costs,
             trainer=trainer_cost,
-            gpus=section(config).engine_gpus,
-            slots=config.engines.max_slots,
-            chunk_tokens=config.engines.prefill_chunk_tokens,
-            block_tokens=config.engines.block_tokens,
-            prefix_cache=config.engines.prefix_cache,
+            settings=config.engine,
             trace=trace,
         )
         self.serverless = Serverless() if section(config).serverless else None
@@ -93,7 +93,7 @@ class World:
             listener=listener,
             finish=self._finish,
         )
-        self.engine_ids = tuple(EngineId(f"e{index}") for index in range(config.engines.count))
+        self.seats = first_seats(config)
         self.each_event: Callable[[], None] | None = None
         """Called after every event: tests and fault searches check the core here."""
 
@@ -101,8 +101,8 @@ class World:
         self.inbox.append(event)
 
     def start(self) -> None:
-        self.post(e.RunStarted(engines=self.engine_ids))
-        self.fleet.start(self.engine_ids)
+        self.post(e.RunStarted(engines=self.seats))
+        self.fleet.start(self.seats)
         self.trainer.start()
 
     def revive(self, core: Core, journal: RunJournal) -> None:
@@ -116,8 +116,9 @@ class World:
         self.fleet.drop_all()
         self.rollouts.forget_all()
         self.trainer.drop()
-        self.fleet.start(self.engine_ids)
-        self.post(e.WorldLost(engines=self.engine_ids, missing=tuple(missing)))
+        self.seats = seats_of(core.state) or self.seats
+        self.fleet.start(self.seats)
+        self.post(e.WorldLost(engines=self.seats, missing=tuple(missing)))
 
     def run(self) -> Core:
         """To the end. Raises StuckError."""
@@ -164,24 +165,28 @@ def section(config: RunConfig) -> SimConfig:
     return config.sim
 
 
-def costs_of(config: RunConfig) -> tuple[EngineCosts, TrainerCosts]:
+def costs_of(config: RunConfig) -> Costs:
     """What engines and trainer cost. Raises ConfigError."""
     sim = section(config)
+    degrees = config.allocation.degrees if config.allocation is not None else [group.degree for group in config.engines]
     with _told_as("model", "sim.model"):
         shape = model(sim.model)
-    engine: EngineCosts
+    engines: dict[int, EngineCosts] = {}
     if sim.profile is not None:
-        engine = ProfileCost.from_json(sim.profile)
+        if len(set(degrees)) > 1:
+            raise ConfigError(f"sim.profile must stand for engines of one degree, got degrees {sorted(set(degrees))}")
+        engines[degrees[0]] = ProfileCost.from_json(sim.profile)
     else:
-        with _told_as("tp", "sim.engine_gpus"), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
-            engine = EngineCost(gpu=gpu(sim.gpu), model=shape, tp=sim.engine_gpus)
-    longest = max(task.max_tokens for task in config.tasks)
-    if longest > engine.kv_tokens:
-        raise ConfigError(f"tasks.max_tokens must fit the KV cache of an engine ({engine.kv_tokens} tokens), got {longest}")
+        key = "allocation.degrees" if config.allocation is not None else "engines.degree"
+        with _told_as("tp", key), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
+            engines |= {degree: EngineCost(gpu=gpu(sim.gpu), model=shape, tp=degree) for degree in degrees}
+    longest, room = max(task.max_tokens for task in config.tasks), min(engine.kv_tokens for engine in engines.values())
+    if longest > room:
+        raise ConfigError(f"tasks.max_tokens must fit the KV cache of an engine ({room} tokens), got {longest}")
     trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
     with _told_as("gpus", "sim.trainer_gpus"), _told_as("gpu", trainer_gpu), _told_as("link", "sim.link"):
         trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
-    return engine, trainer
+    return engines, trainer
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""The fleet that fits the lengths seen: planned every few steps, changed engine by engine (Heddle §6).
+
+An engine that the plan lacks takes no turn any more and is removed when its last one is done; engines that the plan has and the
+fleet lacks are started as its budget comes free. Only degrees that an engine has measured itself at are compared.
+"""
+
+from collections import Counter
+
+from rollweave.core import engines
+from rollweave.core.costs import cost_table, profiles, recent_lengths
+from rollweave.core.run import Run
+from rollweave.policy.allocation import allocate
+from rollweave.policy.placement import place
+from rollweave.schema.config import AllocationConfig
+
+GAIN = 0.1
+"""Share of the predicted makespan that another fleet must save: changing it costs starts of engines, and predictions err."""
+
+
+def plan(run: Run) -> None:
+    """A step is trained: every few of them, look for a better fleet."""
+    config, state = run.config.allocation, run.state
+    if config is None or state.trainer.step - state.planned_at < config.every or not run.training:
+        return
+    if state.seats or any(engine.draining for engine in state.engines.values()):
+        return
+    state.planned_at = state.trainer.step
+    lengths = _batch(run)
+    measured = [degree for degree in config.degrees if degree in profiles(run)]
+    if len(measured) < 2 or len(lengths) < config.budget // min(measured):
+        return
+    _change(run, config, lengths, measured)
+
+
+def _change(run: Run, config: AllocationConfig, lengths: list[int], degrees: list[int]) -> None:
+    state = run.state
+    cost = cost_table(run, degrees, largest=len(lengths))
+    found = allocate(lengths, config.budget, degrees, cost)
+    now = [engine.degree for engine in state.engines.values()]
+    if set(now) <= set(degrees):
+        before_s = place(lengths, sorted(now, reverse=True), cost).makespan_s
+        if found.makespan_s > (1 - GAIN) * before_s:
+            return
+    wanted = Counter(found.degrees)
+    if wanted == Counter(now):
+        return
+    state.counters.scheduling.reallocations += 1
+    for engine in list(state.engines.values()):
+        if wanted[engine.degree] > 0:
+            wanted[engine.degree] -= 1
+        else:
+            engines.drain(run, engine)
+    state.seats = sorted(wanted.elements(), reverse=True)
+
+
+def _batch(run: Run) -> list[int]:
+    """Lengths like those of one batch: of the newest ones, evenly spaced."""
+    rollout, found = run.config.rollout, sorted(recent_lengths(run))
+    count = min(len(found), rollout.groups_per_step * rollout.group_size)
+    return [found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count)]
+
+
+def advance(run: Run) -> None:
+    """Remove what has drained, and start what the budget has room for."""
+    config, state = run.config.allocation, run.state
+    if config is None:
+        return
+    for engine in [engine for engine in state.engines.values() if engine.draining and not engine.active]:
+        engines.remove(run, engine, "the plan has no engine of its degree any more")
+    while state.seats and state.seats[0] <= config.budget - sum(engine.degree for engine in state.engines.values()):
+        engines.add(run, state.seats.pop(0))

@@ -1,0 +1,84 @@
+"""Queued turns by what they wait for, highest rank first; and the oldest of each queue, so that none starves.
+
+A lane is an engine, or None for any; and whether the trajectory's KV is there, so that one whose KV has to find room first does
+not stand before one that has its own.
+
+Derived from the state (`turn_queue` and the turns) and never written to a snapshot. Entries of turns that left the queue
+otherwise stay in the heaps until they surface, or until there are more of them than of live ones.
+"""
+
+import heapq
+from collections import deque
+from typing import Self
+
+from rollweave.core.state import State, Trajectory, Turn
+from rollweave.schema.base import EngineId, TrajectoryId
+
+Lane = tuple[EngineId | None, bool]
+
+STALE_ENTRIES = 64
+"""Entries of turns that left the queue otherwise, which all heaps may hold beyond as many as there are live ones."""
+
+
+class Lanes:
+    def __init__(self) -> None:
+        self._heaps: dict[Lane, list[tuple[float, float, TrajectoryId, int]]] = {}
+        self._arrivals: dict[Lane, deque[tuple[int, TrajectoryId]]] = {}
+        self._entries = 0
+
+    @classmethod
+    def of(cls, state: State) -> Self:
+        lanes = cls()
+        for trajectory_id in state.turn_queue:
+            lanes.add(state.trajectories[trajectory_id])
+        return lanes
+
+    def overgrown(self, state: State) -> bool:
+        return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
+
+    @property
+    def engines(self) -> list[EngineId | None]:
+        """Whom turns may wait for."""
+        return list(dict.fromkeys(engine_id for engine_id, _ in self._heaps))
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Its turn is queued, or queued anew with another rank or lane: its former entry is stale from now on."""
+        lane, turn = _lane(trajectory)
+        heapq.heappush(self._heaps.setdefault(lane, []), (-turn.rank, turn.tie, trajectory.id, turn.arrival))
+        self._arrivals.setdefault(lane, deque()).append((turn.arrival, trajectory.id))
+        self._entries += 1
+
+    def first(self, state: State, lane: Lane) -> TrajectoryId | None:
+        """The turn of the highest rank, the lowest tie among equals."""
+        heap = self._heaps.get(lane)
+        while heap:
+            rank, _, trajectory_id, arrival = heap[0]
+            if _waits(state, trajectory_id, arrival, lane, -rank):
+                return trajectory_id
+            heapq.heappop(heap)
+            self._entries -= 1
+        self._heaps.pop(lane, None)
+        self._arrivals.pop(lane, None)
+        return None
+
+    def oldest(self, state: State, lane: Lane) -> TrajectoryId | None:
+        """The turn that was queued first."""
+        arrivals = self._arrivals.get(lane)
+        while arrivals:
+            arrival, trajectory_id = arrivals[0]
+            if _waits(state, trajectory_id, arrival, lane, None):
+                return trajectory_id
+            arrivals.popleft()
+        return None
+
+
+def _lane(trajectory: Trajectory) -> tuple[Lane, Turn]:
+    assert trajectory.turn is not None, "a queued turn is open"
+    return (trajectory.turn.lane, trajectory.resident), trajectory.turn
+
+
+def _waits(state: State, trajectory_id: TrajectoryId, arrival: int, lane: Lane, rank: float | None) -> bool:
+    if state.turn_queue.get(trajectory_id) != arrival:
+        return False
+    now, turn = _lane(state.trajectories[trajectory_id])
+    return now == lane and (rank is None or turn.rank == rank)

@@ -1,0 +1,151 @@
+"""What is believed of trajectories' lengths: asked after each turn, while the environment works, and never waited for.
+
+Every trajectory has an estimate at any time: the last prediction less what was sampled since, and before the first one the mean
+of its task domain. A predictor that is slow, fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
+"""
+
+import math
+
+from rollweave.core import migration, trajectories, turns
+from rollweave.core.run import Run
+from rollweave.core.state import Stage, Trajectory
+from rollweave.policy.priority import level_of
+from rollweave.policy.work import occupied
+from rollweave.schema.commands import Harvest, Predict
+from rollweave.schema.events import PredictionReady
+from rollweave.schema.prediction import LengthContext
+from rollweave.schema.work import Purpose
+
+KEPT_LENGTHS = 8192
+"""Newest lengths of a task domain that are kept: one batch of the largest published set-ups."""
+
+MEMORY = 0.05
+"""Weight of a new value in the means of a task domain: of the last twenty or so."""
+
+FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
+
+
+def begin(run: Run, trajectory: Trajectory) -> None:
+    """A new attempt: nothing is known but its domain."""
+    trajectory.output_tokens = trajectory.last_output_tokens = trajectory.context_tokens = 0
+    trajectory.tool_s = 0.0
+    trajectory.resident = False
+    trajectory.predicts = trajectory.predicted = -1
+    group = run.state.groups[trajectory.group_id]
+    known = run.state.lengths.get(group.name)
+    assert group.task is not None, "members are made when the task is known"
+    _believe(run, trajectory, sum(known) / len(known) if known else run.state.first_lengths.get(group.name, 1.0))
+
+
+def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
+    trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
+    _ask(run, trajectory)
+
+
+def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
+    """The environment has answered, or has begun."""
+    if trajectory.asked:
+        step_s = run.now - trajectory.since
+        trajectory.tool_s += step_s
+        _mix(run.state.tool_s, run.state.groups[trajectory.group_id].name, step_s)
+    trajectory.context_tokens = context_tokens
+    trajectory.claims = context_tokens + round(run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0))
+    run.order_changed(trajectory)
+    run.state.counters.scheduling.predictions_late += trajectory.predicts > trajectory.predicted
+
+
+def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
+    """A turn is over, after `turn_s` in a slot; the next estimate is asked for while the environment works."""
+    name = run.state.groups[trajectory.group_id].name
+    _mix(run.state.turn_s, name, turn_s)
+    _mix(run.state.turn_tokens, name, output_tokens)
+    trajectory.output_tokens += output_tokens
+    trajectory.last_output_tokens = output_tokens
+    trajectory.context_tokens += output_tokens
+    _believe(run, trajectory, trajectory.estimate - output_tokens)
+    _ask(run, trajectory)
+
+
+def on_prediction(run: Run, event: PredictionReady) -> None:
+    """Take the estimate, unless the trajectory has gone on meanwhile."""
+    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
+    if trajectory is None or trajectory.stage is not Stage.RUN or event.turn != trajectory.predicts:
+        return
+    if trajectory.predicted >= event.turn or not math.isfinite(event.remaining_tokens):
+        return
+    trajectory.predicted = event.turn
+    _believe(run, trajectory, event.remaining_tokens)
+    run.state.partition.predictions += 1
+    name = run.state.groups[trajectory.group_id].name
+    _mix(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
+    if trajectory.id in run.state.turn_queue:
+        if trajectory.asked <= 1:
+            trajectory.home = None  # nothing of it is anywhere yet
+            run.order_changed(trajectory)
+        turns.requeue(run, trajectory)
+    elif trajectory.turn is None:
+        migration.consider(run, trajectory)
+
+
+def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
+    """The attempt samples no more: by itself (`finished`), or cut off."""
+    group = run.state.groups[trajectory.group_id]
+    if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
+        known = run.state.lengths.setdefault(group.name, [])
+        known.append(trajectory.output_tokens)
+        if len(known) > KEPT_LENGTHS:
+            del known[0]
+        _mix(run.state.growth, group.name, (trajectory.context_tokens - trajectory.prompt_tokens) / trajectory.output_tokens)
+    if trajectory.predicts >= 0:
+        run.emit(
+            Harvest(
+                trajectory_id=trajectory.id,
+                attempt=trajectory.attempt,
+                output_tokens=trajectory.output_tokens if finished else None,
+            )
+        )
+        trajectory.predicts = trajectory.predicted = -1
+
+
+def _mix(means: dict[str, float], name: str, value: float) -> None:
+    before = means.get(name, value)
+    means[name] = before + MEMORY * (value - before)
+
+
+def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
+    """Whole tokens, so that sums over trajectories do not depend on their order."""
+    trajectory.estimate = max(1, round(tokens))
+    growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
+    trajectory.occupies = round(occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth))
+    trajectory.level = level_of(trajectory.output_tokens + trajectory.estimate, trajectory.level)
+    run.order_changed(trajectory)
+
+
+def _ask(run: Run, trajectory: Trajectory) -> None:
+    """Ask for a prediction before the turn that comes next. Evaluations sample otherwise, and are not learned from."""
+    group = run.state.groups[trajectory.group_id]
+    if not run.scheduling.predicts or group.purpose is not Purpose.TRAIN:
+        return
+    siblings = [run.state.trajectories[member] for member in group.members]
+    lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]
+    trajectory.predicts = trajectory.asked
+    run.state.counters.scheduling.predictions += 1
+    run.emit(
+        Predict(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            turn=trajectory.asked,
+            context=LengthContext(
+                domain=group.name,
+                prompt_tokens=trajectory.prompt_tokens,
+                turn=trajectory.asked,
+                output_tokens=trajectory.output_tokens,
+                last_output_tokens=trajectory.last_output_tokens,
+                observation_tokens=trajectory.context_tokens - trajectory.prompt_tokens - trajectory.output_tokens,
+                tool_s=trajectory.tool_s,
+                siblings=len(lengths),
+                sibling_mean=sum(lengths) / len(lengths) if lengths else 0.0,
+                sibling_longest=max(lengths, default=0),
+            ),
+        )
+    )

@@ -1,0 +1,148 @@
+"""Trajectories that move to the engine of their new rank, with their KV, while their environment works (Heddle §5.3).
+
+Invariants: a trajectory has at most one migration, and an engine is in at most one transfer; a turn that is asked for during a
+transfer waits for its end (that time is what migration exposes), one that is asked for before it begins cancels it. Whatever
+fails leaves the trajectory with an engine: where its KV is, or where it will be computed again.
+"""
+
+from rollweave.core import placing, trajectories, turns
+from rollweave.core.costs import rate_of
+from rollweave.core.order import Load
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
+from rollweave.policy.migration import Request, transfer_epoch, worth_it
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import Migrate
+from rollweave.schema.events import MigrationDone
+
+MEMORY = 0.2
+"""Weight of a new transfer in the mean seconds of a token's KV."""
+
+TRANSFER_S = 30.0
+"""Seconds that a transfer may take before it is given up: far more than the largest contexts need over a slow link."""
+
+
+def consider(run: Run, trajectory: Trajectory) -> None:
+    """The trajectory's estimate has changed in a tool interval: should it be elsewhere?"""
+    if run.scheduling.migration == "never" or trajectory.migration is not None or trajectory.home is None:
+        return
+    source = run.state.engines.get(trajectory.home)
+    target = run.state.engines.get(placing.by_rank(run, trajectory)) if source is not None else None
+    if source is None or target is None or source is target or not _can_take(source, target):
+        return
+    if run.scheduling.migration == "gain" and not _pays(run, trajectory, source, target):
+        return
+    state = run.state
+    trajectory.migration = state.next_migration
+    state.migrations[trajectory.migration] = Migration(
+        number=trajectory.migration,
+        trajectory_id=trajectory.id,
+        attempt=trajectory.attempt,
+        source=source.id,
+        target=target.id,
+    )
+    state.next_migration += 1
+    _start(run)
+
+
+def _can_take(source: Engine, target: Engine) -> bool:
+    """KV is of use only under the weights that computed it."""
+    serving = source.status is EngineStatus.SERVING and target.status is EngineStatus.SERVING and not target.draining
+    return serving and source.weights_id == target.weights_id
+
+
+def _pays(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> bool:
+    own, other = run.order.loads.get(source.id, Load()), run.order.loads.get(target.id, Load())
+    left = next((-key[0] for key in own.left if key[1] != trajectory.id), 0)
+    there = max(other.longest, trajectory.estimate)
+    work, held = trajectory.estimate, trajectory.occupies
+    name = run.state.groups[trajectory.group_id].name
+    transfer_s = trajectory.context_tokens * run.state.migration_token_s
+    return worth_it(
+        _seconds(source, (own.longest, own.tokens, own.occupied), (left, own.tokens - work, own.occupied - held)),
+        _seconds(target, (other.longest, other.tokens, other.occupied), (there, other.tokens + work, other.occupied + held)),
+        exposed_s=max(0.0, transfer_s - run.state.tool_s.get(name, 0.0)),
+    )
+
+
+def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:
+    """Until the engine's work is done, before the move and after it."""
+    cost = rate_of(engine)
+    before, after = (cost.seconds(longest=longest, tokens=tokens, occupied=held) for longest, tokens, held in loads)
+    return before, after
+
+
+def _start(run: Run) -> None:
+    """Begin the transfers whose engines are in no other one."""
+    migrations = run.state.migrations
+    busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
+    waiting = [
+        Request(number=m.number, length=run.state.trajectories[m.trajectory_id].estimate, source=m.source, target=m.target)
+        for m in migrations.values()
+        if m.since is None
+    ]
+    for request in transfer_epoch(waiting, busy):
+        m = migrations[request.number]
+        m.since = run.now
+        run.emit(Migrate(number=m.number, trajectory_id=m.trajectory_id, attempt=m.attempt, source=m.source, target=m.target))
+
+
+def holds(run: Run, trajectory: Trajectory) -> bool:
+    """Its next turn is asked for: does it wait for a transfer? One that has not begun is dropped."""
+    if trajectory.migration is None:
+        return False
+    if run.state.migrations[trajectory.migration].since is not None:
+        return True
+    forget(run, trajectory)
+    return False
+
+
+def forget(run: Run, trajectory: Trajectory) -> None:
+    """The trajectory does not move. A transfer under way ends by itself."""
+    number, trajectory.migration = trajectory.migration, None
+    if number is not None and run.state.migrations[number].since is None:
+        del run.state.migrations[number]
+        run.state.counters.scheduling.migrations_dropped += 1
+
+
+def on_done(run: Run, event: MigrationDone) -> None:
+    m = run.state.migrations.get(event.number)
+    if m is not None and m.since is not None:
+        _end(run, m, event.moved_tokens, event.error)
+
+
+def give_up_late(run: Run) -> None:
+    """The watchdog's look at transfers that nobody has answered for."""
+    for m in list(run.state.migrations.values()):
+        if m.since is not None and run.now - m.since > TRANSFER_S:
+            _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
+
+
+def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
+    state, counted = run.state, run.state.counters.scheduling
+    assert m.since is not None, "a transfer that ends has begun"
+    del state.migrations[m.number]
+    if error:
+        run.warn(m.target, f"KV of {m.trajectory_id} did not come from {m.source}: {error}", count="migration_failed")
+        counted.migrations_failed += 1
+    else:
+        counted.migrations += 1
+        counted.moved_tokens += moved_tokens
+        if moved_tokens:
+            token_s = (run.now - m.since) / moved_tokens
+            state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (token_s - state.migration_token_s)
+    trajectory = trajectories.find(run, m.trajectory_id, m.attempt)
+    if trajectory is not None and trajectory.migration == m.number:
+        trajectory.migration = None
+        trajectory.home = _home_after(run, m, moved=not error)
+        run.order_changed(trajectory)
+        if trajectory.turn is not None:
+            counted.exposed_s += run.now - trajectory.turn.since
+            turns.enqueue(run, trajectory)
+    _start(run)
+
+
+def _home_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
+    """Where its KV is; the other end if that engine is gone; anywhere if both are."""
+    ends = (m.target, m.source) if moved else (m.source, m.target)
+    return next((end for end in ends if placing.is_usable(run, end)), None)

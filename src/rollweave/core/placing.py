@@ -1,0 +1,105 @@
+"""Which engine is a trajectory's own: planned for all that are under way, then kept by rank as they end (Heddle §5).
+
+Invariant: a partition names only engines that have weights and do not drain; whatever changes that clears it.
+"""
+
+from collections.abc import Sequence
+
+from rollweave.core.costs import cost_table, rate_of
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Partition, Share, Trajectory
+from rollweave.policy.migration import retarget
+from rollweave.policy.placement import place
+from rollweave.policy.priority import overdue_rank
+from rollweave.schema.base import EngineId
+
+GROWTH = 1.5
+"""Trajectories under way, or predictions since, as a multiple of those planned for, from which a new plan is made."""
+
+
+def lane_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+    """The engine for which the trajectory's turns wait; None for any, or while there is none."""
+    if not run.scheduling.homes:
+        return None
+    home = trajectory.home
+    if home is None or home in avoid or not is_usable(run, home):
+        trajectory.home, trajectory.resident = _home_for(run, trajectory, avoid), False
+        run.order_changed(trajectory)
+    return trajectory.home
+
+
+def is_usable(run: Run, engine_id: EngineId) -> bool:
+    """It serves, or will as soon as it has taken new weights."""
+    engine = run.state.engines.get(engine_id)
+    return engine is not None and _takes_turns(engine)
+
+
+def _takes_turns(engine: Engine) -> bool:
+    return not engine.draining and engine.version >= 0
+
+
+def _home_for(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
+    usable = [engine for engine in run.state.engines.values() if _takes_turns(engine)]
+    wanted = [engine for engine in usable if engine.id not in avoid] or usable
+    if not wanted:
+        return None
+    # Without a prediction of its own a rank says nothing, and members of a group would gather on one engine.
+    if run.scheduling.placement == "partition" and trajectory.predicted >= 0:
+        target = by_rank(run, trajectory)
+        if any(engine.id == target for engine in wanted):
+            return target
+    return min(wanted, key=lambda engine: work_s(run, engine)).id
+
+
+def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
+    """Whether the KV cache holds the trajectory's context beside those of the residents that come before it.
+
+    Who comes after it gives way. So contexts stay while their environments work, and are not computed again and again; that
+    pays where environments are quicker than turns.
+    """
+    turn = trajectory.turn
+    if not run.scheduling.keeps or (turn is not None and turn.rank >= overdue_rank(turn.arrival)):
+        return True
+    name = run.state.groups[trajectory.group_id].name
+    if run.state.tool_s.get(name, 0.0) > run.state.turn_s.get(name, 0.0):
+        return True
+    before = run.order.kv_before(trajectory)
+    return not before or before + trajectory.claims <= engine.kv_tokens
+
+
+def work_s(run: Run, engine: Engine) -> float:
+    """Seconds until the engine's own trajectories are done, without tools."""
+    load = run.order.loads.get(engine.id)
+    return (
+        rate_of(engine).seconds(longest=load.longest, tokens=load.tokens, occupied=load.occupied) if load is not None else 0.0
+    )
+
+
+def by_rank(run: Run, trajectory: Trajectory) -> EngineId:
+    """The engine of the trajectory's rank among all that are under way."""
+    partition, order = run.state.partition, run.order
+    if not partition.shares or max(len(order), partition.predictions) > GROWTH * partition.planned:
+        partition = run.state.partition = _plan(run)
+    sizes = [share.size for share in partition.shares]
+    return partition.shares[retarget(sizes, rank=order.rank(trajectory.id), active=len(order))].engine_id
+
+
+def _plan(run: Run) -> Partition:
+    """Place all that are under way on the engines that there are (Heddle §5.2, exact)."""
+    lengths = [-key[0] for key in run.order.keys]
+    engines = sorted(
+        (engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: -engine.degree
+    )
+    engines = engines[: len(lengths)]
+    degrees = [engine.degree for engine in engines]
+    placement = place(lengths, degrees, cost_table(run, degrees, largest=len(lengths)))
+    run.state.counters.scheduling.plans += 1
+    taken = sorted(
+        (start, end, engine.id) for (start, end), engine in zip(placement.spans, engines, strict=True) if end > start
+    )
+    return Partition(shares=[Share(engine_id=name, size=end - start) for start, end, name in taken], planned=len(lengths))
+
+
+def engines_changed(run: Run) -> None:
+    """An engine joined, drains or is gone."""
+    run.state.partition = Partition()

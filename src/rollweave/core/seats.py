@@ -1,0 +1,33 @@
+"""The engines that a run begins with."""
+
+from rollweave.core.state import State
+from rollweave.schema.base import EngineId
+from rollweave.schema.config import AllocationConfig, RunConfig
+from rollweave.schema.events import EngineSeat
+
+
+def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
+    """As configured; under [allocation] one engine of each degree as far as the budget goes, and the rest of it in small ones.
+
+    So every degree that fits beside the others is measured before the first plan.
+    """
+    if config.allocation is not None:
+        degrees = _first_degrees(config.allocation)
+    else:
+        degrees = [group.degree for group in config.engines for _ in range(group.count)]
+    return tuple(EngineSeat(id=EngineId(f"e{number}"), degree=degree) for number, degree in enumerate(degrees))
+
+
+def seats_of(state: State) -> tuple[EngineSeat, ...]:
+    """The engines that a run has by now: with these its world begins again."""
+    return tuple(EngineSeat(id=engine.id, degree=engine.degree) for engine in state.engines.values())
+
+
+def _first_degrees(allocation: AllocationConfig) -> list[int]:
+    left, found = allocation.budget, []
+    for degree in sorted(allocation.degrees):
+        if degree <= left:
+            found.append(degree)
+            left -= degree
+    smallest = min(allocation.degrees)
+    return sorted([*found, *[smallest] * (left // smallest)], reverse=True)

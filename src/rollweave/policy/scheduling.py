@@ -1,0 +1,46 @@
+"""When and where a trajectory's turns run, as a preset of three policies that a user may also mix (Heddle §4, §5)."""
+
+from rollweave.schema.base import Noun
+from rollweave.schema.config import RolloutConfig
+
+PRESETS = {"turn": ("fcfs", "affinity", "never"), "trajectory": ("longest_first", "partition", "gain")}
+"""Priority, placement and migration by the name of the preset."""
+
+
+class Scheduling(Noun, frozen=True, kw_only=True):
+    """What follows from the three choices."""
+
+    priority: str
+    placement: str
+    migration: str
+
+    @property
+    def predicts(self) -> bool:
+        """Somebody asks how long a trajectory will yet be."""
+        return self.priority == "longest_first" or self.placement == "partition"
+
+    @property
+    def preempts(self) -> bool:
+        """A pending turn takes the slot of an active one of lower rank (Heddle Alg. 1; Autellix)."""
+        return self.priority in ("longest_first", "shortest_first")
+
+    @property
+    def homes(self) -> bool:
+        """A trajectory has an engine of its own, for which its turns wait even where another one is free."""
+        return self.placement in ("pinned", "partition")
+
+    @property
+    def keeps(self) -> bool:
+        """An engine's KV cache is kept for its own trajectories in the order of their ranks, which then must not change often."""
+        return self.placement == "partition" and self.priority in ("fcfs", "longest_first")
+
+
+def scheduling(rollout: RolloutConfig) -> Scheduling:
+    """The preset, and what is set beside it. Nothing migrates without a partition."""
+    priority, placement, migration = PRESETS[rollout.scheduling]
+    placement = rollout.placement or placement
+    return Scheduling(
+        priority=rollout.priority or priority,
+        placement=placement,
+        migration=(rollout.migration or migration) if placement == "partition" else "never",
+    )

@@ -1,0 +1,63 @@
+"""How long an engine takes for a group of trajectories, by the work in them: a cost beside eq. 2's, nearer to what engines do.
+
+Eq. 2 knows a group by its size and its longest member. Here a step has a fixed part, a part for each sequence in it, and a part
+for each token of their contexts, and the steps needed are the most of three: those of the longest member; those that a batch of
+`slots` needs for all tokens; those that the KV cache needs, where each token occupies its context for a step. A batch that
+shrinks as its members end, queueing beyond the slots and contexts beyond the KV cache are all in it, in closed form.
+
+A group's cost never falls when a member is added, nor when members grow: what `policy/placement` needs to be exact.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollweave.schema.base import Noun
+from rollweave.schema.events import StepTime
+
+
+class Rate(Noun, frozen=True, kw_only=True):
+    """An engine: a step takes `fixed_s`, `sequence_s` for each of at most `slots` sequences, `context_s` for a token of context.
+
+    The contexts of a step fit `kv_tokens`.
+    """
+
+    fixed_s: float
+    sequence_s: float
+    context_s: float
+    slots: int
+    kv_tokens: int
+
+    def seconds(self, *, longest: float, tokens: float, occupied: float) -> float:
+        """For a group: tokens of its longest member, of all, and the sum over all tokens of the context that each occupies."""
+        steps = max(longest, tokens / self.slots, occupied / self.kv_tokens)
+        return steps * self.fixed_s + tokens * self.sequence_s + occupied * self.context_s
+
+
+def rate(profile: Sequence[StepTime], *, slots: int, kv_tokens: int) -> Rate:
+    """What fits measured step times best, by relative errors, without negative parts.
+
+    Raises ValueError for a profile without measurements, and for a rate without slots or KV.
+    """
+    if not profile:
+        raise ValueError("profile must have at least one measured step, got none")
+    if slots < 1 or kv_tokens < 1:
+        raise ValueError(f"slots and kv_tokens must be at least 1, got {slots} and {kv_tokens}")
+    seconds = np.array([point.seconds for point in profile])
+    columns = np.array([(1, point.batch, point.batch * point.context) for point in profile]) / seconds[:, None]
+    best, least = np.zeros(3), np.inf
+    # The best fit is the plain one of the columns that it uses, so all choices of three columns are tried.
+    for used in itertools.product((True, False), repeat=3):
+        prices = np.zeros(3)
+        prices[list(used)] = np.linalg.lstsq(columns[:, used], np.ones(len(seconds)), rcond=None)[0]
+        error = float(np.square(columns @ prices - 1).sum())
+        if (prices >= 0).all() and error < least - 1e-9:
+            best, least = prices, error
+    fixed, sequence, context = (float(price) for price in best)
+    return Rate(fixed_s=fixed, sequence_s=sequence, context_s=context, slots=slots, kv_tokens=kv_tokens)
+
+
+def occupied(tokens: float, *, context: float, growth: float) -> float:
+    """The context summed over `tokens` tokens yet to be sampled, from `context` on, which grows by `growth` for each."""
+    return tokens * (context + growth * tokens / 2)
