@@ -1,12 +1,14 @@
 """Heddle's experiments: rollout throughput and time by when, where and on how many GPUs a trajectory runs.
 
-Heddle's predictor, its priorities, placements, migration and allocation do not exist here yet, nor do the schedulers that it is
-compared with: those rows are missing and name what has to be built. What exists is first come first served by trajectory, with
-affinity to the engine of the last turn and the least loaded engine for the first one, on engines of one size.
+How well lengths are predicted is in `heddle_prediction.py`. Heddle's priorities, placements, migration and allocation do not
+exist here yet, nor do the schedulers that it is compared with: those rows are missing and name what has to be built. What
+exists is first come first served by trajectory, with affinity to the engine of the last turn and the least loaded engine for
+the first one, on engines of one size.
 """
 
 import functools
 
+from rollweave.reproduce import heddle_prediction
 from rollweave.reproduce.cluster import Setup, SlowStarts, rollouts
 from rollweave.reproduce.rows import Experiment, Row
 from rollweave.schema.base import Noun
@@ -201,6 +203,7 @@ def fig16(quick: bool) -> list[Row]:
 
 EXPERIMENTS = [
     Experiment(name="heddle-fig12", title="rollout throughput", source="Heddle Fig. 12, §7.1", run=fig12),
+    heddle_prediction.EXPERIMENT,
     Experiment(name="heddle-fig14", title="schedulers", source="Heddle Fig. 14, §7.2", run=fig14),
     Experiment(name="heddle-fig15", title="placements", source="Heddle Fig. 15, §7.3", run=fig15),
     Experiment(name="heddle-fig16", title="GPUs of a worker", source="Heddle Fig. 16, §7.4", run=fig16),

@@ -1,6 +1,6 @@
-"""What is known of a trajectory under way when its remaining length is predicted (Heddle §4.1)."""
+"""The words about remaining lengths: what is known of a trajectory under way, and what is said to a predictor (Heddle §4.1)."""
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Noun, Tagged, TrajectoryId
 
 
 class LengthContext(Noun, frozen=True, kw_only=True):
@@ -22,3 +22,83 @@ class LengthContext(Noun, frozen=True, kw_only=True):
     sibling_longest: int
     reward: float = 0.0
     plan: tuple[int, ...] = ()
+
+
+class PredictorSpec(Noun, frozen=True, kw_only=True):
+    """How to build a predictor. `checkpoint` is the directory of the language model that regressor `lm` reads plans with."""
+
+    regressor: str
+    checkpoint: str | None = None
+
+
+# Words to a predictor, which takes them in the order in which they are said.
+
+
+class Ask(Tagged, frozen=True, kw_only=True):
+    """How long will it be? `number` grows from question to question."""
+
+    number: int
+    trajectory_id: TrajectoryId
+    attempt: int
+    context: LengthContext
+
+
+class Learn(Tagged, frozen=True, kw_only=True):
+    """The attempt is over after `output_tokens` sampled tokens; None where it teaches nothing."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    output_tokens: int | None
+
+
+class Fit(Tagged, frozen=True, kw_only=True):
+    """Fit the regressor to what was learned."""
+
+
+class StopPredictor(Tagged, frozen=True, kw_only=True):
+    """Nothing follows."""
+
+
+PredictorWord = Ask | Learn | Fit | StopPredictor
+
+
+# What a predictor says, after every few words that it took at once.
+
+
+class Answer(Noun, frozen=True, kw_only=True):
+    number: int
+    remaining_tokens: float
+
+
+class PredictorReport(Noun, frozen=True, kw_only=True):
+    """`taken` words since it began, with all answers to those among them that ask.
+
+    `failed` fits and predictions since it began, `fits` that succeeded, `fit_s` seconds of all; `pairs` to learn from now.
+    """
+
+    taken: int
+    answers: tuple[Answer, ...] = ()
+    failed: int = 0
+    fits: int = 0
+    fit_s: float = 0.0
+    pairs: int = 0
+
+
+class PredictorStats(Noun, frozen=True, kw_only=True):
+    """What became of all questions of a run: `asked` are `answered`, wait, or were lost with a predictor that died.
+
+    `dropped` were not asked, because too many waited or no predictor lives. `failed` fits and predictions, which other
+    numbers replaced. Milliseconds from question to answer; seconds of all fits.
+    """
+
+    asked: int = 0
+    answered: int = 0
+    lost: int = 0
+    dropped: int = 0
+    failed: int = 0
+    restarts: int = 0
+    fits: int = 0
+    fit_s: float = 0.0
+    pairs: int = 0
+    mean_ms: float = 0.0
+    p99_ms: float = 0.0
