@@ -22,6 +22,10 @@ class _Turn:
     reward: float = 0.0
 
 
+PLAN_TOKENS = 64
+"""Tokens of the first turn that stand for the agent's plan."""
+
+
 class Conversation:
     """Begin with the environment's first messages; then `sampled` and `observe` alternate."""
 
@@ -35,6 +39,7 @@ class Conversation:
         self._state_key = state_key
         self._messages = list(messages)
         self._append(codec.start(messages), SegmentKind.PROMPT)
+        self.prompt_tokens = len(self._tokens)
 
     def __len__(self) -> int:
         """Tokens so far."""
@@ -54,6 +59,14 @@ class Conversation:
     def turns(self) -> int:
         """Turns that the agent has taken."""
         return len(self._turns)
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        """The first tokens of the agent's first turn: how it means to go on."""
+        if not self._turns:
+            return ()
+        turn = self._turns[0]
+        return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
     def sampled(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> str:
         """Take the agent's turn as the engine sampled it, and return its words.

@@ -18,8 +18,10 @@ def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
     return tuple(EngineSeat(id=EngineId(f"e{number}"), degree=degree) for number, degree in enumerate(degrees))
 
 
-def seats_of(state: State) -> tuple[EngineSeat, ...]:
-    """The engines that a run has by now: with these its world begins again."""
+def begun_with(config: RunConfig, state: State) -> tuple[EngineSeat, ...]:
+    """The engines that a world begins with, again perhaps: under [allocation] those that the run has by now."""
+    if config.allocation is None or not state.engines:
+        return first_seats(config)
     return tuple(EngineSeat(id=engine.id, degree=engine.degree) for engine in state.engines.values())
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from rollweave.live.fleet import Fleet
+from rollweave.live.predictor import PredictorSeat
 from rollweave.live.seat import TrainerSeat
 from rollweave.live.tasks import Tasks, on_thread
 from rollweave.rollout.pipeline import Pipeline
@@ -72,6 +73,7 @@ class Effects:
         pipeline: Pipeline,
         fleet: Fleet,
         seat: TrainerSeat,
+        predictor: PredictorSeat,
         draws: Draws,
         listener: Listener,
         tasks: Tasks,
@@ -79,7 +81,7 @@ class Effects:
         clock: Callable[[], float],
         finish: Callable[[str], None],
     ) -> None:
-        self._pipeline, self._fleet, self._seat, self._draws = pipeline, fleet, seat, draws
+        self._pipeline, self._fleet, self._seat, self._predictor, self._draws = pipeline, fleet, seat, predictor, draws
         self._listener, self._tasks, self._post, self._finish = listener, tasks, post, finish
         self._timer = Timer(clock, post)
         self._drawing = asyncio.Lock()
@@ -92,7 +94,7 @@ class Effects:
             case c.AbortTurn():
                 self._pipeline.abort_turn(command)
             case c.Predict():
-                self._predict(command)
+                self._predictor.predict(command, self._pipeline.seen(command))
             case c.Harvest():
                 self._predictor.harvest(command)
             case c.StartInit():

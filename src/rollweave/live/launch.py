@@ -18,11 +18,14 @@ from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
-from rollweave.core.seats import first_seats, seats_of
+from rollweave.core.seats import begun_with, first_seats
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.metrics import Metrics, Progress, Silent
+from rollweave.live.predictor import OpenLink
+from rollweave.live.predictor import in_process as predict_in_process
+from rollweave.live.predictor import in_thread as predict_in_thread
 from rollweave.live.recover import Beginning, recover
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
@@ -37,6 +40,7 @@ from rollweave.schema.commands import StartInit, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat
+from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec, Sampling
 from rollweave.schema.work import Purpose
 
@@ -158,10 +162,11 @@ class _Start:
             draws=source,
             make_engine=processes.engine,
             make_trainer=processes.trainer,
+            open_predictor=processes.predictor(),
             make_episode=Episodes(config, processes.model_dir, source, clock).make,
             progress=self._progress,
         )
-        return world, seats_of(begun.core.state) or first_seats(config)
+        return world, begun_with(config, begun.core.state)
 
 
 class Processes:
@@ -237,6 +242,12 @@ class Processes:
             start_s=start_s,
             on_ready=self._trainer_ready,
         )
+
+    def predictor(self) -> OpenLink:
+        """How to start the predictor of lengths. The small language model that `lm` reads with is the run's own."""
+        name = self._config.rollout.predictor
+        spec = PredictorSpec(regressor=name, checkpoint=str(self.model_dir) if name == "lm" else None)
+        return predict_in_thread(spec) if self._inproc else predict_in_process(spec, log=self._run.logs / "predictor.log")
 
     def _trainer_ready(self) -> None:
         if not self._model_ready.done():

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
 from rollweave.codec.disk import AppendFile, writing
 from rollweave.core.state import State
 from rollweave.record.steps import Cumulated
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
+from rollweave.schema.prediction import PredictorStats
 from rollweave.schema.serving import EngineStats
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
@@ -69,12 +72,13 @@ class Metrics:
         self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
         self._before = Cumulated.of(state(), clock())
         self._engines: Mapping[EngineId, EngineStats] = {}
+        self._predictor: PredictorStats | None = None
         self.last_evaluation: dict[str, Any] | None = None
         self.final_evaluation: dict[str, Any] | None = None
 
-    def sampled(self, engines: Mapping[EngineId, EngineStats]) -> None:
-        """Engine statistics for the next step's line."""
-        self._engines = engines
+    def sampled(self, engines: Mapping[EngineId, EngineStats], predictor: PredictorStats | None = None) -> None:
+        """Statistics of engines and predictor for the next step's line."""
+        self._engines, self._predictor = engines, predictor
 
     def trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
         """A mini-batch is trained; after the step's last one the line is written."""
@@ -96,6 +100,8 @@ class Metrics:
             **counted.since(self._before),
             "engines": {engine: _engine_line(stats) for engine, stats in self._engines.items()},
         }
+        if self._predictor is not None:
+            line["predictor"] = msgspec.structs.asdict(self._predictor)
         self._before = counted
         self._write(line)
         self._mirror(command.step, line)

@@ -15,10 +15,12 @@ from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws, Effects
 from rollweave.live.fleet import Fleet
 from rollweave.live.metrics import Metrics, Progress
+from rollweave.live.predictor import OpenLink, PredictorSeat
 from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
 from rollweave.live.tasks import Tasks
 from rollweave.live.trainer_link import TrainerBackend
+from rollweave.policy.scheduling import scheduling
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.episode import Episode
@@ -65,6 +67,7 @@ class World:
         make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
         make_episode: Callable[[StartInit], Episode],
+        open_predictor: OpenLink,
         progress: Progress,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
@@ -101,10 +104,13 @@ class World:
             spans=_EpisodeSpans(trace),
             waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
         )
+        self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
+        self._predicts = scheduling(config.rollout).predicts
         self._effects = Effects(
             pipeline=self.pipeline,
             fleet=self.fleet,
             seat=self.seat,
+            predictor=self.predictor,
             draws=draws,
             listener=self,
             tasks=self._tasks,
@@ -121,9 +127,12 @@ class World:
                 self.fleet.start(engines)
                 if fresh:
                     self.seat.start(0)
+                if self._predicts:
+                    self.predictor.start()
                 await self.pump.run()
                 await asyncio.gather(self.fleet.close(), self.seat.close())
             finally:
+                await self.predictor.close()
                 self._tasks.cancel_all()
         assert self._error is not None, "the pump ends with Finish"
         return self._error
@@ -177,7 +186,7 @@ class World:
             self._tasks.spawn(self._sample_engines(), "sample engines")
 
     async def _sample_engines(self) -> None:
-        self._metrics.sampled(await self.fleet.sample())
+        self._metrics.sampled(await self.fleet.sample(), self.predictor.stats() if self._predicts else None)
 
 
 class _EpisodeSpans:

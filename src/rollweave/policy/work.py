@@ -18,9 +18,9 @@ from rollweave.schema.events import StepTime
 
 
 class Rate(Noun, frozen=True, kw_only=True):
-    """An engine: a step takes `fixed_s`, `sequence_s` for each of at most `slots` sequences, `context_s` for a token of context.
+    """An engine: a step takes `fixed_s`, `sequence_s` for each of its sequences, `context_s` for each token of their contexts.
 
-    The contexts of a step fit `kv_tokens`.
+    It has at most `slots` sequences, and their contexts fit `kv_tokens`.
     """
 
     fixed_s: float

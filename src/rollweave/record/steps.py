@@ -2,14 +2,23 @@
 
 from typing import Any
 
+import msgspec
+
 from rollweave.core.state import State
 
 
 class Cumulated:
     """Counters of the core at one moment, to tell what one step added."""
 
-    def __init__(self, at: float, counts: dict[str, int], stops: dict[str, int], idle: dict[str, dict[str, float]]) -> None:
-        self.at, self.counts, self.stops, self.idle = at, counts, stops, idle
+    def __init__(
+        self,
+        at: float,
+        counts: dict[str, int],
+        stops: dict[str, int],
+        idle: dict[str, dict[str, float]],
+        scheduling: dict[str, float],
+    ) -> None:
+        self.at, self.counts, self.stops, self.idle, self.scheduling = at, counts, stops, idle, scheduling
 
     @classmethod
     def of(cls, state: State, at: float) -> "Cumulated":
@@ -25,7 +34,7 @@ class Cumulated:
             "retried": sum(counters.retried.values()),
         }
         idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
-        return cls(at, counts, dict(counters.stop_reasons), idle)
+        return cls(at, counts, dict(counters.stop_reasons), idle, msgspec.structs.asdict(counters.scheduling))
 
     def since(self, before: "Cumulated") -> dict[str, Any]:
         """What happened between `before` and now."""
@@ -36,6 +45,7 @@ class Cumulated:
             "wall_s": round(wall_s, 4),
             "tokens_per_s": round(added["output_tokens"] / wall_s, 1),
             **added,
+            "scheduling": {name: round(value - before.scheduling[name], 4) for name, value in self.scheduling.items()},
             "stop_reasons": {reason: count for reason, count in stops.items() if count},
             "idle": {
                 who: {cause: round(seconds - before.idle[who].get(cause, 0.0), 4) for cause, seconds in causes.items()}

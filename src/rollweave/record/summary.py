@@ -33,6 +33,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     retried: dict[str, int]
     watchdog: dict[str, int]
     idle: dict[str, dict[str, float]]
+    scheduling: dict[str, float]
     error: str = ""
     interrupted: bool = False
 
@@ -60,6 +61,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         retried=dict(counters.retried),
         watchdog=dict(counters.watchdog),
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
+        scheduling=msgspec.structs.asdict(counters.scheduling),
         error=state.error,
         interrupted=state.skip_final_eval,
     )

@@ -117,6 +117,21 @@ class Episode:
         return self._conversation.turns if self._conversation is not None else 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Length of the first turn's prompt."""
+        return self._conversation.prompt_tokens if self._conversation is not None else 0
+
+    @property
+    def reward(self) -> float:
+        """Of the steps so far."""
+        return sum(self._rewards)
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        """The first tokens of the agent's first turn."""
+        return self._conversation.plan if self._conversation is not None else ()
+
+    @property
     def budget_s(self) -> float:
         """Active seconds that are left."""
         return self._limits.time_s - self._init_s - self._generate_s - self._env_s - self.eval_s

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
+
 from rollweave.backends.base import EngineBackend
 from rollweave.envs.base import Score
 from rollweave.rollout.episode import Answer, Episode, EpisodeStopError
@@ -19,6 +21,7 @@ from rollweave.schema.commands import (
     AbortTurn,
     CancelTrajectory,
     Evict,
+    Predict,
     StartEval,
     StartInit,
     StartRun,
@@ -35,6 +38,7 @@ from rollweave.schema.events import (
     TurnFailed,
     TurnRequested,
 )
+from rollweave.schema.prediction import LengthContext
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
@@ -206,6 +210,13 @@ class Pipeline:
         if held.begun and held.task is not None:  # a task that has not begun looks for itself
             held.task.cancel()
 
+    def seen(self, command: Predict) -> LengthContext:
+        """What the command says of an attempt, with what only we hold: its rewards so far, and how its first turn began."""
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        if attempt is None:
+            return command.context
+        return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=attempt.episode.plan)
+
     def evict(self, command: Evict) -> None:
         self._store.forget(command.trajectory_ids)
 
@@ -238,7 +249,9 @@ class Pipeline:
         command, started = attempt.command, self._clock()
         await attempt.episode.init()
         self._spans.episode_span(attempt.lane, "init", started, self._clock())
-        self._post(EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt))
+        self._post(
+            EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt, prompt_tokens=attempt.episode.prompt_tokens)
+        )
         await attempt.go.wait()
         return await attempt.episode.run(_Port(self, attempt))
 

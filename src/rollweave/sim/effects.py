@@ -9,6 +9,7 @@ from rollweave.schema.base import TaskId
 from rollweave.schema.work import Limits, Task
 from rollweave.sim.clock import Clock
 from rollweave.sim.fleet import SimFleet
+from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.trainer import SimTrainer
 
@@ -37,12 +38,13 @@ class Effects:
         rollouts: Rollouts,
         fleet: SimFleet,
         trainer: SimTrainer,
+        predictor: SimPredictor,
         limits: Callable[[str], Limits],
         listener: Listener,
         finish: Callable[[str], None],
     ) -> None:
         self._clock, self._post, self._rollouts, self._fleet, self._trainer = clock, post, rollouts, fleet, trainer
-        self._limits, self._listener, self._finish = limits, listener, finish
+        self._predictor, self._limits, self._listener, self._finish = predictor, limits, listener, finish
         self._timer = 0
 
     def execute(self, command: c.Command) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rollweave.core.core import Core
-from rollweave.core.seats import first_seats, seats_of
+from rollweave.core.seats import begun_with, first_seats
 from rollweave.core.state import Stage
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
@@ -23,6 +23,7 @@ from rollweave.sim.effects import Effects, Listener
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
+from rollweave.sim.predictor import SimPredictor
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Serverless
 from rollweave.sim.trainer import SimTrainer
@@ -83,12 +84,14 @@ class World:
             serverless=self.serverless,
         )
         self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
+        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=config.rollout.predictor)
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
             rollouts=self.rollouts,
             fleet=self.fleet,
             trainer=self.trainer,
+            predictor=self.predictor,
             limits=limits.__getitem__,
             listener=listener,
             finish=self._finish,
@@ -116,7 +119,8 @@ class World:
         self.fleet.drop_all()
         self.rollouts.forget_all()
         self.trainer.drop()
-        self.seats = seats_of(core.state) or self.seats
+        self.predictor.drop()
+        self.seats = begun_with(self.config, core.state)
         self.fleet.start(self.seats)
         self.post(e.WorldLost(engines=self.seats, missing=tuple(missing)))
 
