@@ -9,7 +9,7 @@ import math
 from rollweave.core import migration, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Stage, Trajectory
-from rollweave.policy.priority import level_of
+from rollweave.policy.priority import UNKNOWN, level_of
 from rollweave.policy.work import occupied
 from rollweave.schema.commands import Harvest, Predict
 from rollweave.schema.events import PredictionReady
@@ -64,6 +64,9 @@ def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float)
     trajectory.context_tokens += output_tokens
     _believe(run, trajectory, trajectory.estimate - output_tokens)
     _ask(run, trajectory)
+    # Where the environment is mostly done before the prediction comes, the last one has to do.
+    if trajectory.predicted >= 0 and run.state.tool_s.get(name, 0.0) < run.state.prediction_s:
+        migration.consider(run, trajectory)
 
 
 def on_prediction(run: Run, event: PredictionReady) -> None:
@@ -74,6 +77,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     if trajectory.predicted >= event.turn or not math.isfinite(event.remaining_tokens):
         return
     trajectory.predicted = event.turn
+    run.state.prediction_s += MEMORY * (run.now - trajectory.predicts_at - run.state.prediction_s)
     _believe(run, trajectory, event.remaining_tokens)
     run.state.partition.predictions += 1
     name = run.state.groups[trajectory.group_id].name
@@ -117,7 +121,11 @@ def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
     trajectory.estimate = max(1, round(tokens))
     growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
     trajectory.occupies = round(occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth))
-    trajectory.level = level_of(trajectory.output_tokens + trajectory.estimate, trajectory.level)
+    if trajectory.predicted < 0:
+        trajectory.level = UNKNOWN
+    else:
+        former = trajectory.level if trajectory.level != UNKNOWN else None
+        trajectory.level = level_of(trajectory.output_tokens + trajectory.estimate, former)
     run.order_changed(trajectory)
 
 
@@ -128,7 +136,7 @@ def _ask(run: Run, trajectory: Trajectory) -> None:
         return
     siblings = [run.state.trajectories[member] for member in group.members]
     lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]
-    trajectory.predicts = trajectory.asked
+    trajectory.predicts, trajectory.predicts_at = trajectory.asked, run.now
     run.state.counters.scheduling.predictions += 1
     run.emit(
         Predict(

@@ -15,6 +15,9 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Migrate
 from rollweave.schema.events import MigrationDone
 
+UNEVEN = 1.25
+"""Work of one engine by that of the idlest, from which a trajectory moves only to even it out: estimates err by about that."""
+
 MEMORY = 0.2
 """Weight of a new transfer in the mean seconds of a token's KV."""
 
@@ -27,10 +30,8 @@ def consider(run: Run, trajectory: Trajectory) -> None:
     if run.scheduling.migration == "never" or trajectory.migration is not None or trajectory.home is None:
         return
     source = run.state.engines.get(trajectory.home)
-    target = run.state.engines.get(placing.by_rank(run, trajectory)) if source is not None else None
-    if source is None or target is None or source is target or not _can_take(source, target):
-        return
-    if run.scheduling.migration == "gain" and not _pays(run, trajectory, source, target):
+    target = _target(run, trajectory, source) if source is not None else None
+    if source is None or target is None:
         return
     state = run.state
     trajectory.migration = state.next_migration
@@ -43,6 +44,19 @@ def consider(run: Run, trajectory: Trajectory) -> None:
     )
     state.next_migration += 1
     _start(run)
+
+
+def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
+    """The engine of its rank; by gain also the one with the least work, if the former does not pay and this one does."""
+    by_rank = run.state.engines[placing.by_rank(run, trajectory)]
+    if run.scheduling.migration == "rank":
+        return by_rank if by_rank is not source and _can_take(source, by_rank) else None
+    idlest = placing.idlest(run)
+    uneven = placing.work_s(run, source) > UNEVEN * placing.work_s(run, idlest)
+    for target in (by_rank, idlest) if uneven else (by_rank,):
+        if target is not source and _can_take(source, target) and _pays(run, trajectory, source, target):
+            return target
+    return None
 
 
 def _can_take(source: Engine, target: Engine) -> bool:

@@ -58,13 +58,18 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     pays where environments are quicker than turns.
     """
     turn = trajectory.turn
-    if not run.scheduling.keeps or (turn is not None and turn.rank >= overdue_rank(turn.arrival)):
+    if not run.scheduling.keeps or trajectory.predicted < 0 or (turn is not None and turn.rank >= overdue_rank(turn.arrival)):
         return True
     name = run.state.groups[trajectory.group_id].name
     if run.state.tool_s.get(name, 0.0) > run.state.turn_s.get(name, 0.0):
         return True
     before = run.order.kv_before(trajectory)
     return not before or before + trajectory.claims <= engine.kv_tokens
+
+
+def idlest(run: Run) -> Engine:
+    """The engine whose own trajectories are done first. There is one that takes turns."""
+    return min((engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: work_s(run, engine))
 
 
 def work_s(run: Run, engine: Engine) -> float:

@@ -73,6 +73,7 @@ class Trajectory(msgspec.Struct):
     occupies: int = 0  # the context of each of these tokens, summed
     level: int | None = None  # of its length, sampled and estimated (policy/priority)
     predicts: int = -1  # turn before which a prediction was last asked for
+    predicts_at: float = 0.0
     predicted: int = -1  # turn before which the last prediction was that came
     migration: int | None = None  # its number, from the wish to MigrationDone
     closing: StopReason | None = None
@@ -268,6 +269,7 @@ class State(msgspec.Struct):
     first_lengths: dict[str, float] = {}  # mean predicted length by task domain, for as long as none has finished
     lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
     growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
+    prediction_s: float = 0.0  # mean seconds from a question to its prediction
     turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
     turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
     tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain

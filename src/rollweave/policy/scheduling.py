@@ -31,7 +31,7 @@ class Scheduling(Noun, frozen=True, kw_only=True):
 
     @property
     def keeps(self) -> bool:
-        """An engine keeps its KV cache for its own trajectories in the order of their ranks, which then must not change often."""
+        """An engine keeps its KV cache for its own trajectories in the order of their ranks, which must not change often."""
         return self.placement == "partition" and self.priority in ("fcfs", "longest_first")
 
 
