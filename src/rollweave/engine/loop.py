@@ -18,9 +18,10 @@ import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
+from rollweave.engine.live import Live
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.policy.batching import Amounts, Batcher, Entry
+from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
 from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -46,43 +47,15 @@ from rollweave.schema.serving import (
     Stats,
     Suspend,
     Suspended,
-    VersionSpan,
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.store import read_tensors
 
 
-class Live:
-    """One request between `Add` and its result."""
-
-    __slots__ = ("added_s", "entry", "limit", "logprobs", "prompt", "request", "spans", "started_s", "stop_ids", "watch")
-
-    def __init__(self, request: GenerateRequest, *, entry: Entry, limit: int, stop_ids: frozenset[int], now: float) -> None:
-        self.request = request
-        self.entry = entry
-        self.limit = limit
-        self.stop_ids = stop_ids
-        self.prompt = len(request.tokens)
-        self.logprobs: list[float] = []
-        self.spans: list[tuple[int, int]] = []
-        """(start, version) of each run of output tokens sampled by one version."""
-        self.watch: StopStrings | None = None
-        self.added_s = now
-        self.started_s: float | None = None
-
-    def versions(self) -> tuple[VersionSpan, ...]:
-        starts = [start for start, _ in self.spans]
-        ends = [*starts[1:], len(self.logprobs)]
-        return tuple(
-            VersionSpan(start=start, end=end, version=version)
-            for (start, version), end in zip(self.spans, ends[: len(starts)], strict=True)
-        )
-
-
 class EngineLoop:
     """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it.
 
-    `watch` is told the work of every step and its seconds, on the loop's thread.
+    `watch` is told the work of every step and its seconds, on the loop's thread. `clock` counts seconds.
     """
 
     def __init__(
@@ -91,13 +64,15 @@ class EngineLoop:
         reply: Callable[[EngineReply], None],
         *,
         watch: Callable[[Amounts, float], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
-        self._reply, self._watch = reply, watch
+        self._reply, self._watch, self._clock = reply, watch, clock
         self._inbox: deque[EngineCommand] = deque()
         self._wake = threading.Condition()
         self._live: dict[str, Live] = {}
         self._suspended_at: float | None = None
+        self._deadline = math.inf
         self._version = -1
         self._tokenizer: Tokenizer | None = None
         self._tainted = False
@@ -134,7 +109,7 @@ class EngineLoop:
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
-        self._started_s = time.monotonic()
+        self._started_s = self._clock()
         self._reply(Ready(version=-1, kv_total_tokens=capacity, max_slots=spec.max_slots, max_context=self._max_context))
 
     # Commands.
@@ -160,11 +135,11 @@ class EngineLoop:
                     self._batcher.rerank(id, rank)
             case Suspend():
                 if self._suspended_at is None:
-                    self._suspended_at = time.monotonic()
+                    self._suspended_at = self._clock()
                 self._reply(Suspended(in_flight=len(self._live)))
             case Resume():
                 if self._suspended_at is not None:
-                    self._suspended_s += time.monotonic() - self._suspended_at
+                    self._suspended_s += self._clock() - self._suspended_at
                     self._suspended_at = None
             case Load(manifest=manifest):
                 self._load(manifest)
@@ -177,7 +152,7 @@ class EngineLoop:
         return True
 
     def _add(self, request: GenerateRequest) -> None:
-        now = time.monotonic()
+        now = self._clock()
         try:
             live = self._admit(request, now)
             self._batcher.add(live.entry)
@@ -199,6 +174,8 @@ class EngineLoop:
             )
         if not math.isfinite(request.rank):
             raise ValueError(f"rank must be finite, got {request.rank}")
+        if not request.budget_s >= 0:
+            raise ValueError(f"budget_s must be 0 (none) or more, got {request.budget_s}")
         if any(not 0 <= token < vocab for token in sampling.allowed):
             raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {sampling.allowed}")
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
@@ -216,7 +193,7 @@ class EngineLoop:
 
     def _load(self, manifest: WeightManifest) -> None:
         """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
-        started = time.monotonic()
+        started = self._clock()
         try:
             if manifest.base_version is not None:
                 raise WeightsError(f"an engine loads full weights, got a delta on version {manifest.base_version}")
@@ -230,21 +207,19 @@ class EngineLoop:
         recompute = self._batcher.retag(manifest.weights_id)
         self._runner.forget(wipe=self._tainted)
         self._tainted = False
-        now = time.monotonic()
+        now = self._clock()
         self._reply(Loaded(version=manifest.version, load_s=now - started, recompute_tokens=recompute))
 
     # Steps.
 
     def _step(self) -> None:
-        started = time.monotonic()
+        started = self._clock()
         plan = self._batcher.plan()
         amounts = plan.amounts if self._watch is not None else None
         for entry in plan.left:
             self._runner.drop(entry)
-        for entry in plan.admitted:
-            self._live[entry.id].started_s = started
-            self._prompt_tokens += self._live[entry.id].prompt
-            self._cached_tokens += entry.cached or 0
+        if plan.left or plan.entered:
+            self._slots_changed(plan, started)
         entries, logits = self._runner.compute(plan)
         for entry in plan.decode:
             self._recomputed_tokens += self._batcher.advance(entry, 1)
@@ -257,10 +232,34 @@ class EngineLoop:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
         self._steps += 1
-        seconds = time.monotonic() - started
-        self._busy_s += seconds
+        ended = self._clock()
+        self._busy_s += ended - started
+        if ended - self._suspended_s >= self._deadline:
+            self._cut(ended - self._suspended_s)
         if self._watch is not None and amounts is not None:
-            self._watch(amounts, seconds)
+            self._watch(amounts, ended - started)
+
+    def _slots_changed(self, plan: StepPlan, now: float) -> None:
+        """Note who waits from `now` on, who has a slot, and whose budget ends first."""
+        step_clock = now - self._suspended_s
+        for entry in plan.left:
+            live = self._live.get(entry.id)
+            if live is not None and live.entry is entry:  # else it is over; its id may have been given again
+                live.leave(now, step_clock)
+        for entry in plan.entered:
+            live = self._live[entry.id]
+            if not live.served:
+                self._prompt_tokens += live.prompt
+                self._cached_tokens += entry.cached or 0
+            live.enter(now, step_clock)
+        self._deadline = min((self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf)
+
+    def _cut(self, step_clock: float) -> None:
+        """End the requests whose budget is used up. The deadline of the others follows from the slots that these leave."""
+        for entry in list(self._batcher.running):
+            live = self._live[entry.id]
+            if live.deadline <= step_clock:
+                self._finish(live, Finish.TIME)
 
     def _params(self, entries: list[Entry]) -> RowParams:
         """Sampling parameters of these rows; most steps sample the rows of the step before."""
@@ -296,10 +295,10 @@ class EngineLoop:
             self._finish(live, Finish.LENGTH)
 
     def _finish(self, live: Live, finish: Finish, error: str = "") -> None:
-        entry, request, now = live.entry, live.request, time.monotonic()
+        entry, request, now = live.entry, live.request, self._clock()
+        step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
         del self._live[request.id]
         self._batcher.remove(request.id)
-        started = now if live.started_s is None else live.started_s
         result = GenerateResult(
             id=request.id,
             tokens=tuple(entry.tokens[live.prompt :]),
@@ -307,15 +306,15 @@ class EngineLoop:
             versions=live.versions(),
             finish=finish,
             cached_tokens=entry.cached or 0,
-            queue_s=started - live.added_s,
-            generate_s=now - started,
+            queue_s=live.queue_s(now),
+            generate_s=live.generate_s(step_clock),
             preemptions=entry.preemptions,
             error=error,
         )
         self._reply(Generated(result=result))
 
     def _stats(self) -> EngineStats:
-        now = time.monotonic()
+        now = self._clock()
         suspended = 0.0 if self._suspended_at is None else now - self._suspended_at
         return EngineStats(
             version=self._version,

@@ -45,6 +45,9 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
 
+LEAST_BUDGET_S = 1e-3
+"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
+
 Key = tuple[TrajectoryId, int]
 
 
@@ -78,13 +81,6 @@ class _OpenTurn:
         generating, self.generating = self.generating, None
         if generating is not None:
             generating.cancel()
-
-    def out_of_time(self) -> None:
-        """The active time ran out while the agent spoke."""
-        if not self.answer.done():
-            text = f"the active time ran out in turn {self.number}"
-            self.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
-        self.forget()
 
     try_number: int = -1
 
@@ -169,13 +165,17 @@ class Pipeline:
             self._turn_failed(command, "the engine is gone")
             return
         name = f"{attempt.lane}/{command.turn}/{command.try_number}"
-        request = GenerateRequest(id=name, tokens=turn.tokens, sampling=turn.sampling, rank=command.rank)
+        request = GenerateRequest(
+            id=name,
+            tokens=turn.tokens,
+            sampling=turn.sampling,
+            rank=command.rank,
+            budget_s=max(LEAST_BUDGET_S, attempt.episode.budget_s),
+        )
         generating = turn.generating = backend.generate(request)
         started = self._clock()
-        budget = self._loop.call_later(max(0.0, attempt.episode.budget_s), turn.out_of_time)
 
         def done(future: asyncio.Future[GenerateResult]) -> None:
-            budget.cancel()
             if turn.generating is future:  # else aborted, and forgotten
                 turn.generating = None
                 self._generated(attempt, turn, command, started, future)
@@ -307,12 +307,16 @@ class Pipeline:
         if isinstance(raised, EngineError):
             self._turn_failed(command, str(raised))
             return
-        result, ended = future.result(), self._clock()
+        result = future.result()
+        if result.finish is Finish.TIME:
+            text = f"the active time ran out in turn {turn.number}"
+            turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
+            return
         flaw = _flaw(result)
         if flaw:
             self._turn_failed(command, flaw)
             return
-        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, ended)
+        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
         self._post(
             TurnDone(
                 trajectory_id=command.trajectory_id,
@@ -322,10 +326,10 @@ class Pipeline:
                 output_tokens=len(result.tokens),
                 cached_tokens=result.cached_tokens,
                 version=result.versions[-1].version,
+                queue_s=result.queue_s,
             )
         )
-        active_s = max(0.0, ended - started - result.queue_s)
-        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id, active_s=active_s))
+        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
 
     def _turn_failed(self, command: StartTurn, error: str) -> None:
         self._post(

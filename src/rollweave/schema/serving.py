@@ -39,6 +39,7 @@ class Sampling(Noun, frozen=True, kw_only=True):
 class Finish(enum.StrEnum):
     STOP = "stop"  # a stop token or a stop string; the stop token is part of `tokens`
     LENGTH = "length"
+    TIME = "time"  # `budget_s` was used up
     ABORTED = "aborted"
     ERROR = "error"
 
@@ -52,16 +53,23 @@ class VersionSpan(Noun, frozen=True, kw_only=True):
 
 
 class GenerateRequest(Noun, frozen=True, kw_only=True):
-    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests."""
+    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests.
+
+    `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it waits, or that the engine is suspended.
+    """
 
     id: str
     tokens: tuple[int, ...]
     sampling: Sampling = Sampling()
     rank: float = 0.0
+    budget_s: float = 0.0
 
 
 class GenerateResult(Noun, frozen=True, kw_only=True):
-    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache."""
+    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache.
+
+    `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had one and the engine was not suspended.
+    """
 
     id: str
     tokens: tuple[int, ...]
