@@ -36,6 +36,13 @@ class PagedPool:
     def clear(self) -> None:
         self.data.zero_()
 
+    def erase(self, blocks: Sequence[int]) -> None:
+        """Make `blocks` as they were at first."""
+        self.by_block.index_fill_(1, self._tensor(blocks), 0)
+
+    def _tensor(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
+
 
 class DenseMirror:
     """Rows of decoding sequences, per layer: `keys` [row, head, dim, position], `values` [row, head, position, dim].

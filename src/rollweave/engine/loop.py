@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.live import Live
+from rollweave.engine.measure import step_times
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
 from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
@@ -109,8 +110,15 @@ class EngineLoop:
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
+        ready = Ready(
+            version=-1,
+            kv_total_tokens=capacity,
+            max_slots=spec.max_slots,
+            max_context=self._max_context,
+            profile=step_times(spec, self._runner) if spec.profile else (),
+        )
         self._started_s = self._clock()
-        self._reply(Ready(version=-1, kv_total_tokens=capacity, max_slots=spec.max_slots, max_context=self._max_context))
+        self._reply(ready)
 
     # Commands.
 

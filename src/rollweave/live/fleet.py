@@ -142,7 +142,11 @@ class Fleet:
                 return
             self._trace.span(ENGINES, engine_id, "start", started, self._clock(), epoch=seat.epoch)
             joined = EngineJoined(
-                engine_id=engine_id, epoch=seat.epoch, max_slots=ready.max_slots, kv_total_tokens=ready.kv_total_tokens
+                engine_id=engine_id,
+                epoch=seat.epoch,
+                max_slots=ready.max_slots,
+                kv_total_tokens=ready.kv_total_tokens,
+                profile=ready.profile,
             )
             self._post(joined)
             self._lost(engine_id, seat, await asyncio.shield(seat.backend.lost))

@@ -6,6 +6,7 @@ An engine's loop takes these commands between two steps (RollArt §6.1), so addi
 import enum
 
 from rollweave.schema.base import EngineId, Noun, Tagged
+from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
 
@@ -151,12 +152,16 @@ EngineCommand = Add | Abort | Rerank | Suspend | Resume | Load | Stats | Shutdow
 
 
 class Ready(Tagged, frozen=True, kw_only=True):
-    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint)."""
+    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint).
+
+    `profile` is what it measured of its decode steps, by growing batch, if it was to (`EngineSpec.profile`).
+    """
 
     version: int
     kv_total_tokens: int
     max_slots: int
     max_context: int
+    profile: tuple[StepTime, ...] = ()
 
 
 class Generated(Tagged, frozen=True, kw_only=True):
@@ -192,7 +197,10 @@ EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | En
 
 
 class EngineSpec(Noun, frozen=True, kw_only=True):
-    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches."""
+    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches.
+
+    With `profile` it measures its decode steps before it is ready.
+    """
 
     id: EngineId
     model: str
@@ -206,3 +214,4 @@ class EngineSpec(Noun, frozen=True, kw_only=True):
     prefix_cache: bool = True
     deterministic: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    profile: bool = False
