@@ -11,13 +11,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
+from rollweave.engine.exchange import KvExchange
 from rollweave.engine.live import Live
 from rollweave.engine.measure import step_times
 from rollweave.engine.runner import Runner
@@ -33,14 +35,17 @@ from rollweave.schema.serving import (
     EngineReply,
     EngineSpec,
     EngineStats,
+    ExportKv,
     Finish,
     Generated,
     GenerateRequest,
     GenerateResult,
+    ImportKv,
     Load,
     Loaded,
     LoadFailed,
     Ready,
+    ReleaseKv,
     Rerank,
     Resume,
     Sampled,
@@ -51,6 +56,12 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.store import read_tensors
+
+
+class Between(NamedTuple):
+    """A word of our own: call this between two steps. It must not raise."""
+
+    call: Callable[[], None]
 
 
 class EngineLoop:
@@ -69,7 +80,7 @@ class EngineLoop:
     ) -> None:
         self.spec = spec
         self._reply, self._watch, self._clock = reply, watch, clock
-        self._inbox: deque[EngineCommand] = deque()
+        self._inbox: deque[EngineCommand | Between] = deque()
         self._wake = threading.Condition()
         self._live: dict[str, Live] = {}
         self._suspended_at: float | None = None
@@ -84,8 +95,11 @@ class EngineLoop:
 
     def post(self, command: EngineCommand) -> None:
         """Hand a command over. Commands are taken in this order, all that are there before each step."""
+        self._put(command)
+
+    def _put(self, word: EngineCommand | Between) -> None:
         with self._wake:
-            self._inbox.append(command)
+            self._inbox.append(word)
             self._wake.notify()
 
     def run(self) -> None:
@@ -93,8 +107,9 @@ class EngineLoop:
         try:
             if self.spec.device == "cpu":
                 torch.set_num_threads(self.spec.threads)
-            with torch.inference_mode():
+            with torch.inference_mode(), ExitStack() as stack:
                 self._build()
+                stack.callback(self._exchange.close)
                 while self._obey():
                     if self._suspended_at is None and self._batcher.live:
                         self._step()
@@ -107,6 +122,15 @@ class EngineLoop:
         pool = self._runner.pool
         self._ledger = BlockLedger(blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache)
         self._batcher = Batcher(self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens)
+        self._exchange = KvExchange(
+            spec,
+            self._runner.shape,
+            pool=pool,
+            ledger=self._ledger,
+            call=lambda call: self._put(Between(call)),
+            reply=self._reply,
+            sound=lambda: not self._tainted,
+        )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
@@ -127,12 +151,14 @@ class EngineLoop:
         with self._wake:
             while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
                 self._wake.wait()
-            commands = list(self._inbox)
+            words = list(self._inbox)
             self._inbox.clear()
-        return all(self._handle(command) for command in commands)
+        return all(self._handle(word) for word in words)
 
-    def _handle(self, command: EngineCommand) -> bool:
-        match command:
+    def _handle(self, word: EngineCommand | Between) -> bool:
+        match word:
+            case Between(call=call):
+                call()
             case Add(request=request):
                 self._add(request)
             case Abort(id=id):
@@ -153,10 +179,16 @@ class EngineLoop:
                 self._load(manifest)
             case Stats():
                 self._reply(Sampled(stats=self._stats()))
+            case ExportKv():
+                self._exchange.export(word)
+            case ImportKv():
+                self._exchange.take(word)
+            case ReleaseKv(id=id):
+                self._exchange.release(id)
             case Shutdown():
                 return False
             case _:
-                assert_never(command)
+                assert_never(word)
         return True
 
     def _add(self, request: GenerateRequest) -> None:

@@ -4,6 +4,7 @@ An engine's loop takes these commands between two steps (RollArt §6.1), so addi
 """
 
 import enum
+from typing import Literal
 
 from rollweave.schema.base import EngineId, Noun, Tagged
 from rollweave.schema.events import StepTime
@@ -84,6 +85,49 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
     error: str = ""
 
 
+# KV on its way from engine to engine (Heddle §5.3).
+
+
+class KvMemory(Tagged, frozen=True, kw_only=True):
+    """A sealed memory file that any process on the host can open while the engine that made it lives."""
+
+    path: str
+
+
+class KvPort(Tagged, frozen=True, kw_only=True):
+    """Who connects here and shows the secret gets the payload, once."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+KvOver = Literal["shm", "tcp"]
+
+
+class KvManifest(Noun, frozen=True, kw_only=True):
+    """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine exported it under `id`.
+
+    `layout` names the order of the payload's bytes and of each row, `model` is a digest of what else the numbers depend on.
+    `digests` are the xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks but the last.
+    """
+
+    id: str
+    tokens: int
+    weights_id: int
+    model: str
+    layout: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    chunk_blocks: int
+    nbytes: int
+    digests: tuple[int, ...]
+    where: KvMemory | KvPort
+
+
 class EngineStats(Noun, frozen=True, kw_only=True):
     """A sample of an engine's state. Times are seconds since the engine started; token counts are since the start too."""
 
@@ -123,6 +167,31 @@ class Rerank(Tagged, frozen=True, kw_only=True):
     rank: float
 
 
+class ExportKv(Tagged, frozen=True, kw_only=True):
+    """Lay the KV of the longest cached prefix of `tokens` out for another engine, until `ReleaseKv` or for a while.
+
+    Answered by `KvExported` or `KvRefused`.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    over: KvOver
+
+
+class ImportKv(Tagged, frozen=True, kw_only=True):
+    """Take the KV of a prefix of `tokens` into the prefix cache. Answered by `KvImported` or `KvRefused`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    manifest: KvManifest
+
+
+class ReleaseKv(Tagged, frozen=True, kw_only=True):
+    """The export is not needed any more. Unknown ids are ignored."""
+
+    id: str
+
+
 class Suspend(Tagged, frozen=True, kw_only=True):
     """Take no further step until `Resume`; requests stay, additions queue. Answered by `Suspended`."""
 
@@ -145,7 +214,7 @@ class Shutdown(Tagged, frozen=True, kw_only=True):
     pass
 
 
-EngineCommand = Add | Abort | Rerank | Suspend | Resume | Load | Stats | Shutdown
+EngineCommand = Add | Abort | Rerank | ExportKv | ImportKv | ReleaseKv | Suspend | Resume | Load | Stats | Shutdown
 
 
 # What an engine's loop says.
@@ -189,17 +258,36 @@ class Sampled(Tagged, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class KvExported(Tagged, frozen=True, kw_only=True):
+    id: str
+    manifest: KvManifest
+
+
+class KvImported(Tagged, frozen=True, kw_only=True):
+    """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where it had no room for more."""
+
+    id: str
+    moved_tokens: int
+
+
+class KvRefused(Tagged, frozen=True, kw_only=True):
+    """The KV cannot be exported or imported; nothing has changed."""
+
+    id: str
+    error: str
+
+
 class EngineFatal(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | EngineFatal
+EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | KvExported | KvImported | KvRefused | EngineFatal
 
 
 class EngineSpec(Noun, frozen=True, kw_only=True):
     """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches.
 
-    With `profile` it measures its decode steps before it is ready.
+    With `profile` it measures its decode steps before it is ready. `kv_host` is the address on which it gives KV away over TCP.
     """
 
     id: EngineId
@@ -215,3 +303,4 @@ class EngineSpec(Noun, frozen=True, kw_only=True):
     deterministic: bool = False
     eos_token_ids: tuple[int, ...] = ()
     profile: bool = False
+    kv_host: str = "127.0.0.1"
