@@ -10,7 +10,7 @@ import pytest
 
 from rollweave.envs.base import Observation, Score, Step
 from rollweave.rollout.store import TrajectoryReader, TrajectoryStore
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn
 from rollweave.schema.errors import EngineError, EnvError, RewardError
 from rollweave.schema.events import (
     EnvReady,
@@ -253,6 +253,50 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
     bench.pipeline.cancel(cancel())
     await bench.idle()
     assert bench.engine.live == 0
+
+
+async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -> None:
+    """From the moment on at which the turn is told to be over, whether or not the episode has heard of it."""
+    bench = Bench(store)
+    seen: list[tuple[int, ...] | None] = []
+
+    def look() -> None:
+        seen.append(bench.pipeline.context_of(TRAJECTORY, 0))
+
+    bench.on_post = lambda event: look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
+    await bench.play()
+    first, second = bench.engine.requests
+    one, two = (*first.tokens, *words("hi")), (*second.tokens, *words("hi"))
+    assert seen == [None, one, one, two, None]
+    assert second.tokens[: len(one)] == one
+    assert bench.pipeline.context_of(TRAJECTORY, 1) is None
+
+
+async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+
+    def rerank(**changes: Any) -> None:
+        names: dict[str, Any] = {"trajectory_id": TRAJECTORY, "attempt": 0, "turn": 0, "engine_id": ENGINE, "try_number": 3}
+        bench.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
+
+    rerank()
+    bench.engine.answer = None
+    bench.turn(0, 3)
+    await reached(lambda: bench.engine.live == 1)
+    for late in ({"attempt": 1}, {"turn": 1}, {"try_number": 2}):
+        rerank(**late)
+    bench.engine_gone = True
+    rerank()
+    assert bench.engine.ranks == []
+    bench.engine_gone = False
+    rerank()
+    assert bench.engine.ranks == [(bench.engine.requests[0].id, 9.0)]
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
 
 
 STAGES = ["opening", "resetting", "waiting to run", "waiting for a turn", "generating", "stepping", "closing"]

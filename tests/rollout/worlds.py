@@ -1,7 +1,7 @@
 """What the pipeline's tests live in: a scripted environment, an engine that says one word, and a pipeline around them."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,6 +213,7 @@ class Bench:
         self.engine = OneWordEngine()
         self.engine_gone = False
         self.events: list[Event] = []
+        self.on_post: Callable[[Event], None] = lambda event: None
         self.tasks: set[asyncio.Task[None]] = set()
         self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
         self._posted = asyncio.Event()
@@ -297,6 +298,7 @@ class Bench:
 
     def _post(self, event: Event) -> None:
         self.events.append(event)
+        self.on_post(event)
         self._posted.set()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -22,6 +22,7 @@ from rollweave.schema.commands import (
     CancelTrajectory,
     Evict,
     Predict,
+    RerankTurn,
     StartEval,
     StartInit,
     StartRun,
@@ -95,6 +96,8 @@ class _Attempt:
     task: asyncio.Task[None] | None = None
     begun: bool = False
     turn: _OpenTurn | None = None
+    spoken: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The context of the last turn, and what was sampled in it."""
     cancelled: StopReason | None = None
 
     @property
@@ -141,6 +144,11 @@ class Pipeline:
         """Attempts for which something is held."""
         return len(self._attempts) + len(self._evaluations)
 
+    def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
+        """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end."""
+        held = self._attempts.get((trajectory_id, attempt))
+        return None if held is None or held.spoken is None else sum(held.spoken, ())
+
     # Commands.
 
     def start_init(self, command: StartInit) -> None:
@@ -164,9 +172,8 @@ class Pipeline:
         if backend is None:
             self._turn_failed(command, "the engine is gone")
             return
-        name = f"{attempt.lane}/{command.turn}/{command.try_number}"
         request = GenerateRequest(
-            id=name,
+            id=_request_id(command),
             tokens=turn.tokens,
             sampling=turn.sampling,
             rank=command.rank,
@@ -183,11 +190,21 @@ class Pipeline:
         generating.add_done_callback(done)
 
     def abort_turn(self, command: AbortTurn) -> None:
+        turn = self._turn_of(command)
+        if turn is not None:
+            turn.forget()
+
+    def rerank(self, command: RerankTurn) -> None:
+        turn, backend = self._turn_of(command), self._engine(command.engine_id)
+        if turn is not None and turn.generating is not None and backend is not None:
+            backend.rerank(_request_id(command), command.rank)
+
+    def _turn_of(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
+        """The open turn, if the command means it and its latest try."""
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         turn = attempt.turn if attempt is not None else None
-        if turn is None or (turn.number, turn.try_number) != (command.turn, command.try_number):
-            return
-        turn.forget()
+        named = turn is not None and (turn.number, turn.try_number) == (command.turn, command.try_number)
+        return turn if named else None
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -316,6 +333,7 @@ class Pipeline:
         if flaw:
             self._turn_failed(command, flaw)
             return
+        attempt.spoken = (turn.tokens, result.tokens)
         self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
         self._post(
             TurnDone(
@@ -406,6 +424,10 @@ class _Port:
 
     def stepped(self, name: str, start: float, end: float) -> None:
         self._pipeline._spans.episode_span(self._attempt.lane, name, start, end)
+
+
+def _request_id(command: StartTurn | RerankTurn) -> str:
+    return f"{command.trajectory_id}/{command.attempt}/{command.turn}/{command.try_number}"
 
 
 async def _closed(episode: Episode) -> None:
