@@ -162,8 +162,8 @@ class EchoLoop:
 def kv_manifest(id: str, tokens: int) -> KvManifest:
     """Of KV that is nowhere."""
     return KvManifest(
-        id=id, tokens=tokens, weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1, block_tokens=1,
-        chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
+        id=id, tokens=tokens, key=b"", weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
+        block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
     )  # fmt: skip
 
 

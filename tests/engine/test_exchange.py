@@ -161,23 +161,42 @@ async def test_a_trajectory_that_moves_is_the_one_that_stays(start: Start, over:
 # What is not moved.
 
 
+async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvManifest:
+    """An export over TCP whose chunks are single blocks, so that not all of it need be fetched."""
+    manifest = await source.export_kv(context, "tcp")
+    digests = block_digests(manifest, await fetched(manifest))
+    again = await source.export_kv(context, "tcp")
+    return msgspec.structs.replace(again, chunk_blocks=1, digests=digests)
+
+
 async def test_what_is_there_already_is_not_asked_for(start: Start) -> None:
     """Somebody who began with the same prompt left it in the target's cache: only the rest is fetched."""
     source, target = await start(), await start()
     (said,) = await converse([source], over=None)
     context = [*PROMPT, *said.tokens]
     await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
-    manifest = await source.export_kv(context, "tcp")
-    small = msgspec.structs.replace(manifest, chunk_blocks=1, digests=block_digests(manifest, await fetched(manifest)))
-    manifest = await source.export_kv(context, "tcp")
+    manifest = await in_small_chunks(source, context)
     asked: list[tuple[int, int]] = []
     where = await relay(manifest, lambda payload: [payload], asked=asked)
-    assert await target.import_kv(context, msgspec.structs.replace(small, where=where)) == 48
+    assert await target.import_kv(context, msgspec.structs.replace(manifest, where=where)) == 48
     assert asked == [(5 * block_nbytes(manifest), block_nbytes(manifest))]  # 43 tokens are 5 blocks
     again = await target.export_kv(context, "shm")
     assert memory_of(again) == memory_of(await source.export_kv(context, "shm"))
     nothing = msgspec.structs.replace(manifest, where=KvMemory(path="/nowhere"))
     assert await target.import_kv(context, nothing) == 48
+
+
+async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> None:
+    source, target = await start(), await start(kv_tokens=64)
+    (said,) = await converse([source], over=None)
+    context = [*PROMPT, *said.tokens]
+    await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
+    manifest = await in_small_chunks(source, context)
+    other = request("other", [90] * 60, max_tokens=2)  # takes every block of the cache
+    where = await relay(manifest, lambda payload: [payload[:9], payload[9:]], then=lambda: target.generate(other))
+    with pytest.raises(KvError, match="the cache has changed meanwhile"):
+        await target.import_kv(context, msgspec.structs.replace(manifest, where=where))
+    await assert_untouched(target)
 
 
 async def test_a_context_that_is_not_in_the_cache_is_not_exported(start: Start) -> None:
@@ -293,6 +312,7 @@ async def assert_untouched(engine: EngineClient) -> None:
         ({"tokens": 48}, "whole blocks of the 43 of the context, got 48"),
         ({"tokens": 32}, "4 blocks have"),
         ({"nbytes": 1}, "5 blocks have"),
+        ({"key": bytes(16)}, "the KV is that of other tokens"),
         ({"chunk_blocks": 0}, "in chunks of 0"),
         ({"chunk_blocks": 2}, "5 blocks in chunks of 2 have not 1 digests"),
         ({"digests": ()}, "have not 0 digests"),
@@ -324,6 +344,14 @@ async def test_an_engine_of_another_kind_refuses(start: Start, changes: dict[str
         await target.import_kv(PROMPT, await exported(source))
     with pytest.raises(KvError, match=error):
         await source.import_kv(PROMPT, await exported(target))
+
+
+async def test_the_kv_of_other_tokens_is_refused(start: Start) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source)
+    with pytest.raises(KvError, match="other tokens"):
+        await target.import_kv([PROMPT[0] + 1, *PROMPT[1:]], manifest)
+    await assert_untouched(target)
 
 
 async def test_a_model_of_the_same_shape_and_other_weights_is_another(start: Start, tmp_path: Path) -> None:

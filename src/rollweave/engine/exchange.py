@@ -161,6 +161,7 @@ class KvExchange:
         return KvManifest(
             id=command.id,
             tokens=blocks * self._pool.block_tokens,
+            key=keys[blocks - 1],
             chunk_blocks=self._chunk_blocks,
             nbytes=payload.nbytes,
             digests=digests,
@@ -188,6 +189,8 @@ class KvExchange:
     async def _imported(self, tokens: Sequence[int], manifest: KvManifest) -> int:
         blocks = self._check(manifest, len(tokens))
         keys = self._ledger.keys(tokens[: manifest.tokens])
+        if keys[-1] != manifest.key:
+            raise KvError("the KV is that of other tokens")
         present, room = await self._between(lambda: self._room(keys))
         wanted = min(blocks, present + room)
         if not wanted:
@@ -200,7 +203,7 @@ class KvExchange:
         content = torch.frombuffer(payload, dtype=self._pool.data.dtype).view(-1, *self._block_shape)
         moved = await self._between(lambda: self._place(manifest.weights_id, keys[: last * chunk], content, first * chunk))
         if not moved:
-            raise KvError("no block of the cache is free any more")
+            raise KvError("the cache has changed meanwhile, and has no room")
         return moved * size
 
     def _check(self, manifest: KvManifest, tokens: int) -> int:

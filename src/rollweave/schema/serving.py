@@ -108,12 +108,14 @@ KvOver = Literal["shm", "tcp"]
 class KvManifest(Noun, frozen=True, kw_only=True):
     """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine exported it under `id`.
 
-    `layout` names the order of the payload's bytes and of each row, `model` is a digest of what else the numbers depend on.
+    `key` is that of the last block: a digest of all these tokens and the weights (policy/blocks.py). `layout` names the order
+    of the payload's bytes, `model` is a digest of what else the numbers depend on.
     `digests` are the xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks but the last.
     """
 
     id: str
     tokens: int
+    key: bytes
     weights_id: int
     model: str
     layout: str
