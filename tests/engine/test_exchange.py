@@ -410,6 +410,26 @@ async def test_a_payload_in_small_pieces_is_whole(start: Start) -> None:
     assert await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)) == 40
 
 
+async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
+    manifest = await exported(await start())
+    assert isinstance(manifest.where, KvMemory)
+    fd = os.open(manifest.where.path, os.O_RDWR)
+    try:
+        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 1 << 20)):
+            with pytest.raises(PermissionError):
+                change()
+    finally:
+        os.close(fd)
+
+
+async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> None:
+    source, target = await start(kv_host="192.0.2.1"), await start()
+    for _ in range(2 * OPEN_EXPORTS):
+        with pytest.raises(KvError, match="OSError"):
+            await exported(source, "tcp")
+    assert await move(source, target, PROMPT, "shm") == 40
+
+
 # Secrets.
 
 
