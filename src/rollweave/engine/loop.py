@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, assert_never
 
@@ -107,12 +107,12 @@ class EngineLoop:
         try:
             if self.spec.device == "cpu":
                 torch.set_num_threads(self.spec.threads)
-            with torch.inference_mode(), ExitStack() as stack:
+            with torch.inference_mode():
                 self._build()
-                stack.callback(self._exchange.close)
-                while self._obey():
-                    if self._suspended_at is None and self._batcher.live:
-                        self._step()
+                with closing(self._exchange):
+                    while self._obey():
+                        if self._suspended_at is None and self._batcher.live:
+                            self._step()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
 
