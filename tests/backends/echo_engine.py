@@ -1,7 +1,8 @@
 """A fake engine's loop, without a model: counts up from the last prompt token. Also a process of its own.
 
 A prompt that begins with HOLD is answered only when it is aborted; with REFUSE, by an error; with CRASH the engine dies;
-with DEAF it takes no further command. Weights whose digest is "bad" are refused. While suspended, answers wait.
+with DEAF it takes no further command. Weights whose digest is "bad" are refused. While suspended, answers wait. Its KV is made
+of the prompts that it has answered, and has weights 0.
 """
 
 import os
@@ -20,14 +21,22 @@ from rollweave.schema.serving import (
     EngineReply,
     EngineSpec,
     EngineStats,
+    ExportKv,
     Finish,
     Generated,
     GenerateRequest,
     GenerateResult,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvManifest,
+    KvMemory,
+    KvRefused,
     Load,
     Loaded,
     LoadFailed,
     Ready,
+    ReleaseKv,
     Rerank,
     Resume,
     Sampled,
@@ -52,6 +61,7 @@ class EchoLoop:
         self._suspended = False
         self._held: dict[str, GenerateRequest] = {}
         self._queued: list[GenerateRequest] = []
+        self._cached: list[tuple[int, ...]] = []
 
     def post(self, command: EngineCommand) -> None:
         with self._wake:
@@ -94,7 +104,18 @@ class EchoLoop:
                         version=self._version, running=len(self._held), waiting=0, kv_used_tokens=0, kv_total_tokens=1000
                     )
                     self._reply(Sampled(stats=stats))
-                case Rerank():
+                case ExportKv(id=id, tokens=tokens):
+                    cached = self._cached_of(tokens)
+                    self._reply(
+                        KvExported(id=id, manifest=kv_manifest(id, cached)) if cached else KvRefused(id=id, error="not cached")
+                    )
+                case ImportKv(id=id, tokens=tokens, manifest=manifest):
+                    if manifest.weights_id:
+                        self._reply(KvRefused(id=id, error="other weights"))
+                    else:
+                        self._cached.append(tokens[: manifest.tokens])
+                        self._reply(KvImported(id=id, moved_tokens=manifest.tokens))
+                case Rerank() | ReleaseKv():
                     pass
 
     def _add(self, request: GenerateRequest) -> None:
@@ -115,15 +136,35 @@ class EchoLoop:
             self._answer(request.id, (), Finish.ERROR)
         else:
             last = request.tokens[-1] % 40
-            self._answer(request.id, tuple(range(last + 2, last + 2 + request.sampling.max_tokens)), Finish.LENGTH)
+            cached = self._cached_of(request.tokens)
+            self._cached.append(request.tokens)
+            self._answer(request.id, tuple(range(last + 2, last + 2 + request.sampling.max_tokens)), Finish.LENGTH, cached)
 
-    def _answer(self, id: str, tokens: tuple[int, ...], finish: Finish) -> None:
+    def _cached_of(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of the longest prefix that is cached."""
+        return max((len(known) for known in self._cached if tokens[: len(known)] == known), default=0)
+
+    def _answer(self, id: str, tokens: tuple[int, ...], finish: Finish, cached: int = 0) -> None:
         spans = (VersionSpan(start=0, end=len(tokens), version=self._version),) if tokens else ()
         error = "refused by the fake engine" if finish is Finish.ERROR else ""
         result = GenerateResult(
-            id=id, tokens=tokens, logprobs=(-1.0,) * len(tokens), versions=spans, finish=finish, error=error
+            id=id,
+            tokens=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            versions=spans,
+            finish=finish,
+            cached_tokens=cached,
+            error=error,
         )
         self._reply(Generated(result=result))
+
+
+def kv_manifest(id: str, tokens: int) -> KvManifest:
+    """Of KV that is nowhere."""
+    return KvManifest(
+        id=id, tokens=tokens, key=b"", weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
+        block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
+    )  # fmt: skip
 
 
 def take_fault(model: str, name: str) -> bool:

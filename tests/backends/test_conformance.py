@@ -6,16 +6,17 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import MakeLoop, in_thread
 from rollweave.backends.process import in_process
 from rollweave.schema.base import EngineId
-from rollweave.schema.errors import EngineError, EngineLostError, WeightsError
-from rollweave.schema.serving import EngineSpec, Finish, GenerateRequest, Sampling
+from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.serving import EngineSpec, Finish, GenerateRequest, KvOver, Sampling
 from rollweave.schema.weights import WeightManifest
-from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, EchoLoop
+from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, EchoLoop, kv_manifest
 
 ROOT = Path(__file__).parents[2]
 Connect = Callable[..., EngineClient]
@@ -183,6 +184,61 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
     assert (await client.generate(request("r0", 5))).versions[0].version == 7
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+async def test_kv_moves_and_the_next_turn_finds_it(connect: Connect, kind: str, over: KvOver) -> None:
+    source, target = connect(kind), connect(kind)
+    await asyncio.gather(source.ready(), target.ready())
+    tokens = tuple(range(2, 42))
+    await source.generate(request("r0", *tokens))
+    exported = await source.export_kv([*tokens, 7, 7], over)
+    assert exported.tokens > 0
+    moved = await target.import_kv([*tokens, 7, 7], exported)
+    assert moved == exported.tokens
+    source.release_kv(exported.id)
+    source.release_kv("unknown")
+    assert (await target.generate(request("r1", *tokens, 7, 7))).cached_tokens == moved
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_kv_that_is_refused_raises_and_the_engine_serves_on(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(KvError, match="cache"):
+        await client.export_kv([5] * 40, "shm")
+    foreign = msgspec.structs.replace(kv_manifest("kv", 1), weights_id=9)
+    with pytest.raises(KvError, match="weights"):
+        await client.import_kv([5], foreign)
+    assert (await client.generate(request("r0", 5))).id == "r0"
+
+
+async def test_an_engine_that_is_lost_fails_the_kv_that_it_was_to_move(connect: Connect) -> None:
+    client = connect("fake in a process")
+    await client.ready()
+    deaf = client.generate(request("r0", DEAF))
+    moves = [
+        asyncio.ensure_future(call) for call in (client.export_kv([5], "shm"), client.import_kv([5], kv_manifest("kv", 1)))
+    ]
+    await asyncio.sleep(0)
+    client.kill()
+    for call in (deaf, *moves):
+        with pytest.raises(EngineLostError, match="killed"):
+            await call
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = client.generate(request("r0", 5))
+    client.rerank("r0", 3.0)
+    client.rerank("r0", float("nan"))  # makes no sense, and harms nobody
+    client.rerank("unknown", 3.0)
+    client.resume()
+    assert (await waiting).id == "r0"
+
+
 @pytest.mark.parametrize("kind", QUICK)
 async def test_a_killed_engine_fails_everything_pending_and_later(connect: Connect, kind: str) -> None:
     client = connect(kind)
@@ -194,10 +250,20 @@ async def test_a_killed_engine_fails_everything_pending_and_later(connect: Conne
     with pytest.raises(EngineLostError, match="killed"):
         await waiting
     assert "killed" in await client.lost
-    for call in (client.generate(request("r1", 5)), client.suspend(), client.load(manifest(1)), client.stats()):
+    kv = kv_manifest("kv", 1)
+    later = (
+        client.suspend(),
+        client.load(manifest(1)),
+        client.stats(),
+        client.export_kv([5], "shm"),
+        client.import_kv([5], kv),
+    )
+    for call in (client.generate(request("r1", 5)), *later):
         with pytest.raises(EngineLostError):
             await call
     client.abort("r0")
+    client.rerank("r0", 1.0)
+    client.release_kv("kv")
     client.resume()
     client.kill()
 

@@ -118,12 +118,26 @@ class Outcome:
         return [reply for reply in self.replies if isinstance(reply, kind)]
 
 
+class Seconds:
+    """A clock for `drive`: steps take no time, and there is a second between two of them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def step(self, *_: object) -> None:
+        self.now += 1.0
+
+
 def drive(
     of: EngineSpec,
     requests: Iterable[GenerateRequest],
     *,
     at: Mapping[int, Sequence[EngineCommand | Callable[[], EngineCommand]]] | None = None,
     check: bool = True,
+    clock: "Seconds | None" = None,
 ) -> Outcome:
     """Run an engine on this thread until every request is answered. `at[n]` are further commands before its n-th step.
 
@@ -159,7 +173,7 @@ def drive(
             case _:
                 pass
 
-    loop = EngineLoop(of, reply)
+    loop = EngineLoop(of, reply) if clock is None else EngineLoop(of, reply, watch=clock.step, clock=clock)
     for each in requests:
         loop.post(Add(request=each))
     loop.post(Stats())

@@ -36,6 +36,7 @@ from .models import (
     LINEAR_ROPE,
     LLAMA3_ROPE,
     VOCAB,
+    Seconds,
     build,
     drive,
     logprob_error,
@@ -183,6 +184,57 @@ def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, 
         assert result.tokens == alone[i].tokens
         assert logprob_error(model, PROMPTS[i], result) <= TOLERANCE
     assert [result.id for result in outcome.answers][-1] == "0"
+
+
+# Time in the queue, and the budget of the time in a slot.
+
+
+def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> None:
+    """One slot, one token a second: "low" begins, "high" takes its slot, and "mid" waits for that one."""
+    high = Add(request=request("high", PROMPTS[0], rank=2.0, max_tokens=4))
+    mid = Add(request=request("mid", PROMPTS[3], rank=1.0, max_tokens=3))
+    low = request("low", PROMPTS[2], max_tokens=10)
+    outcome = drive(spec(path, max_slots=1), [low], at={4: [high, mid]}, clock=Seconds())
+    assert [result.id for result in outcome.answers] == ["high", "mid", "low"]
+    # Of n tokens the last is there n - 1 seconds after the first; the next request begins a second later.
+    times = {name: (result.queue_s, result.generate_s) for name, result in outcome.results.items()}
+    assert times == {"high": (0, 3), "mid": (4, 2), "low": (4 + 3, 9)}
+    assert outcome.results["low"].preemptions == 1
+    assert outcome.stats[-1].recomputed_tokens == 0
+
+
+def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
+    """Each has a budget of 5 seconds, and each waits for longer: in the queue, preempted, or while the engine is suspended."""
+    clock = Seconds()
+
+    def resume_later() -> Resume:
+        clock.now += 100.0
+        return Resume()
+
+    budget = {
+        name: msgspec.structs.replace(request(name, p, max_tokens=20), budget_s=5.0)
+        for name, p in zip("ab", PROMPTS, strict=False)
+    }
+    first = Add(request=request("first", PROMPTS[4], rank=2.0, max_tokens=12))
+    at = {3: [first], 6: [Suspend()], 7: [resume_later]}
+    results = drive(spec(path, max_slots=1), budget.values(), at=at, clock=clock).results
+    assert results["first"].finish is Finish.LENGTH  # has no budget
+    for name in "ab":
+        result = results[name]
+        # The step that begins in the fifth second is the last one.
+        assert (result.finish, result.generate_s, len(result.tokens)) == (Finish.TIME, 5, 6)
+        assert result.queue_s > 100
+        assert result.tokens == drive(spec(path), [request("x", budget[name].tokens, max_tokens=20)]).results["x"].tokens[:6]
+
+
+def test_who_is_done_in_time_is_not_cut(path: str) -> None:
+    requests = [msgspec.structs.replace(request(str(n), PROMPTS[0], max_tokens=n), budget_s=4.0) for n in (1, 5, 6)]
+    results = drive(spec(path), requests, clock=Seconds()).results
+    assert {name: (result.finish, len(result.tokens)) for name, result in results.items()} == {
+        "1": (Finish.LENGTH, 1),
+        "5": (Finish.LENGTH, 5),
+        "6": (Finish.TIME, 5),
+    }
 
 
 def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(model: torch.nn.Module, path: str) -> None:
@@ -402,6 +454,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
         request("negative", [-1]),
         request("long", [1] * 512),
         request("rank", [1], rank=float("nan")),
+        msgspec.structs.replace(request("budget", [1]), budget_s=float("nan")),
         request("allowed", [1], allowed=(VOCAB,)),
         request("text", [1], stop=("end",)),
         request("edge", long, max_tokens=50),
@@ -414,6 +467,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
     assert "[0, 97)" in errors["negative"]
     assert "context of 512 tokens, got a prompt of 512" in errors["long"]
     assert "rank" in errors["rank"]
+    assert "budget_s must be 0 (none) or more" in errors["budget"]
     assert "allowed" in errors["allowed"]
     assert "tokenizer" in errors["text"]
     assert sum(result.id == "twice" and result.finish is Finish.LENGTH for result in outcome.answers) == 1

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rollweave.envs.base import Observation, Score, Step
 from rollweave.rollout.store import TrajectoryReader, TrajectoryStore
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn
 from rollweave.schema.errors import EngineError, EnvError, RewardError
 from rollweave.schema.events import (
     EnvReady,
@@ -150,10 +151,11 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
     ended = await bench.play()
     assert (ended.stop_reason, bench.pipeline.alive) == (StopReason.TIME_BUDGET, 0)
     bench = Bench(store, time_s=0.2)
-    bench.engine.answer = None
+    bench.engine.answer = said("too slow", finish=Finish.TIME)
     ended = await bench.play()
-    assert ended.stop_reason is StopReason.TIME_BUDGET
-    assert bench.engine.live == 0
+    assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
+    assert ended.error == "the active time ran out in turn 0"
+    assert not any(isinstance(event, TurnDone) for event in bench.events)
     bench = Bench(store, time_s=0.2)
     bench.init()
     await bench.until(EnvReady)
@@ -163,8 +165,19 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
     await asyncio.sleep(0.25)  # waits for an engine
     bench.turn(0)
     await bench.until(TurnDone)
+    assert 0 < bench.engine.requests[0].budget_s <= 0.2  # what is left of it; the engine sees to it
     bench.pipeline.cancel(cancel())
     assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+
+
+async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(store: TrajectoryStore) -> None:
+    bench = Bench(store, time_s=30.0)
+    bench.engine.answer = msgspec.structs.replace(said("hi"), queue_s=100.0, generate_s=20.0)
+    ended = await bench.play()
+    budgets = [request.budget_s for request in bench.engine.requests]
+    assert budgets[0] - budgets[1] == pytest.approx(20.0, abs=5.0)  # and what the environment took
+    assert (await bench.until(TurnDone)).queue_s == 100.0
+    assert ended.stop_reason is StopReason.TIME_BUDGET  # 40 of 30 seconds, known when the environment is to act
 
 
 async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
@@ -240,6 +253,50 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
     bench.pipeline.cancel(cancel())
     await bench.idle()
     assert bench.engine.live == 0
+
+
+async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -> None:
+    """From the moment on at which the turn is told to be over, whether or not the episode has heard of it."""
+    bench = Bench(store)
+    seen: list[tuple[int, ...] | None] = []
+
+    def look() -> None:
+        seen.append(bench.pipeline.context_of(TRAJECTORY, 0))
+
+    bench.on_post = lambda event: look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
+    await bench.play()
+    first, second = bench.engine.requests
+    one, two = (*first.tokens, *words("hi")), (*second.tokens, *words("hi"))
+    assert seen == [None, one, one, two, None]
+    assert second.tokens[: len(one)] == one
+    assert bench.pipeline.context_of(TRAJECTORY, 1) is None
+
+
+async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+
+    def rerank(**changes: Any) -> None:
+        names: dict[str, Any] = {"trajectory_id": TRAJECTORY, "attempt": 0, "turn": 0, "engine_id": ENGINE, "try_number": 3}
+        bench.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
+
+    rerank()
+    bench.engine.answer = None
+    bench.turn(0, 3)
+    await reached(lambda: bench.engine.live == 1)
+    for late in ({"attempt": 1}, {"turn": 1}, {"try_number": 2}):
+        rerank(**late)
+    bench.engine_gone = True
+    rerank()
+    assert bench.engine.ranks == []
+    bench.engine_gone = False
+    rerank()
+    assert bench.engine.ranks == [(bench.engine.requests[0].id, 9.0)]
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
 
 
 STAGES = ["opening", "resetting", "waiting to run", "waiting for a turn", "generating", "stepping", "closing"]

@@ -1,7 +1,7 @@
 """What the pipeline's tests live in: a scripted environment, an engine that says one word, and a pipeline around them."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,15 @@ from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
-from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.errors import EngineError, EngineLostError, KvError
 from rollweave.schema.events import EnvReady, Event, TrajectoryEnded, TurnRequested
 from rollweave.schema.serving import (
     EngineStats,
     Finish,
     GenerateRequest,
     GenerateResult,
+    KvManifest,
+    KvOver,
     Ready,
     Sampling,
     Suspended,
@@ -134,6 +136,7 @@ class OneWordEngine:
     def __init__(self) -> None:
         self.answer: Any = "hi"
         self.requests: list[GenerateRequest] = []
+        self.ranks: list[tuple[str, float]] = []
         self.live = 0
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -157,6 +160,18 @@ class OneWordEngine:
         return Ready(version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000)
 
     def abort(self, request_id: str) -> None:
+        return
+
+    def rerank(self, request_id: str, rank: float) -> None:
+        self.ranks.append((request_id, rank))
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        raise KvError("has none")
+
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        raise KvError("has no room")
+
+    def release_kv(self, export_id: str) -> None:
         return
 
     async def suspend(self) -> Suspended:
@@ -198,6 +213,7 @@ class Bench:
         self.engine = OneWordEngine()
         self.engine_gone = False
         self.events: list[Event] = []
+        self.on_post: Callable[[Event], None] = lambda event: None
         self.tasks: set[asyncio.Task[None]] = set()
         self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
         self._posted = asyncio.Event()
@@ -282,6 +298,7 @@ class Bench:
 
     def _post(self, event: Event) -> None:
         self.events.append(event)
+        self.on_post(event)
         self._posted.set()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:

@@ -2,13 +2,24 @@
 
 Invariants, held by every implementation and checked by one conformance suite: each call is answered exactly once or raises;
 replies of one kind come in the order of their calls; once the engine is lost, every pending and every later call raises
-`EngineLostError`, and `lost` says why. Nothing waits without a limit except `generate`, whose owner cancels it.
+`EngineLostError`, and `lost` says why. Nothing waits without a limit except `generate`, `export_kv` and `import_kv`, whose
+owners cancel them.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Protocol
 
-from rollweave.schema.serving import EngineCommand, EngineStats, GenerateRequest, GenerateResult, Ready, Suspended
+from rollweave.schema.serving import (
+    EngineCommand,
+    EngineStats,
+    GenerateRequest,
+    GenerateResult,
+    KvManifest,
+    KvOver,
+    Ready,
+    Suspended,
+)
 from rollweave.schema.weights import WeightManifest
 
 
@@ -30,6 +41,24 @@ class EngineBackend(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Let `generate` return now, with finish `aborted` and what there is. Unknown ids are ignored."""
+
+    def rerank(self, request_id: str, rank: float) -> None:
+        """Change the rank of a request, which may preempt another or be preempted for it. Unknown ids are ignored."""
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        """Lay out the KV of the longest cached prefix of `tokens` for `import_kv` of another engine.
+
+        It is there until `release_kv`, or for a while. Raises `KvError` where there is none, or no room for it.
+        """
+
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        """Take the KV of a prefix of `tokens` into the cache; how many of them are there now.
+
+        Raises `KvError` where it does not belong to this engine's weights, model and layout, or has not arrived whole.
+        """
+
+    def release_kv(self, export_id: str) -> None:
+        """The export is not needed any more: it is `KvManifest.id`. Unknown ids are ignored."""
 
     async def suspend(self) -> Suspended:
         """Stop before the next step. Requests stay; new ones queue."""

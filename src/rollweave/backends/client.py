@@ -4,26 +4,36 @@ Invariant: a waiter is either in exactly one of the tables here or done; a lost 
 """
 
 import asyncio
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
 from rollweave.backends.base import EngineLink
-from rollweave.schema.errors import EngineError, EngineLostError, WeightsError
+from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     Abort,
     Add,
     EngineFatal,
     EngineReply,
     EngineStats,
+    ExportKv,
     Finish,
     Generated,
     GenerateRequest,
     GenerateResult,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvManifest,
+    KvOver,
+    KvRefused,
     Load,
     Loaded,
     LoadFailed,
     Ready,
+    ReleaseKv,
+    Rerank,
     Resume,
     Sampled,
     Shutdown,
@@ -55,6 +65,8 @@ class EngineClient:
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
+        self._moving: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
+        self._numbers = itertools.count()
         self._fatal = ""
         self._link = open_link(self._on_reply, self._on_lost)
 
@@ -85,6 +97,39 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         if request_id in self._generating:
             self._link.send(Abort(id=request_id))
+
+    def rerank(self, request_id: str, rank: float) -> None:
+        if request_id in self._generating:
+            self._link.send(Rerank(id=request_id, rank=rank))
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        reply = await self._move(ExportKv(id=self._new_id(), tokens=tuple(tokens), over=over))
+        assert isinstance(reply, KvExported), reply
+        return reply.manifest
+
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        reply = await self._move(ImportKv(id=self._new_id(), tokens=tuple(tokens), manifest=manifest))
+        assert isinstance(reply, KvImported), reply
+        return reply.moved_tokens
+
+    def release_kv(self, export_id: str) -> None:
+        self._link.send(ReleaseKv(id=export_id))
+
+    async def _move(self, command: ExportKv | ImportKv) -> KvExported | KvImported:
+        self._must_live()
+        waiter: asyncio.Future[KvExported | KvImported | KvRefused] = self._loop.create_future()
+        self._moving[command.id] = waiter
+        self._link.send(command)
+        try:
+            reply = await waiter
+        finally:
+            self._moving.pop(command.id, None)
+        if isinstance(reply, KvRefused):
+            raise KvError(reply.error)
+        return reply
+
+    def _new_id(self) -> str:
+        return f"kv{next(self._numbers)}"
 
     async def suspend(self) -> Suspended:
         return await self._ask(Suspend(), self._suspending, "suspend")
@@ -139,6 +184,8 @@ class EngineClient:
                 _give(self._loading.popleft() if self._loading else None, reply)
             case Sampled(stats=stats):
                 _give(self._sampling.popleft() if self._sampling else None, stats)
+            case KvExported() | KvImported() | KvRefused():
+                self._moved(reply)
             case Ready():
                 _give(self._ready, reply)
             case EngineFatal(error=error):
@@ -156,12 +203,18 @@ class EngineClient:
         else:
             waiter.set_result(result)
 
+    def _moved(self, reply: KvExported | KvImported | KvRefused) -> None:
+        waiter = self._moving.get(reply.id)
+        _give(waiter, reply)
+        if waiter is None and isinstance(reply, KvExported):
+            self.release_kv(reply.manifest.id)  # who wanted it has given up
+
     def _on_lost(self, reason: str) -> None:
         if self._lost.done():
             return
         self._lost.set_result(f"{self._name}: {self._fatal or reason}")
         error = EngineLostError(self._lost.result())
-        waiters: list[asyncio.Future[Any]] = [self._ready, *self._generating.values()]
+        waiters: list[asyncio.Future[Any]] = [self._ready, *self._generating.values(), *self._moving.values()]
         for waiter in [*waiters, *self._suspending, *self._loading, *self._sampling]:
             if not waiter.done():
                 waiter.set_exception(error)
@@ -170,6 +223,7 @@ class EngineClient:
         self._suspending.clear()
         self._loading.clear()
         self._sampling.clear()
+        self._moving.clear()
 
 
 def _give(waiter: asyncio.Future[T] | None, value: T) -> None:

@@ -16,6 +16,8 @@ import torch
 from rollweave.policy.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
+LAYOUT = "block/layer/token/key heads, value heads; rotary pairs interleaved"
+"""How KV lies in memory, for who moves it between engines: to be changed with the pool's layout, or the model's."""
 GROWTH_TOKENS = 128
 """The mirror's rows grow in steps of this many tokens at least: growing copies all of it."""
 FEWEST_ROWS = 16
@@ -35,6 +37,25 @@ class PagedPool:
 
     def clear(self) -> None:
         self.data.zero_()
+
+    def erase(self, blocks: Sequence[int]) -> None:
+        """Make `blocks` as they were at first."""
+        self.by_block.index_fill_(1, self._tensor(blocks), 0)
+
+    def read(self, blocks: Sequence[int], out: torch.Tensor) -> None:
+        """Copy `blocks` to the front of `out`, [blocks or more, layer, block_tokens * width] on the CPU."""
+        by_block, out = self.by_block.transpose(0, 1), out[: len(blocks)]
+        if by_block.is_cpu:
+            torch.index_select(by_block, 0, self._tensor(blocks), out=out)
+        else:
+            out.copy_(by_block.index_select(0, self._tensor(blocks)))
+
+    def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
+        """Copy what `read` gave into `blocks`."""
+        self.by_block.transpose(0, 1).index_copy_(0, self._tensor(blocks), content.to(self.data.device))
+
+    def _tensor(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
 
 
 class DenseMirror:

@@ -11,16 +11,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from tokenizers import Tokenizer
 
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
+from rollweave.engine.exchange import KvExchange
+from rollweave.engine.live import Live
+from rollweave.engine.measure import step_times
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.policy.batching import Amounts, Batcher, Entry
+from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
 from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
@@ -31,14 +35,17 @@ from rollweave.schema.serving import (
     EngineReply,
     EngineSpec,
     EngineStats,
+    ExportKv,
     Finish,
     Generated,
     GenerateRequest,
     GenerateResult,
+    ImportKv,
     Load,
     Loaded,
     LoadFailed,
     Ready,
+    ReleaseKv,
     Rerank,
     Resume,
     Sampled,
@@ -46,43 +53,21 @@ from rollweave.schema.serving import (
     Stats,
     Suspend,
     Suspended,
-    VersionSpan,
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.store import read_tensors
 
 
-class Live:
-    """One request between `Add` and its result."""
+class Between(NamedTuple):
+    """A word of our own: call this between two steps. It must not raise."""
 
-    __slots__ = ("added_s", "entry", "limit", "logprobs", "prompt", "request", "spans", "started_s", "stop_ids", "watch")
-
-    def __init__(self, request: GenerateRequest, *, entry: Entry, limit: int, stop_ids: frozenset[int], now: float) -> None:
-        self.request = request
-        self.entry = entry
-        self.limit = limit
-        self.stop_ids = stop_ids
-        self.prompt = len(request.tokens)
-        self.logprobs: list[float] = []
-        self.spans: list[tuple[int, int]] = []
-        """(start, version) of each run of output tokens sampled by one version."""
-        self.watch: StopStrings | None = None
-        self.added_s = now
-        self.started_s: float | None = None
-
-    def versions(self) -> tuple[VersionSpan, ...]:
-        starts = [start for start, _ in self.spans]
-        ends = [*starts[1:], len(self.logprobs)]
-        return tuple(
-            VersionSpan(start=start, end=end, version=version)
-            for (start, version), end in zip(self.spans, ends[: len(starts)], strict=True)
-        )
+    call: Callable[[], None]
 
 
 class EngineLoop:
     """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it.
 
-    `watch` is told the work of every step and its seconds, on the loop's thread.
+    `watch` is told the work of every step and its seconds, on the loop's thread. `clock` counts seconds.
     """
 
     def __init__(
@@ -91,13 +76,15 @@ class EngineLoop:
         reply: Callable[[EngineReply], None],
         *,
         watch: Callable[[Amounts, float], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
-        self._reply, self._watch = reply, watch
-        self._inbox: deque[EngineCommand] = deque()
+        self._reply, self._watch, self._clock = reply, watch, clock
+        self._inbox: deque[EngineCommand | Between] = deque()
         self._wake = threading.Condition()
         self._live: dict[str, Live] = {}
         self._suspended_at: float | None = None
+        self._deadline = math.inf
         self._version = -1
         self._tokenizer: Tokenizer | None = None
         self._tainted = False
@@ -108,8 +95,11 @@ class EngineLoop:
 
     def post(self, command: EngineCommand) -> None:
         """Hand a command over. Commands are taken in this order, all that are there before each step."""
+        self._put(command)
+
+    def _put(self, word: EngineCommand | Between) -> None:
         with self._wake:
-            self._inbox.append(command)
+            self._inbox.append(word)
             self._wake.notify()
 
     def run(self) -> None:
@@ -119,9 +109,10 @@ class EngineLoop:
                 torch.set_num_threads(self.spec.threads)
             with torch.inference_mode():
                 self._build()
-                while self._obey():
-                    if self._suspended_at is None and self._batcher.live:
-                        self._step()
+                with closing(self._exchange):
+                    while self._obey():
+                        if self._suspended_at is None and self._batcher.live:
+                            self._step()
         except Exception as error:
             self._reply(EngineFatal(error=f"{type(error).__name__}: {error}"))
 
@@ -131,11 +122,27 @@ class EngineLoop:
         pool = self._runner.pool
         self._ledger = BlockLedger(blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache)
         self._batcher = Batcher(self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens)
+        self._exchange = KvExchange(
+            spec,
+            self._runner.shape,
+            pool=pool,
+            ledger=self._ledger,
+            call=lambda call: self._put(Between(call)),
+            reply=self._reply,
+            sound=lambda: not self._tainted,
+        )
         capacity = pool.blocks * pool.block_tokens
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
-        self._started_s = time.monotonic()
-        self._reply(Ready(version=-1, kv_total_tokens=capacity, max_slots=spec.max_slots, max_context=self._max_context))
+        ready = Ready(
+            version=-1,
+            kv_total_tokens=capacity,
+            max_slots=spec.max_slots,
+            max_context=self._max_context,
+            profile=step_times(spec, self._runner) if spec.profile else (),
+        )
+        self._started_s = self._clock()
+        self._reply(ready)
 
     # Commands.
 
@@ -144,12 +151,14 @@ class EngineLoop:
         with self._wake:
             while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
                 self._wake.wait()
-            commands = list(self._inbox)
+            words = list(self._inbox)
             self._inbox.clear()
-        return all(self._handle(command) for command in commands)
+        return all(self._handle(word) for word in words)
 
-    def _handle(self, command: EngineCommand) -> bool:
-        match command:
+    def _handle(self, word: EngineCommand | Between) -> bool:
+        match word:
+            case Between(call=call):
+                call()
             case Add(request=request):
                 self._add(request)
             case Abort(id=id):
@@ -160,24 +169,30 @@ class EngineLoop:
                     self._batcher.rerank(id, rank)
             case Suspend():
                 if self._suspended_at is None:
-                    self._suspended_at = time.monotonic()
+                    self._suspended_at = self._clock()
                 self._reply(Suspended(in_flight=len(self._live)))
             case Resume():
                 if self._suspended_at is not None:
-                    self._suspended_s += time.monotonic() - self._suspended_at
+                    self._suspended_s += self._clock() - self._suspended_at
                     self._suspended_at = None
             case Load(manifest=manifest):
                 self._load(manifest)
             case Stats():
                 self._reply(Sampled(stats=self._stats()))
+            case ExportKv():
+                self._exchange.export(word)
+            case ImportKv():
+                self._exchange.take(word)
+            case ReleaseKv(id=id):
+                self._exchange.release(id)
             case Shutdown():
                 return False
             case _:
-                assert_never(command)
+                assert_never(word)
         return True
 
     def _add(self, request: GenerateRequest) -> None:
-        now = time.monotonic()
+        now = self._clock()
         try:
             live = self._admit(request, now)
             self._batcher.add(live.entry)
@@ -199,6 +214,8 @@ class EngineLoop:
             )
         if not math.isfinite(request.rank):
             raise ValueError(f"rank must be finite, got {request.rank}")
+        if not request.budget_s >= 0:
+            raise ValueError(f"budget_s must be 0 (none) or more, got {request.budget_s}")
         if any(not 0 <= token < vocab for token in sampling.allowed):
             raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {sampling.allowed}")
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
@@ -216,7 +233,7 @@ class EngineLoop:
 
     def _load(self, manifest: WeightManifest) -> None:
         """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
-        started = time.monotonic()
+        started = self._clock()
         try:
             if manifest.base_version is not None:
                 raise WeightsError(f"an engine loads full weights, got a delta on version {manifest.base_version}")
@@ -230,21 +247,19 @@ class EngineLoop:
         recompute = self._batcher.retag(manifest.weights_id)
         self._runner.forget(wipe=self._tainted)
         self._tainted = False
-        now = time.monotonic()
+        now = self._clock()
         self._reply(Loaded(version=manifest.version, load_s=now - started, recompute_tokens=recompute))
 
     # Steps.
 
     def _step(self) -> None:
-        started = time.monotonic()
+        started = self._clock()
         plan = self._batcher.plan()
         amounts = plan.amounts if self._watch is not None else None
         for entry in plan.left:
             self._runner.drop(entry)
-        for entry in plan.admitted:
-            self._live[entry.id].started_s = started
-            self._prompt_tokens += self._live[entry.id].prompt
-            self._cached_tokens += entry.cached or 0
+        if plan.left or plan.entered:
+            self._slots_changed(plan, started)
         entries, logits = self._runner.compute(plan)
         for entry in plan.decode:
             self._recomputed_tokens += self._batcher.advance(entry, 1)
@@ -257,10 +272,34 @@ class EngineLoop:
             for entry, token, logprob in zip(entries, tokens, logprobs, strict=True):
                 self._accept(self._live[entry.id], token, logprob)
         self._steps += 1
-        seconds = time.monotonic() - started
-        self._busy_s += seconds
+        ended = self._clock()
+        self._busy_s += ended - started
+        if ended - self._suspended_s >= self._deadline:
+            self._cut(ended - self._suspended_s)
         if self._watch is not None and amounts is not None:
-            self._watch(amounts, seconds)
+            self._watch(amounts, ended - started)
+
+    def _slots_changed(self, plan: StepPlan, now: float) -> None:
+        """Note who waits from `now` on, who has a slot, and whose budget ends first."""
+        step_clock = now - self._suspended_s
+        for entry in plan.left:
+            live = self._live.get(entry.id)
+            if live is not None and live.entry is entry:  # else it is over; its id may have been given again
+                live.leave(now, step_clock)
+        for entry in plan.entered:
+            live = self._live[entry.id]
+            if not live.served:
+                self._prompt_tokens += live.prompt
+                self._cached_tokens += entry.cached or 0
+            live.enter(now, step_clock)
+        self._deadline = min((self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf)
+
+    def _cut(self, step_clock: float) -> None:
+        """End the requests whose budget is used up. The deadline of the others follows from the slots that these leave."""
+        for entry in list(self._batcher.running):
+            live = self._live[entry.id]
+            if live.deadline <= step_clock:
+                self._finish(live, Finish.TIME)
 
     def _params(self, entries: list[Entry]) -> RowParams:
         """Sampling parameters of these rows; most steps sample the rows of the step before."""
@@ -296,10 +335,10 @@ class EngineLoop:
             self._finish(live, Finish.LENGTH)
 
     def _finish(self, live: Live, finish: Finish, error: str = "") -> None:
-        entry, request, now = live.entry, live.request, time.monotonic()
+        entry, request, now = live.entry, live.request, self._clock()
+        step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
         del self._live[request.id]
         self._batcher.remove(request.id)
-        started = now if live.started_s is None else live.started_s
         result = GenerateResult(
             id=request.id,
             tokens=tuple(entry.tokens[live.prompt :]),
@@ -307,15 +346,15 @@ class EngineLoop:
             versions=live.versions(),
             finish=finish,
             cached_tokens=entry.cached or 0,
-            queue_s=started - live.added_s,
-            generate_s=now - started,
+            queue_s=live.queue_s(now),
+            generate_s=live.generate_s(step_clock),
             preemptions=entry.preemptions,
             error=error,
         )
         self._reply(Generated(result=result))
 
     def _stats(self) -> EngineStats:
-        now = time.monotonic()
+        now = self._clock()
         suspended = 0.0 if self._suspended_at is None else now - self._suspended_at
         return EngineStats(
             version=self._version,

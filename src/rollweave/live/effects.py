@@ -93,6 +93,10 @@ class Effects:
                 self._pipeline.start_turn(command)
             case c.AbortTurn():
                 self._pipeline.abort_turn(command)
+            case c.RerankTurn():
+                self._pipeline.rerank(command)
+            case c.Migrate():
+                self._fleet.migrate(command, self._pipeline.context_of(command.trajectory_id, command.attempt))
             case c.Predict():
                 self._predictor.predict(command, self._pipeline.seen(command))
             case c.Harvest():

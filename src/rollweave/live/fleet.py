@@ -5,29 +5,42 @@ dropped here or carries its own epoch. Every started epoch ends in exactly one `
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollweave.backends.base import EngineBackend
 from rollweave.live.tasks import Tasks
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, StartEngine, SuspendEngine
-from rollweave.schema.errors import EngineError, WeightsError
+from rollweave.schema.commands import (
+    LoadWeights,
+    Migrate,
+    RemoveEngine,
+    RestartEngine,
+    ResumeEngine,
+    StartEngine,
+    SuspendEngine,
+)
+from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
     EngineSeat,
     EngineSuspended,
     Event,
+    MigrationDone,
     WeightsLoaded,
     WeightsLoadFailed,
 )
-from rollweave.schema.serving import EngineStats
+from rollweave.schema.serving import EngineStats, KvOver
 from rollweave.schema.weights import WeightManifest
 
 KEPT_MANIFESTS = 4
 """Publications that engines may still be told to load. The trainer holds the bytes of three."""
+
+
+MIGRATION_S = 10.0
+"""Seconds that KV may take from engine to engine: computing it anew takes no longer. Engines keep what they export for more."""
 
 
 @dataclass(slots=True)
@@ -42,7 +55,10 @@ class Seat:
 
 
 class Fleet:
-    """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError."""
+    """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError.
+
+    KV moves through memory of this host, where all engines are today, or through TCP (`kv_over`), within `migration_s`.
+    """
 
     def __init__(
         self,
@@ -52,7 +68,10 @@ class Fleet:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         trace: Trace,
+        kv_over: KvOver = "shm",
+        migration_s: float = MIGRATION_S,
     ) -> None:
+        self._kv_over, self._migration_s = kv_over, migration_s
         self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
         self._seats: dict[EngineId, Seat] = {}
         self._manifests: dict[int, WeightManifest] = {}
@@ -86,6 +105,10 @@ class Fleet:
         backend = self.backend(command.engine_id)
         if backend is not None:
             backend.resume()
+
+    def migrate(self, command: Migrate, tokens: Sequence[int] | None) -> None:
+        """Copy the KV of `tokens`, all that the attempt's engine has seen; None where there is no such attempt."""
+        self._tasks.spawn(self._migrate(command, tokens or ()), f"migrate {command.number}")
 
     def restart(self, command: RestartEngine) -> None:
         former = self._seats[command.engine_id]
@@ -142,7 +165,11 @@ class Fleet:
                 return
             self._trace.span(ENGINES, engine_id, "start", started, self._clock(), epoch=seat.epoch)
             joined = EngineJoined(
-                engine_id=engine_id, epoch=seat.epoch, max_slots=ready.max_slots, kv_total_tokens=ready.kv_total_tokens
+                engine_id=engine_id,
+                epoch=seat.epoch,
+                max_slots=ready.max_slots,
+                kv_total_tokens=ready.kv_total_tokens,
+                profile=ready.profile,
             )
             self._post(joined)
             self._lost(engine_id, seat, await asyncio.shield(seat.backend.lost))
@@ -184,3 +211,42 @@ class Fleet:
             return
         self._trace.span(ENGINES, engine_id, f"load v{command.version}", started, self._clock())
         self._post(WeightsLoaded(engine_id=engine_id, epoch=seat.epoch, version=command.version, weights_id=weights_id))
+
+    async def _migrate(self, command: Migrate, tokens: Sequence[int]) -> None:
+        """One migration, to its one end."""
+        started, moved, error = self._clock(), 0, ""
+        try:
+            async with asyncio.timeout(self._migration_s):
+                moved = await self._move(command, tokens)
+        except TimeoutError:
+            error = f"not done within {self._migration_s:g} s"
+        except (EngineError, KvError) as raised:
+            error = str(raised)
+        name = f"{moved} tokens from {command.source}" if not error else f"nothing from {command.source}"
+        lane, key = f"{command.target} kv", f"{command.trajectory_id}/{command.attempt}"
+        self._trace.span(ENGINES, lane, name, started, self._clock(), trajectory=key, error=error)
+        self._post(
+            MigrationDone(
+                number=command.number,
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                moved_tokens=moved,
+                error=error,
+            )
+        )
+
+    async def _move(self, command: Migrate, tokens: Sequence[int]) -> int:
+        """How many tokens' KV the target has now. Raises KvError, EngineError."""
+        if not tokens:
+            raise KvError("the attempt is over, or has not spoken yet")
+        source, target = self.backend(command.source), self.backend(command.target)
+        if source is None or target is None:
+            raise KvError(f"{command.source if source is None else command.target} is not there")
+        manifest = await source.export_kv(tokens, self._kv_over)
+        try:
+            moved = await target.import_kv(tokens, manifest)
+        finally:
+            source.release_kv(manifest.id)
+        if self.backend(command.target) is not target or target.lost.done():
+            raise KvError(f"{command.target} has ended meanwhile")
+        return moved

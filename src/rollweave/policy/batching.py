@@ -59,13 +59,13 @@ class Amounts(NamedTuple):
 class StepPlan:
     """`decode` computes one token each and samples; `prefill` computes that many, and samples where the last is among them.
 
-    `left` gave up its slot since the last plan (and may have one again), `admitted` took one for the first time.
+    `left` gave up its slot since the last plan (and may have one again), `entered` took one, for the first time or again.
     """
 
     decode: list[Entry]
     prefill: list[tuple[Entry, int]]
     left: list[Entry]
-    admitted: list[Entry]
+    entered: list[Entry]
 
     @property
     def amounts(self) -> Amounts:
@@ -152,7 +152,7 @@ class Batcher:
         for entry in [entry for entry in self.running if len(entry.tokens) > len(entry.blocks) * size]:
             if entry.running:  # an earlier one may just have claimed its blocks
                 self._grow(entry)
-        admitted = self._admit() if self.waiting else []
+        entered = self._admit() if self.waiting else []
         decode: list[Entry] = []
         prefill: list[tuple[Entry, int]] = []
         budget = self.chunk_tokens
@@ -165,7 +165,7 @@ class Batcher:
                 prefill.append((entry, count))
                 budget -= count
         left, self._left = self._left, []
-        return StepPlan(decode=decode, prefill=prefill, left=left, admitted=admitted)
+        return StepPlan(decode=decode, prefill=prefill, left=left, entered=entered)
 
     def advance(self, entry: Entry, count: int) -> int:
         """`count` more tokens of `entry` were computed: index the blocks that became full. Returns how many were recomputed."""
@@ -202,7 +202,7 @@ class Batcher:
             self._release(entry)
 
     def _admit(self) -> list[Entry]:
-        first: list[Entry] = []
+        entered: list[Entry] = []
         for entry in self.waiting[:]:
             victim = self.running[-1] if len(self.running) >= self.slots else None
             if victim is not None and victim.rank >= entry.rank:
@@ -214,8 +214,8 @@ class Batcher:
                 break
             if entry.cached is None:
                 entry.cached = entry.computed
-                first.append(entry)
-        return first
+            entered.append(entry)
+        return entered
 
     def _hit(self, entry: Entry) -> list[int] | None:
         """Cached blocks that `entry` can start from, or None where it should wait for an earlier request to compute more."""

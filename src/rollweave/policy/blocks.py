@@ -34,6 +34,7 @@ class BlockLedger:
         self.total = blocks
         self.block_tokens = block_tokens
         self.caching = caching
+        self.weights_id = weights_id
         self.root = root_key(weights_id)
         self._refs = [0] * blocks
         self._key_of: list[Key | None] = [None] * blocks
@@ -120,6 +121,7 @@ class BlockLedger:
 
     def retag(self, weights_id: int) -> None:
         """New weights: forget all content. Held blocks stay held, and are no longer indexed."""
+        self.weights_id = weights_id
         self.root = root_key(weights_id)
         self._index.clear()
         self._key_of = [None] * self.total

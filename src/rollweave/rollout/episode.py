@@ -42,11 +42,10 @@ class EpisodeStopError(RollweaveError):
 
 
 class Answer(Noun, frozen=True, kw_only=True):
-    """A turn as an engine gave it. `active_s` is the time in which it was being generated, without queueing."""
+    """A turn as an engine gave it."""
 
     result: GenerateResult
     engine_id: EngineId
-    active_s: float
 
 
 class TurnPort(Protocol):
@@ -252,8 +251,8 @@ class Episode:
         answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
-        self._generate_s += answer.active_s
-        self._queue_s += max(0.0, self._clock() - asked - answer.active_s)
+        self._generate_s += result.generate_s
+        self._queue_s += max(0.0, self._clock() - asked - result.generate_s)
         text = conversation.sampled(result.tokens, result.logprobs, result.versions)
         return text, result.finish is Finish.LENGTH and room <= self._limits.max_turn_tokens
 

@@ -22,6 +22,7 @@ from rollweave.schema.commands import (
     CancelTrajectory,
     Evict,
     Predict,
+    RerankTurn,
     StartEval,
     StartInit,
     StartRun,
@@ -44,6 +45,9 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
+
+LEAST_BUDGET_S = 1e-3
+"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
 
 Key = tuple[TrajectoryId, int]
 
@@ -79,13 +83,6 @@ class _OpenTurn:
         if generating is not None:
             generating.cancel()
 
-    def out_of_time(self) -> None:
-        """The active time ran out while the agent spoke."""
-        if not self.answer.done():
-            text = f"the active time ran out in turn {self.number}"
-            self.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
-        self.forget()
-
     try_number: int = -1
 
 
@@ -99,6 +96,8 @@ class _Attempt:
     task: asyncio.Task[None] | None = None
     begun: bool = False
     turn: _OpenTurn | None = None
+    spoken: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The context of the last turn, and what was sampled in it."""
     cancelled: StopReason | None = None
 
     @property
@@ -145,6 +144,11 @@ class Pipeline:
         """Attempts for which something is held."""
         return len(self._attempts) + len(self._evaluations)
 
+    def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
+        """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end."""
+        held = self._attempts.get((trajectory_id, attempt))
+        return None if held is None or held.spoken is None else sum(held.spoken, ())
+
     # Commands.
 
     def start_init(self, command: StartInit) -> None:
@@ -168,14 +172,17 @@ class Pipeline:
         if backend is None:
             self._turn_failed(command, "the engine is gone")
             return
-        name = f"{attempt.lane}/{command.turn}/{command.try_number}"
-        request = GenerateRequest(id=name, tokens=turn.tokens, sampling=turn.sampling, rank=command.rank)
+        request = GenerateRequest(
+            id=_request_id(command),
+            tokens=turn.tokens,
+            sampling=turn.sampling,
+            rank=command.rank,
+            budget_s=max(LEAST_BUDGET_S, attempt.episode.budget_s),
+        )
         generating = turn.generating = backend.generate(request)
         started = self._clock()
-        budget = self._loop.call_later(max(0.0, attempt.episode.budget_s), turn.out_of_time)
 
         def done(future: asyncio.Future[GenerateResult]) -> None:
-            budget.cancel()
             if turn.generating is future:  # else aborted, and forgotten
                 turn.generating = None
                 self._generated(attempt, turn, command, started, future)
@@ -183,11 +190,21 @@ class Pipeline:
         generating.add_done_callback(done)
 
     def abort_turn(self, command: AbortTurn) -> None:
+        turn = self._turn_of(command)
+        if turn is not None:
+            turn.forget()
+
+    def rerank(self, command: RerankTurn) -> None:
+        turn, backend = self._turn_of(command), self._engine(command.engine_id)
+        if turn is not None and turn.generating is not None and backend is not None:
+            backend.rerank(_request_id(command), command.rank)
+
+    def _turn_of(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
+        """The open turn, if the command means it and its latest try."""
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         turn = attempt.turn if attempt is not None else None
-        if turn is None or (turn.number, turn.try_number) != (command.turn, command.try_number):
-            return
-        turn.forget()
+        named = turn is not None and (turn.number, turn.try_number) == (command.turn, command.try_number)
+        return turn if named else None
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -307,12 +324,17 @@ class Pipeline:
         if isinstance(raised, EngineError):
             self._turn_failed(command, str(raised))
             return
-        result, ended = future.result(), self._clock()
+        result = future.result()
+        if result.finish is Finish.TIME:
+            text = f"the active time ran out in turn {turn.number}"
+            turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
+            return
         flaw = _flaw(result)
         if flaw:
             self._turn_failed(command, flaw)
             return
-        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, ended)
+        attempt.spoken = (turn.tokens, result.tokens)
+        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
         self._post(
             TurnDone(
                 trajectory_id=command.trajectory_id,
@@ -322,10 +344,10 @@ class Pipeline:
                 output_tokens=len(result.tokens),
                 cached_tokens=result.cached_tokens,
                 version=result.versions[-1].version,
+                queue_s=result.queue_s,
             )
         )
-        active_s = max(0.0, ended - started - result.queue_s)
-        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id, active_s=active_s))
+        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
 
     def _turn_failed(self, command: StartTurn, error: str) -> None:
         self._post(
@@ -402,6 +424,10 @@ class _Port:
 
     def stepped(self, name: str, start: float, end: float) -> None:
         self._pipeline._spans.episode_span(self._attempt.lane, name, start, end)
+
+
+def _request_id(command: StartTurn | RerankTurn) -> str:
+    return f"{command.trajectory_id}/{command.attempt}/{command.turn}/{command.try_number}"
 
 
 async def _closed(episode: Episode) -> None:

@@ -37,6 +37,10 @@ class WeightsError(RollweaveError):
     """Weights do not match their manifest; the receiver keeps the version it had."""
 
 
+class KvError(RollweaveError):
+    """KV cannot be moved; engines and their caches are as they were."""
+
+
 class CorruptJournalError(RollweaveError):
     """A journal record before the tail does not match its checksum."""
 

@@ -4,8 +4,10 @@ An engine's loop takes these commands between two steps (RollArt §6.1), so addi
 """
 
 import enum
+from typing import Literal
 
 from rollweave.schema.base import EngineId, Noun, Tagged
+from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
 
@@ -39,6 +41,7 @@ class Sampling(Noun, frozen=True, kw_only=True):
 class Finish(enum.StrEnum):
     STOP = "stop"  # a stop token or a stop string; the stop token is part of `tokens`
     LENGTH = "length"
+    TIME = "time"  # `budget_s` was used up
     ABORTED = "aborted"
     ERROR = "error"
 
@@ -52,16 +55,23 @@ class VersionSpan(Noun, frozen=True, kw_only=True):
 
 
 class GenerateRequest(Noun, frozen=True, kw_only=True):
-    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests."""
+    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests.
+
+    `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it waits, or that the engine is suspended.
+    """
 
     id: str
     tokens: tuple[int, ...]
     sampling: Sampling = Sampling()
     rank: float = 0.0
+    budget_s: float = 0.0
 
 
 class GenerateResult(Noun, frozen=True, kw_only=True):
-    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache."""
+    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache.
+
+    `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had one and the engine was not suspended.
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -73,6 +83,51 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
     generate_s: float = 0.0
     preemptions: int = 0
     error: str = ""
+
+
+# KV on its way from engine to engine (Heddle §5.3).
+
+
+class KvMemory(Tagged, frozen=True, kw_only=True):
+    """A sealed memory file that any process on the host can open while the engine that made it lives."""
+
+    path: str
+
+
+class KvPort(Tagged, frozen=True, kw_only=True):
+    """Who connects here and shows the secret gets the payload, once."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+KvOver = Literal["shm", "tcp"]
+
+
+class KvManifest(Noun, frozen=True, kw_only=True):
+    """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine exported it under `id`.
+
+    `key` is that of the last block: a digest of all these tokens and the weights (policy/blocks.py). `layout` names the order
+    of the payload's bytes, `model` is a digest of what else the numbers depend on.
+    `digests` are the xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks but the last.
+    """
+
+    id: str
+    tokens: int
+    key: bytes
+    weights_id: int
+    model: str
+    layout: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    chunk_blocks: int
+    nbytes: int
+    digests: tuple[int, ...]
+    where: KvMemory | KvPort
 
 
 class EngineStats(Noun, frozen=True, kw_only=True):
@@ -114,6 +169,31 @@ class Rerank(Tagged, frozen=True, kw_only=True):
     rank: float
 
 
+class ExportKv(Tagged, frozen=True, kw_only=True):
+    """Lay the KV of the longest cached prefix of `tokens` out for another engine, until `ReleaseKv` or for a while.
+
+    Answered by `KvExported` or `KvRefused`.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    over: KvOver
+
+
+class ImportKv(Tagged, frozen=True, kw_only=True):
+    """Take the KV of a prefix of `tokens` into the prefix cache. Answered by `KvImported` or `KvRefused`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    manifest: KvManifest
+
+
+class ReleaseKv(Tagged, frozen=True, kw_only=True):
+    """The export is not needed any more. Unknown ids are ignored."""
+
+    id: str
+
+
 class Suspend(Tagged, frozen=True, kw_only=True):
     """Take no further step until `Resume`; requests stay, additions queue. Answered by `Suspended`."""
 
@@ -136,19 +216,23 @@ class Shutdown(Tagged, frozen=True, kw_only=True):
     pass
 
 
-EngineCommand = Add | Abort | Rerank | Suspend | Resume | Load | Stats | Shutdown
+EngineCommand = Add | Abort | Rerank | ExportKv | ImportKv | ReleaseKv | Suspend | Resume | Load | Stats | Shutdown
 
 
 # What an engine's loop says.
 
 
 class Ready(Tagged, frozen=True, kw_only=True):
-    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint)."""
+    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint).
+
+    `profile` is what it measured of its decode steps, by growing batch, if it was to (`EngineSpec.profile`).
+    """
 
     version: int
     kv_total_tokens: int
     max_slots: int
     max_context: int
+    profile: tuple[StepTime, ...] = ()
 
 
 class Generated(Tagged, frozen=True, kw_only=True):
@@ -176,15 +260,37 @@ class Sampled(Tagged, frozen=True, kw_only=True):
     stats: EngineStats
 
 
+class KvExported(Tagged, frozen=True, kw_only=True):
+    id: str
+    manifest: KvManifest
+
+
+class KvImported(Tagged, frozen=True, kw_only=True):
+    """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where it had no room for more."""
+
+    id: str
+    moved_tokens: int
+
+
+class KvRefused(Tagged, frozen=True, kw_only=True):
+    """The KV cannot be exported or imported; nothing has changed."""
+
+    id: str
+    error: str
+
+
 class EngineFatal(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | EngineFatal
+EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | KvExported | KvImported | KvRefused | EngineFatal
 
 
 class EngineSpec(Noun, frozen=True, kw_only=True):
-    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches."""
+    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches.
+
+    With `profile` it measures its decode steps before it is ready. `kv_host` is the address on which it gives KV away over TCP.
+    """
 
     id: EngineId
     model: str
@@ -198,3 +304,5 @@ class EngineSpec(Noun, frozen=True, kw_only=True):
     prefix_cache: bool = True
     deterministic: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    profile: bool = False
+    kv_host: str = "127.0.0.1"

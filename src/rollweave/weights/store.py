@@ -104,8 +104,7 @@ def publish(
             location = str(path)
         metas, nbytes, digest = _write(fd, tensors)
         if memfd:
-            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            seal(fd)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -126,16 +125,14 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """
     dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
     _check_layout(manifest)
-    buffer = _read_payload(manifest)
+    where = f"weights version {manifest.version} at {manifest.location}"
+    buffer = read_payload(manifest.location, manifest.nbytes, where=where)
     found = xxhash.xxh3_128()
     with memoryview(buffer) as view:
         for start in range(0, len(view), READ_CHUNK):
             found.update(view[start : start + READ_CHUNK])
     if found.hexdigest() != manifest.digest:
-        raise WeightsError(
-            f"weights version {manifest.version} at {manifest.location}: digest {found.hexdigest()}, "
-            f"the manifest says {manifest.digest}"
-        )
+        raise WeightsError(f"{where}: digest {found.hexdigest()}, the manifest says {manifest.digest}")
     tensors = {}
     for meta, dtype in zip(manifest.tensors, dtypes, strict=True):
         if meta.nbytes == 0:
@@ -144,6 +141,47 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
         flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(meta.shape), offset=meta.offset)
         tensors[meta.name] = flat.reshape(meta.shape)
     return tensors
+
+
+def seal(fd: int) -> None:
+    """Let nobody change the memory file `fd` any more. Raises OSError while it is mapped for writing."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+
+
+def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
+    """What lies at `location`, of exactly `nbytes` bytes: mapped where it is sealed, else copied. Writes to it stay here.
+
+    Raises `WeightsError`, whose text begins with `where`.
+    """
+    try:
+        # Without O_NONBLOCK a recycled descriptor that is a pipe would block for ever.
+        fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise WeightsError(f"{where}: not a payload")
+        if status.st_size != nbytes:
+            raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {nbytes}")
+        if nbytes == 0:
+            return bytearray()
+        if _is_sealed(fd):
+            return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
+        # A plain file may be truncated under a mapping, which would kill the reader: copy, then verify the copy.
+        payload = bytearray(nbytes)
+        with memoryview(payload) as view:
+            done = 0
+            while done < nbytes:
+                count = os.readv(fd, [view[done : done + READ_CHUNK]])
+                if count == 0:
+                    raise WeightsError(f"{where}: shrank to {done} bytes while it was read")
+                done += count
+        return payload
+    except OSError as error:
+        raise WeightsError(f"{where}: cannot read ({error})") from error
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorMeta, ...], int, str]:
@@ -168,40 +206,6 @@ def _write(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorMe
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data[:READ_CHUNK]) :]
-
-
-def _read_payload(manifest: WeightManifest) -> mmap.mmap | bytearray:
-    """The payload's bytes, of exactly the promised size."""
-    where = f"weights version {manifest.version} at {manifest.location}"
-    try:
-        # Without O_NONBLOCK a recycled descriptor that is a pipe would block for ever.
-        fd = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightsError(f"{where}: not a payload")
-        if status.st_size != manifest.nbytes:
-            raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {manifest.nbytes}")
-        if manifest.nbytes == 0:
-            return bytearray()
-        if _is_sealed(fd):
-            return mmap.mmap(fd, manifest.nbytes, access=mmap.ACCESS_COPY)
-        # A plain file may be truncated under a mapping, which would kill the reader: copy, then verify the copy.
-        payload = bytearray(manifest.nbytes)
-        with memoryview(payload) as view:
-            done = 0
-            while done < manifest.nbytes:
-                count = os.readv(fd, [view[done : done + READ_CHUNK]])
-                if count == 0:
-                    raise WeightsError(f"{where}: shrank to {done} bytes while it was read")
-                done += count
-        return payload
-    except OSError as error:
-        raise WeightsError(f"{where}: cannot read ({error})") from error
-    finally:
-        os.close(fd)
 
 
 def _is_sealed(fd: int) -> bool:

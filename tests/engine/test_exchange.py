@@ -1,0 +1,576 @@
+"""KV that moves between engines: what follows is what it would have been, and what does not fit is refused, with the reason."""
+
+import asyncio
+import itertools
+import os
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from rollweave.backends.client import EngineClient
+from rollweave.backends.inproc import in_thread
+from rollweave.engine.exchange import OPEN_EXPORTS
+from rollweave.engine.loop import EngineLoop
+from rollweave.engine.transfer import REQUEST
+from rollweave.schema.errors import EngineError, EngineLostError, KvError
+from rollweave.schema.serving import (
+    EngineSpec,
+    Finish,
+    GenerateResult,
+    KvManifest,
+    KvMemory,
+    KvOver,
+    KvPort,
+)
+from rollweave.weights.store import Publisher
+
+from .models import build, request, save, spec
+
+torch.set_num_threads(1)
+
+BLOCK = 8
+PROMPT = [(5 * i + 3) % 91 for i in range(43)]
+OBSERVATIONS = ([7, 8, 9], [11] * 13, [4, 2])
+GREEDY, SEEDED = {"temperature": 0.0}, {"temperature": 0.9, "seed": 3}
+NUMBERS = itertools.count()
+OVER: tuple[KvOver, ...] = ("shm", "tcp")
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def path(model: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(model, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    with_memory = Publisher(tmp_path, keep=8)
+    yield with_memory
+    with_memory.close()
+
+
+def held() -> list[str]:
+    """Files that this process has open, and its threads."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(entry).split(":")[0])
+        except OSError:
+            continue  # that of the listing itself
+    threads = [thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
+    return sorted([*links, *threads])
+
+
+Start = Callable[..., Awaitable[EngineClient]]
+
+
+@pytest.fixture
+async def start(path: str) -> AsyncIterator[Start]:
+    """Starts engines in threads. After the test nothing of them is left."""
+    made: list[EngineClient] = []
+    model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    model_ready.set_result(None)
+    before, shared = held(), sorted(os.listdir("/dev/shm"))
+
+    async def begin(**changes: Any) -> EngineClient:
+        of: EngineSpec = spec(**({"model": path} | changes))
+        made.append(EngineClient(f"e{len(made)}", in_thread(of, EngineLoop, model_ready=model_ready), start_s=60, reply_s=60))
+        await made[-1].ready()
+        return made[-1]
+
+    yield begin
+    for client in made:
+        await client.close()
+    assert sorted(os.listdir("/dev/shm")) == shared
+    for _ in range(100):  # connections of the tests themselves take turns of the event loop to close
+        if held() == before:
+            break
+        await asyncio.sleep(0)
+    assert held() == before
+
+
+async def move(source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvOver) -> int:
+    manifest = await source.export_kv(tokens, over)
+    moved = await target.import_kv(tokens, manifest)
+    source.release_kv(manifest.id)
+    return moved
+
+
+async def converse(turns: Sequence[EngineClient], *, over: KvOver | None, **sampling: Any) -> list[GenerateResult]:
+    """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool interval (`over` None: it does not)."""
+    context, said = list(PROMPT), 0
+    results: list[GenerateResult] = []
+    for number, engine in enumerate(turns):
+        if over is not None and number and engine is not turns[number - 1]:
+            moved = await move(turns[number - 1], engine, context[:said], over)
+            assert moved == (said - 1) // BLOCK * BLOCK  # the last token was sampled, and never computed
+        result = await engine.generate(request(f"turn{next(NUMBERS)}", context, max_tokens=11, **sampling))
+        results.append(result)
+        said = len(context) + len(result.tokens)
+        context += [*result.tokens, *OBSERVATIONS[number % len(OBSERVATIONS)]]
+    return results
+
+
+def assert_same(found: Sequence[GenerateResult], wanted: Sequence[GenerateResult]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
+    """Trajectories move to and fro while both engines decode others, of which one preempts and is preempted."""
+    home, a, b = await start(), await start(max_slots=3), await start(max_slots=3)
+    others = [request(f"o{n}", PROMPT[n : 3 * n + 4], seed=n, rank=n % 3, max_tokens=90) for n in range(6)]
+    wanted = [await home.generate(each) for each in others]
+    stayed = await converse([home] * 6, over=None, seed=1)
+    running = [engine.generate(each) for engine in (a, b) for each in others]
+    found = await asyncio.gather(
+        *(converse(order, over=over, seed=1) for order, over in (([a, b] * 3, "shm"), ([b, a, a] * 2, "tcp")))  # type: ignore[arg-type]
+    )
+    for moved in found:
+        assert_same(moved, stayed)
+    assert_same(await asyncio.gather(*running), wanted * 2)
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
+async def test_a_trajectory_that_moves_is_the_one_that_stays(start: Start, over: KvOver, sampling: dict[str, Any]) -> None:
+    home, a, b = await start(), await start(), await start()
+    stayed = await converse([home] * 5, over=None, **sampling)
+    moved = await converse([a, b, b, a, b], over=over, **sampling)
+    assert_same(moved, stayed)
+    assert [result.cached_tokens for result in moved] == [result.cached_tokens for result in stayed]
+    assert moved[1].cached_tokens == 48  # nothing but the tail block, and what the tool said, was computed
+    one, two, both = await a.stats(), await b.stats(), await home.stats()
+    assert one.cached_tokens + two.cached_tokens == both.cached_tokens
+    assert one.prompt_tokens + two.prompt_tokens == both.prompt_tokens
+    assert (one.kv_used_tokens, two.kv_used_tokens) == (0, 0)  # what was imported is idle, for whoever needs room
+
+
+# What is not moved.
+
+
+async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvManifest:
+    """An export over TCP whose chunks are single blocks, so that not all of it need be fetched."""
+    manifest = await source.export_kv(context, "tcp")
+    digests = block_digests(manifest, await fetched(manifest))
+    again = await source.export_kv(context, "tcp")
+    return msgspec.structs.replace(again, chunk_blocks=1, digests=digests)
+
+
+async def test_what_is_there_already_is_not_asked_for(start: Start) -> None:
+    """Somebody who began with the same prompt left it in the target's cache: only the rest is fetched."""
+    source, target = await start(), await start()
+    (said,) = await converse([source], over=None)
+    context = [*PROMPT, *said.tokens]
+    await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
+    manifest = await in_small_chunks(source, context)
+    asked: list[tuple[int, int]] = []
+    where = await relay(manifest, lambda payload: [payload], asked=asked)
+    assert await target.import_kv(context, msgspec.structs.replace(manifest, where=where)) == 48
+    assert asked == [(5 * block_nbytes(manifest), block_nbytes(manifest))]  # 43 tokens are 5 blocks
+    again = await target.export_kv(context, "shm")
+    assert memory_of(again) == memory_of(await source.export_kv(context, "shm"))
+    nothing = msgspec.structs.replace(manifest, where=KvMemory(path="/nowhere"))
+    assert await target.import_kv(context, nothing) == 48
+
+
+async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> None:
+    source, target = await start(), await start(kv_tokens=64)
+    (said,) = await converse([source], over=None)
+    context = [*PROMPT, *said.tokens]
+    await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
+    manifest = await in_small_chunks(source, context)
+    other = request("other", [90] * 60, max_tokens=2)  # takes every block of the cache
+    where = await relay(manifest, lambda payload: [payload[:9], payload[9:]], then=lambda: target.generate(other))
+    with pytest.raises(KvError, match="the cache has changed meanwhile"):
+        await target.import_kv(context, msgspec.structs.replace(manifest, where=where))
+    await assert_untouched(target)
+
+
+async def test_a_context_that_is_not_in_the_cache_is_not_exported(start: Start) -> None:
+    engine, forgetful = await start(), await start(prefix_cache=False)
+    for tokens in ([], PROMPT[: BLOCK - 1], PROMPT):
+        with pytest.raises(KvError, match="nothing of the context is in the cache"):
+            await engine.export_kv(tokens, "shm")
+    await engine.generate(request("x", PROMPT, max_tokens=2))
+    assert (await engine.export_kv([*PROMPT, 1, 2, 3, 4, 5, 6], "shm")).tokens == 40
+    with pytest.raises(KvError, match="nothing of the context"):
+        await engine.export_kv([0, *PROMPT], "shm")
+    await forgetful.generate(request("x", PROMPT, max_tokens=2))
+    with pytest.raises(KvError, match="nothing of the context"):
+        await forgetful.export_kv(PROMPT, "shm")
+    with pytest.raises(KvError, match="no prefix cache"):
+        await forgetful.import_kv(PROMPT, await engine.export_kv(PROMPT, "shm"))
+
+
+# What does not fit.
+
+
+def block_nbytes(manifest: KvManifest) -> int:
+    return manifest.nbytes * manifest.block_tokens // manifest.tokens
+
+
+def block_digests(manifest: KvManifest, payload: bytes) -> tuple[int, ...]:
+    size = block_nbytes(manifest)
+    return tuple(xxhash.xxh3_64_intdigest(payload[at : at + size]) for at in range(0, len(payload), size))
+
+
+def memory_of(manifest: KvManifest) -> bytes:
+    assert isinstance(manifest.where, KvMemory)
+    return Path(manifest.where.path).read_bytes()
+
+
+async def fetched(manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None) -> bytes:
+    """What the source sends to who shows the manifest's secret (or another)."""
+    port = manifest.where
+    assert isinstance(port, KvPort)
+    reader, writer = await asyncio.open_connection(port.host, port.port)
+    writer.write(REQUEST.pack(secret or port.secret, start, manifest.nbytes if length is None else length))
+    async with asyncio.timeout(20):
+        found = await reader.read()
+    writer.close()
+    return found
+
+
+async def relay(
+    manifest: KvManifest,
+    alter: Callable[[bytes], Sequence[bytes]],
+    *,
+    asked: list[tuple[int, int]] | None = None,
+    then: Callable[[], Awaitable[object]] | None = None,
+) -> KvPort:
+    """A port that gives what the source gives, in pieces and as `alter` leaves it; before the last piece it awaits `then`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server.close()
+        _, start, length = REQUEST.unpack(await reader.readexactly(REQUEST.size))
+        if asked is not None:
+            asked.append((start, length))
+        *pieces, last = alter(await fetched(manifest, start=start, length=length))
+        for piece in pieces:
+            writer.write(piece)
+        await writer.drain()
+        if then is not None:
+            await then()
+        writer.write(last)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    return KvPort(host="127.0.0.1", port=server.sockets[0].getsockname()[1], secret=bytes(32))
+
+
+async def exported(engine: EngineClient, over: KvOver = "shm") -> KvManifest:
+    """The manifest of PROMPT's five blocks."""
+    await engine.generate(request("p", PROMPT, max_tokens=1))
+    return await engine.export_kv(PROMPT, over)
+
+
+async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
+    """Ask until the answer is `wanted`, or of that kind: what was let go is gone a moment later, on the side thread."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                found = await ask()
+            except KvError:
+                continue
+            if found == wanted or (isinstance(wanted, type) and isinstance(found, wanted)):
+                return
+
+
+async def assert_untouched(engine: EngineClient) -> None:
+    """The prompt is computed from its first token, and goes on as ever."""
+    result = await engine.generate(request("check", PROMPT, seed=2, max_tokens=6))
+    assert (result.cached_tokens, result.finish) == (0, Finish.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"dtype": "bfloat16"}, "dtype of the KV must be this engine's float32, got bfloat16"),
+        ({"layout": "other"}, "layout of the KV must be"),
+        ({"layers": 3}, "layers of the KV must be this engine's 2, got 3"),
+        ({"kv_heads": 4}, "kv_heads of the KV"),
+        ({"head_dim": 8}, "head_dim of the KV"),
+        ({"block_tokens": 16}, "block_tokens of the KV must be this engine's 8, got 16"),
+        ({"model": "0" * 32}, "model of the KV"),
+        ({"weights_id": 7}, "weights_id of the KV must be this engine's -1, got 7"),
+        ({"tokens": 39}, "whole blocks"),
+        ({"tokens": 0}, "whole blocks"),
+        ({"tokens": -8}, "whole blocks"),
+        ({"tokens": 48}, "whole blocks of the 43 of the context, got 48"),
+        ({"tokens": 32}, "4 blocks have"),
+        ({"nbytes": 1}, "5 blocks have"),
+        ({"key": bytes(16)}, "the KV is that of other tokens"),
+        ({"chunk_blocks": 0}, "in chunks of 0"),
+        ({"chunk_blocks": 2}, "5 blocks in chunks of 2 have not 1 digests"),
+        ({"digests": ()}, "have not 0 digests"),
+        ({"digests": (1,)}, "not what was exported"),
+        ({"where": KvMemory(path="/proc/1/fd/99")}, "cannot open, the publisher is gone"),
+        ({"where": KvMemory(path="/dev/zero")}, "not a payload"),
+        ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
+    ],
+)
+async def test_a_manifest_that_does_not_fit_is_refused(start: Start, changes: dict[str, Any], error: str) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source)
+    with pytest.raises(KvError, match=re.escape(error)):
+        await target.import_kv(PROMPT, msgspec.structs.replace(manifest, **changes))
+    await assert_untouched(target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"block_tokens": 16}, "block_tokens"),
+        ({"deterministic": True}, "layout"),
+    ],
+)
+async def test_an_engine_of_another_kind_refuses(start: Start, changes: dict[str, Any], error: str) -> None:
+    source, target = await start(), await start(**changes)
+    with pytest.raises(KvError, match=error):
+        await target.import_kv(PROMPT, await exported(source))
+    with pytest.raises(KvError, match=error):
+        await source.import_kv(PROMPT, await exported(target))
+
+
+async def test_the_kv_of_other_tokens_is_refused(start: Start) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source)
+    with pytest.raises(KvError, match="other tokens"):
+        await target.import_kv([PROMPT[0] + 1, *PROMPT[1:]], manifest)
+    await assert_untouched(target)
+
+
+async def test_a_model_of_the_same_shape_and_other_weights_is_another(start: Start, tmp_path: Path) -> None:
+    source, target = await start(), await start(model=save(build("qwen3", seed=1), tmp_path))
+    with pytest.raises(KvError, match="model"):
+        await target.import_kv(PROMPT, await exported(source))
+
+
+@pytest.mark.parametrize("place", [0, 1, 1000, -1])
+async def test_a_flipped_bit_is_found(start: Start, place: int) -> None:
+    source, target = await start(), await start()
+
+    def flipped(payload: bytes) -> bytes:
+        changed = bytearray(payload)
+        changed[place] ^= 16
+        return bytes(changed)
+
+    manifest = await exported(source)
+    fd = os.memfd_create("flipped")
+    try:
+        os.write(fd, flipped(memory_of(manifest)))
+        other = msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}"))
+        with pytest.raises(KvError, match="not what was exported"):
+            await target.import_kv(PROMPT, other)
+    finally:
+        os.close(fd)
+    manifest = await exported(source, "tcp")
+    where = await relay(manifest, lambda payload: [flipped(payload)])
+    with pytest.raises(KvError, match="not what was exported"):
+        await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+    await assert_untouched(target)
+
+
+async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source)
+    fd = os.memfd_create("cut")
+    try:
+        os.write(fd, memory_of(manifest)[:-1])
+        with pytest.raises(KvError, match=f"{manifest.nbytes - 1} bytes, the manifest says {manifest.nbytes}"):
+            await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}")))
+    finally:
+        os.close(fd)
+    for count in (0, 1, manifest.nbytes - 1):
+        manifest = await exported(source, "tcp")
+        where = await relay(manifest, lambda payload, count=count: [payload[:count]])  # type: ignore[misc]
+        with pytest.raises(KvError, match=f"gave {count} of {manifest.nbytes} bytes"):
+            await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+    await assert_untouched(target)
+
+
+async def test_a_payload_in_small_pieces_is_whole(start: Start) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source, "tcp")
+    where = await relay(manifest, lambda payload: [payload[at : at + 997] for at in range(0, len(payload), 997)])
+    assert await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)) == 40
+
+
+async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
+    manifest = await exported(await start())
+    assert isinstance(manifest.where, KvMemory)
+    fd = os.open(manifest.where.path, os.O_RDWR)
+    try:
+        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 1 << 20)):
+            with pytest.raises(PermissionError):
+                change()
+    finally:
+        os.close(fd)
+
+
+async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> None:
+    source, target = await start(kv_host="192.0.2.1"), await start()
+    for _ in range(2 * OPEN_EXPORTS):
+        with pytest.raises(KvError, match="OSError"):
+            await exported(source, "tcp")
+    assert await move(source, target, PROMPT, "shm") == 40
+
+
+# Secrets.
+
+
+async def test_a_connection_gets_nothing_without_the_secret_and_something_once(start: Start) -> None:
+    engine = await start()
+    manifest = await exported(engine, "tcp")
+    port = manifest.where
+    assert isinstance(port, KvPort)
+    assert port.host == "127.0.0.1"
+    assert await fetched(manifest, secret=bytes(32)) == b""
+    assert await fetched(manifest, start=1) == b""  # beyond the end; and now the secret is used up
+    assert await fetched(manifest) == b""
+    manifest = await exported(engine, "tcp")
+    whole = await fetched(manifest)
+    assert block_digests(manifest, whole) == block_digests(manifest, memory_of(await exported(engine)))
+    assert await fetched(manifest) == b""
+    manifest = await exported(engine, "tcp")
+    engine.release_kv(manifest.id)
+    await engine.stats()
+    await settled(lambda: fetched(manifest), b"")
+
+
+async def test_those_who_say_nothing_or_too_little_keep_nobody_out(start: Start) -> None:
+    source, target = await start(), await start()
+    manifest = await exported(source, "tcp")
+    port = manifest.where
+    assert isinstance(port, KvPort)
+    silent = [await asyncio.open_connection(port.host, port.port) for _ in range(5)]
+    silent[0][1].write(b"short")
+    silent[1][1].write(b"too long" * 1000)
+    assert await target.import_kv(PROMPT, manifest) == 40
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_ever(start: Start) -> None:
+    """The target ends with its import under way; nothing of it is left."""
+    source, target = await start(), await start()
+    manifest = await exported(source, "tcp")
+    stuck, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        stuck.set()
+        await go_on.wait()
+
+    where = await relay(manifest, lambda payload: [payload[:100], payload[100:]], then=wait)
+    importing = asyncio.ensure_future(target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)))
+    await stuck.wait()
+    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is Finish.LENGTH  # its loop goes on
+    await target.close()
+    with pytest.raises(EngineLostError):
+        await importing
+    go_on.set()
+
+
+# Weights.
+
+
+async def test_kv_of_other_weights_is_never_taken(start: Start, model: torch.nn.Module, publisher: Publisher) -> None:
+    source, target, home = await start(), await start(), await start()
+    first = publisher.publish(model.state_dict(), version=1, weights_id=1)
+    second = publisher.publish(build("qwen3", seed=1).state_dict(), version=2, weights_id=2)
+    for engine in (source, target, home):
+        await engine.load(first)
+    old = await exported(source)
+    await source.load(second)
+    with pytest.raises(KvError, match="nothing of the context"):
+        await source.export_kv(PROMPT, "shm")
+    new = await exported(source)
+    with pytest.raises(KvError, match="weights_id of the KV must be this engine's 1, got 2"):
+        await target.import_kv(PROMPT, new)
+    await target.load(second)
+    with pytest.raises(KvError, match="weights_id of the KV must be this engine's 2, got 1"):
+        await target.import_kv(PROMPT, old)
+    await assert_untouched(target)
+    await home.load(second)
+    assert_same(await converse([source, target] * 2, over="shm", seed=8), await converse([home] * 4, over=None, seed=8))
+
+
+async def test_weights_that_change_while_kv_is_on_its_way(start: Start, model: torch.nn.Module, publisher: Publisher) -> None:
+    source, target = await start(), await start()
+    loads = publisher.publish(model.state_dict(), version=1, weights_id=1)
+    manifest = await exported(source, "tcp")
+    where = await relay(manifest, lambda payload: [payload[:-1], payload[-1:]], then=lambda: target.load(loads))
+    with pytest.raises(KvError, match="the weights have changed meanwhile, from -1 to 1"):
+        await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+    await assert_untouched(target)
+
+
+async def test_numbers_that_are_not_finite_stay_where_they_are(
+    start: Start, model: torch.nn.Module, publisher: Publisher
+) -> None:
+    engine = await start()
+    poison = {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()}
+    await engine.load(publisher.publish(poison, version=1, weights_id=1))
+    with pytest.raises(EngineError, match="not finite"):
+        await engine.generate(request("x", PROMPT, max_tokens=3))
+    with pytest.raises(KvError, match="not finite"):
+        await engine.export_kv(PROMPT, "shm")
+
+
+# Room.
+
+
+async def test_a_suspended_engine_gives_and_takes(start: Start) -> None:
+    source, target = await start(), await start()
+    await exported(source)
+    await source.suspend()
+    await target.suspend()
+    for over in OVER:
+        assert await move(source, target, PROMPT, over) == 40
+    target.resume()
+    assert (await target.generate(request("x", PROMPT, max_tokens=2))).cached_tokens == 40
+
+
+async def test_exports_are_bounded_in_number(start: Start) -> None:
+    source = await start()
+    manifests = [await exported(source) for _ in range(OPEN_EXPORTS)]
+    with pytest.raises(KvError, match=f"{OPEN_EXPORTS} exports are open already"):
+        await source.export_kv(PROMPT, "shm")
+    source.release_kv("nobody")
+    source.release_kv(manifests[3].id)
+    source.release_kv(manifests[3].id)
+    assert await source.export_kv(PROMPT, "tcp")
+
+
+async def test_exports_are_bounded_in_bytes(start: Start) -> None:
+    source = await start(kv_tokens=64)
+    manifest = await exported(source)
+    with pytest.raises(KvError, match="open exports must stay within the"):
+        await source.export_kv(PROMPT, "shm")
+    source.release_kv(manifest.id)
+    assert (await source.export_kv(PROMPT, "shm")).tokens == 40
+
+
+async def test_who_gives_up_waiting_for_an_export_leaves_none_behind(start: Start) -> None:
+    source = await start()
+    await exported(source)
+    for _ in range(3 * OPEN_EXPORTS):
+        export = asyncio.ensure_future(source.export_kv(PROMPT, "shm"))
+        await asyncio.sleep(0)
+        export.cancel()
+        await source.stats()
+    await settled(lambda: source.export_kv(PROMPT, "shm"), KvManifest)

@@ -1,0 +1,160 @@
+"""What imports do to a cache that has little room, whatever else is in it: against the content that every key must have."""
+
+import queue
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.engine.exchange import KvExchange
+from rollweave.engine.kv import PagedPool
+from rollweave.policy.blocks import BlockLedger
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import (
+    EngineReply,
+    EngineSpec,
+    ExportKv,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvMemory,
+    KvOver,
+    KvRefused,
+)
+from rollweave.weights.checkpoint import ModelShape
+
+SIZE = 2
+"""Tokens of a block."""
+SHAPE = ModelShape(
+    vocab=9, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=2, ffn=4, context=99, eps=1e-6, tied=True, qkv_bias=False,
+    out_bias=False, mlp_bias=False, qk_norm=False, inv_freq=(1.0,), eos_token_ids=(),
+)  # fmt: skip
+
+
+class Cache:
+    """An engine's cache without the engine. Whatever computes a block writes numbers that follow from its key."""
+
+    def __init__(self, blocks: int, *, keep_s: float = 60.0) -> None:
+        self.ledger = BlockLedger(blocks=blocks, block_tokens=SIZE)
+        self.pool = PagedPool(SHAPE, blocks=blocks, block_tokens=SIZE, device=torch.device("cpu"), dtype=torch.float32)
+        self.replies: queue.Queue[EngineReply] = queue.Queue()
+        self.exchange = KvExchange(
+            EngineSpec(id=EngineId("e"), model="m"),
+            SHAPE,
+            pool=self.pool,
+            ledger=self.ledger,
+            call=lambda call: call(),  # the test waits meanwhile
+            reply=self.replies.put,
+            sound=lambda: True,
+            keep_s=keep_s,
+        )
+
+    def compute(self, tokens: Sequence[int]) -> list[int]:
+        """As a request does that has this context: returns the blocks, which it holds. As many as there is room for."""
+        keys = self.ledger.keys(tokens)
+        blocks = self.ledger.match(keys)
+        self.ledger.share(blocks)
+        for key in keys[len(blocks) :]:
+            if not self.ledger.free:
+                break
+            (block,) = self.ledger.allocate(1)
+            self.pool.by_block[:, block] = content(key)
+            self.ledger.commit(block, key)
+            blocks.append(block)
+        return blocks
+
+    def export(self, tokens: Sequence[int], over: KvOver = "shm") -> EngineReply:
+        self.exchange.export(ExportKv(id=str(random.random()), tokens=tuple(tokens), over=over))
+        return self.replies.get(timeout=20)
+
+    def take(self, tokens: Sequence[int], exported: KvExported) -> EngineReply:
+        self.exchange.take(ImportKv(id="i", tokens=tuple(tokens), manifest=exported.manifest))
+        return self.replies.get(timeout=20)
+
+    def check(self) -> None:
+        """Every block that can be hit holds what its key stands for."""
+        self.ledger.check()
+        for key, block in self.ledger._index.items():
+            assert torch.equal(self.pool.by_block[:, block], content(key))
+
+
+def content(key: bytes) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7]))
+    return torch.rand(SHAPE.layers, SIZE * 2 * SHAPE.kv_heads * SHAPE.head_dim, generator=generator)
+
+
+@contextmanager
+def caches(*blocks: int) -> Iterator[list[Cache]]:
+    made = [Cache(count) for count in blocks]
+    try:
+        yield made
+    finally:
+        for cache in made:
+            cache.exchange.close()
+
+
+contexts = st.lists(st.integers(0, 1), max_size=14)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    room=st.integers(1, 9),
+    before=st.lists(st.tuples(contexts, st.booleans()), max_size=5),
+    moved=st.lists(contexts, min_size=1, max_size=3),
+)
+def test_an_import_takes_what_there_is_room_for_and_no_more(
+    room: int, before: list[tuple[list[int], bool]], moved: list[list[int]]
+) -> None:
+    with caches(40, room) as (source, target):
+        held: list[list[int]] = []
+        for tokens, stays in before:  # what the target has computed itself; some of it is still in use
+            blocks = target.compute(tokens)
+            held.append(blocks) if stays else target.ledger.release(blocks)
+        kept = {block: target.pool.by_block[:, block].clone() for blocks in held for block in blocks}
+        for tokens in moved:
+            source.ledger.release(source.compute(tokens))
+            exported = source.export(tokens)
+            if not isinstance(exported, KvExported):
+                assert len(tokens) < SIZE
+                continue
+            assert exported.manifest.tokens == len(tokens) // SIZE * SIZE
+            keys = target.ledger.keys(tokens)
+            present = target.ledger.match(keys)
+            free = target.ledger.free
+            reply = target.take(tokens, exported)
+            target.check()
+            assert target.ledger.free == free
+            hit = target.ledger.match(keys)
+            assert len(hit) == min(len(keys), len(present) + free - target.ledger.unused(present))
+            assert hit[: len(present)] == present
+            if hit:
+                assert isinstance(reply, KvImported)
+                assert reply.moved_tokens == len(hit) * SIZE
+            else:
+                assert isinstance(reply, KvRefused)
+                assert "no block of the cache is free" in reply.error
+            assert all(torch.equal(target.pool.by_block[:, block], was) for block, was in kept.items())
+
+
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+def test_an_export_that_nobody_releases_is_dropped_by_itself(over: KvOver) -> None:
+    tokens = list(range(8))
+    source, target = Cache(8, keep_s=0.0), Cache(8)
+    try:
+        source.ledger.release(source.compute(tokens))
+        exported = source.export(tokens, over)
+        assert isinstance(exported, KvExported)
+        while isinstance(target.take(tokens, exported), KvImported):  # its time has come, not yet its turn on the side thread
+            target.ledger.retag(-1)
+        reply = target.take(tokens, exported)
+        assert isinstance(reply, KvRefused)
+        where = exported.manifest.where
+        assert ("publisher is gone" if isinstance(where, KvMemory) else f"{where.host}:{where.port}") in reply.error
+        assert not source.exchange._exports
+    finally:
+        source.exchange.close()
+        target.exchange.close()

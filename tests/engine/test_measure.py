@@ -1,0 +1,68 @@
+"""What an engine measures of itself before it serves: complete, plausible, and without a trace in it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rollweave.engine.measure import step_times
+from rollweave.engine.runner import Runner
+from rollweave.schema.serving import Ready
+
+from .models import build, drive, request, save, spec
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(build("qwen3"), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "batches"),
+    [
+        ({"max_slots": 1}, [1]),
+        ({"max_slots": 8}, [1, 2, 4, 8]),
+        ({"max_slots": 11}, [1, 2, 4, 8, 11]),
+        ({"max_slots": 8, "deterministic": True}, [1, 2, 4, 8]),
+        ({"max_slots": 8, "dtype": "bfloat16"}, [1, 2, 4, 8]),
+        ({"max_slots": 8, "kv_tokens": 48}, [1, 2, 3]),  # no more blocks than that
+        ({"max_slots": 8, "kv_tokens": 4, "block_tokens": 4}, []),
+    ],
+)
+def test_every_batch_is_measured_and_nothing_is_left_behind(path: str, changes: dict[str, Any], batches: list[int]) -> None:
+    of = spec(path, **changes)
+    with torch.inference_mode():
+        runner = Runner(of)
+        found = step_times(of, runner)
+    assert [step.batch for step in found] == batches
+    assert all(0 < step.seconds < 60 for step in found)
+    assert not runner.pool.data.any()
+    if runner.mirror is not None:
+        assert runner.mirror.rows == []
+        assert runner.mirror.keys[0].numel() == 0
+
+
+def test_an_engine_tells_its_profile_and_serves_as_if_it_had_none(path: str) -> None:
+    plain, measured = (
+        drive(spec(path, profile=profile), [request("x", [3, 1, 4], seed=1, max_tokens=12)]) for profile in (False, True)
+    )
+    assert plain.of(Ready)[0].profile == ()
+    profile = measured.of(Ready)[0].profile
+    assert [step.batch for step in profile] == [1, 2, 4, 8]
+    assert msgspec.structs.replace(measured.of(Ready)[0], profile=()) == plain.of(Ready)[0]
+    one, other = plain.results["x"], measured.results["x"]
+    assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
+    times = {"busy_s": 0.0, "uptime_s": 0.0}
+    assert [msgspec.structs.replace(stats, **times) for stats in plain.stats] == [
+        msgspec.structs.replace(stats, **times) for stats in measured.stats
+    ]
+
+
+def test_a_model_whose_context_is_too_short_has_no_profile(tmp_path: Path) -> None:
+    of = spec(save(build("qwen3", max_position_embeddings=6), tmp_path))
+    with torch.inference_mode():
+        assert step_times(of, Runner(of)) == ()
