@@ -192,7 +192,7 @@ async def test_a_target_that_ends_meanwhile_has_nothing(tmp_path: Path, ending: 
         async def end() -> int:
             match ending:
                 case "restarted":
-                    stage.fleet.restart(RestartEngine(engine_id=B, epoch=1, reason="test"))
+                    stage.fleet.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
                     await stage.until(EngineJoined, 3)
                 case "removed":
                     stage.fleet.remove(RemoveEngine(engine_id=B, reason="test"))
@@ -372,7 +372,7 @@ async def test_a_target_that_is_killed_while_it_receives(model: str, tmp_path: P
         assert len(await stage.until(EngineLost)) == 1
         after = await say(source, TOKENS, seed=7)
         assert (after.tokens, after.cached_tokens) == (before.tokens, (len(TOKENS) - 1) // BLOCK * BLOCK)
-        stage.fleet.restart(RestartEngine(engine_id=B, epoch=1, reason="test"))
+        stage.fleet.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
         await stage.until(EngineJoined, 3)
         source.meddle = None
         assert (await stage.migrate(TOKENS)).error == ""

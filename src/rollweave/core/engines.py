@@ -111,7 +111,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     _enter(run, engine, EngineStatus.STARTING)
     placing.engines_changed(run)
     turns.leave(run, engine)
-    run.emit(RestartEngine(engine_id=engine.id, epoch=engine.epoch, reason=reason))
+    run.emit(RestartEngine(engine_id=engine.id, degree=engine.degree, epoch=engine.epoch, reason=reason))
 
 
 # A fleet that changes.

@@ -69,7 +69,9 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
 
 def idlest(run: Run) -> Engine:
     """The engine whose own trajectories are done first. There is one that takes turns."""
-    return min((engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: work_s(run, engine))
+    return min(
+        (engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: work_s(run, engine)
+    )
 
 
 def work_s(run: Run, engine: Engine) -> float:

@@ -35,7 +35,7 @@ def step_times(spec: EngineSpec, runner: Runner) -> tuple[StepTime, ...]:
         return ()
     context = min(CONTEXT_TOKENS, runner.shape.context - steps, (pool.blocks // most - 1) * pool.block_tokens - steps)
     batches = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-    found = tuple(StepTime(batch=batch, seconds=_step_s(runner, batch, context)) for batch in batches)
+    found = tuple(StepTime(batch=batch, context=context, seconds=_step_s(runner, batch, context)) for batch in batches)
     if runner.mirror is not None:
         runner.mirror.forget(memory=True)
     return found

@@ -111,8 +111,8 @@ class Fleet:
         self._tasks.spawn(self._migrate(command, tokens or ()), f"migrate {command.number}")
 
     def restart(self, command: RestartEngine) -> None:
-        former = self._seats[command.engine_id]
-        self._begin(command.engine_id, Seat(epoch=command.epoch, degree=former.degree), former)
+        former = self._seats.get(command.engine_id)
+        self._begin(command.engine_id, Seat(epoch=command.epoch, degree=command.degree), former)
 
     def remove(self, command: RemoveEngine) -> None:
         seat = self._seats.pop(command.engine_id, None)

@@ -30,6 +30,7 @@ from rollweave.live.recover import Beginning, recover
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
 from rollweave.live.world import World
+from rollweave.policy.scheduling import scheduling
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
@@ -205,6 +206,7 @@ class Processes:
             prefill_chunk_tokens=engines.prefill_chunk_tokens,
             prefix_cache=engines.prefix_cache,
             deterministic=engines.deterministic,
+            profile=scheduling(self._config.rollout).placement == "partition" or self._config.allocation is not None,
         )
         if self._inproc:
             from rollweave.engine.loop import EngineLoop  # torch stays out of a controller that does not need it

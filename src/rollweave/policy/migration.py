@@ -11,6 +11,9 @@ from itertools import accumulate
 
 from rollweave.schema.base import EngineId, Noun
 
+GAIN = 0.02
+"""Of an engine's time, which a move must save: estimates err, and a moved trajectory's KV takes room from others'."""
+
 
 class Request(Noun, frozen=True, kw_only=True):
     """A migration that waits. `length` is the predicted length, by which requests are served."""
@@ -37,11 +40,12 @@ def retarget(sizes: Sequence[int], *, rank: int, active: int) -> int:
 
 
 def worth_it(source_s: tuple[float, float], target_s: tuple[float, float], *, exposed_s: float) -> bool:
-    """Whether the later of both engines ends earlier by more than the `exposed_s` that the move costs the trajectory.
+    """Whether the later of both engines ends earlier, by `GAIN` of its time and by more than the move delays the trajectory.
 
     Each engine's seconds to the end of its work are given without and with the move (`policy/work`); tools are left out.
     """
-    return max(source_s[0], target_s[0]) - max(source_s[1], target_s[1]) > exposed_s
+    before = max(source_s[0], target_s[0])
+    return before - max(source_s[1], target_s[1]) > exposed_s + GAIN * before
 
 
 def transfer_epoch(requests: Sequence[Request], busy: Collection[EngineId]) -> list[Request]:

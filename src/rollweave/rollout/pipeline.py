@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollweave.backends.base import EngineBackend
+from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
 from rollweave.rollout.episode import Answer, Episode, EpisodeStopError
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
@@ -232,7 +233,10 @@ class Pipeline:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is None:
             return command.context
-        return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=attempt.episode.plan)
+        plan = attempt.episode.plan
+        if not plan and attempt.spoken is not None:  # the episode has not taken its first turn's answer yet
+            plan = attempt.spoken[1][:PLAN_TOKENS]
+        return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=plan)
 
     def evict(self, command: Evict) -> None:
         self._store.forget(command.trajectory_ids)

@@ -170,6 +170,7 @@ class RestartEngine(Tagged, frozen=True, kw_only=True):
     """Kill what is left of the process and start it again as `epoch`. → EngineJoined | EngineLost"""
 
     engine_id: EngineId
+    degree: int
     epoch: int
     reason: str
 

@@ -76,9 +76,8 @@ class SimFleet:
         self._starting(node, RESTART_S)
 
     def restart(self, command: c.RestartEngine) -> None:
-        former = self.nodes[command.engine_id]
-        self._drop(former)
-        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch, degree=former.degree)
+        self._drop(self.nodes.get(command.engine_id))
+        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch, degree=command.degree)
         self._starting(node, RESTART_S)
 
     def remove(self, command: c.RemoveEngine) -> None:
