@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollweave.policy.allocation import Allocation, allocate, anneal
 from rollweave.policy.interference import CostTable
-from rollweave.policy.placement import Placement, Problem, by_length, in_order, place, place_dp
+from rollweave.policy.placement import ByTable, Placement, Problem, by_length, in_order, place, place_dp
 from tests.policy.tables import LENGTHS, best_of_all, seconds, tables
 
 SHORT = st.lists(st.integers(1, 12), min_size=1, max_size=5)
@@ -102,7 +102,7 @@ def test_annealing_finds_what_its_order_allows_and_repeats() -> None:
 
 def watched(cost: CostTable, lengths: list[float], seed: int) -> tuple[Allocation, list[tuple[tuple[int, ...], float]]]:
     """Annealing over 16 GPUs, and every fleet that it tried with its makespan."""
-    problem = Problem(lengths, cost)
+    problem = Problem(ByTable(lengths, cost))
     tried: list[tuple[tuple[int, ...], float]] = []
 
     def placing(fleet: Sequence[int]) -> Placement:

@@ -17,7 +17,7 @@ import numpy as np
 from rollweave.bench.contract import Figure, Result
 from rollweave.policy.allocation import Allocation, allocate, anneal
 from rollweave.policy.interference import CostTable, Sample, simulated_s, tabulate
-from rollweave.policy.placement import Placement, Problem, by_length, in_order, place, place_dp
+from rollweave.policy.placement import ByTable, Placement, Problem, by_length, in_order, place, place_dp
 from rollweave.schema.base import Noun
 from rollweave.schema.events import StepTime
 from rollweave.sim.cost import EngineCost
@@ -253,7 +253,7 @@ def _annealings(count: int, gpus: int, rounds: int, figures: dict[str, Figure], 
     """The exact allocation beside annealing over our placement, and over the paper's aggregated program."""
     drawn = draw(DOMAINS[0], count)
     cost = drawn.table()
-    problem = Problem(drawn.lengths, cost)
+    problem = Problem(ByTable(drawn.lengths, cost))
     below = statistics.fmean(drawn.lengths)
 
     def search(workers: Sequence[int]) -> Placement:

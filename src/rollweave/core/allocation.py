@@ -7,10 +7,11 @@ fleet lacks are started as its budget comes free. Only degrees that an engine ha
 from collections import Counter
 
 from rollweave.core import engines
-from rollweave.core.costs import cost_table, profiles, recent_lengths
+from rollweave.core.costs import groups_of, profiles
 from rollweave.core.run import Run
-from rollweave.policy.allocation import allocate
-from rollweave.policy.placement import place
+from rollweave.policy.allocation import allocate_groups
+from rollweave.policy.placement import place_groups
+from rollweave.policy.work import occupied
 from rollweave.schema.config import AllocationConfig
 
 GAIN = 0.1
@@ -25,20 +26,20 @@ def plan(run: Run) -> None:
     if state.seats or any(engine.draining for engine in state.engines.values()):
         return
     state.planned_at = state.trainer.step
-    lengths = _batch(run)
+    works = _batch(run)
     measured = [degree for degree in config.degrees if degree in profiles(run)]
-    if len(measured) < 2 or len(lengths) < config.budget // min(measured):
-        return
-    _change(run, config, lengths, measured)
+    possible = any(config.budget % degree == 0 for degree in measured)
+    if len(measured) > 1 and possible and len(works) >= config.budget // min(measured):
+        _change(run, config, works, measured)
 
 
-def _change(run: Run, config: AllocationConfig, lengths: list[int], degrees: list[int]) -> None:
+def _change(run: Run, config: AllocationConfig, works: list[tuple[int, int]], degrees: list[int]) -> None:
     state = run.state
-    cost = cost_table(run, degrees, largest=len(lengths))
-    found = allocate(lengths, config.budget, degrees, cost)
+    groups = groups_of(run, works, degrees)
+    found = allocate_groups(groups, config.budget, degrees)
     now = [engine.degree for engine in state.engines.values()]
-    if set(now) <= set(degrees):
-        before_s = place(lengths, sorted(now, reverse=True), cost).makespan_s
+    if set(now) <= set(degrees) and len(now) <= len(works):
+        before_s = place_groups(groups, sorted(now, reverse=True)).makespan_s
         if found.makespan_s > (1 - GAIN) * before_s:
             return
     wanted = Counter(found.degrees)
@@ -53,11 +54,16 @@ def _change(run: Run, config: AllocationConfig, lengths: list[int], degrees: lis
     state.seats = sorted(wanted.elements(), reverse=True)
 
 
-def _batch(run: Run) -> list[int]:
-    """Lengths like those of one batch: of the newest ones, evenly spaced."""
-    rollout, found = run.config.rollout, sorted(recent_lengths(run))
-    count = min(len(found), rollout.groups_per_step * rollout.group_size)
-    return [found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count)]
+def _batch(run: Run) -> list[tuple[int, int]]:
+    """Works like those of one batch: of the newest finished trajectories, evenly spaced by length, the longest first."""
+    rollout, state = run.config.rollout, run.state
+    works = []
+    for name, known in state.lengths.items():
+        context, growth = state.prompt_tokens.get(name, 0.0), state.growth.get(name, 1.0)
+        works += [(length, round(occupied(length, context=context, growth=growth))) for length in known]
+    works.sort(reverse=True)
+    count = min(len(works), rollout.groups_per_step * rollout.group_size)
+    return [works[(2 * index + 1) * len(works) // (2 * count)] for index in range(count)]
 
 
 def advance(run: Run) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from rollweave.core.run import Run
 from rollweave.core.state import Engine
-from rollweave.policy.interference import CostTable, tabulate
-from rollweave.policy.work import Rate, rate
+from rollweave.policy.interference import tabulate
+from rollweave.policy.placement import ByTable, Groups
+from rollweave.policy.work import ByWork, Rate, rate
 from rollweave.schema.events import StepTime
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
@@ -21,19 +22,29 @@ def profiles(run: Run) -> dict[int, tuple[StepTime, ...]]:
     return found
 
 
-def cost_table(run: Run, degrees: Sequence[int], *, largest: int) -> CostTable:
-    """Cost by degree and group size up to `largest`, for groups whose lengths are spread like those of late."""
-    measured = profiles(run)
-    # Where only some degrees are measured, nothing can be compared.
-    whole = all(degree in measured for degree in degrees)
-    slots = {engine.degree: engine.max_slots for engine in run.state.engines.values() if engine.max_slots}
-    most = max(slots.values(), default=1)
-    return tabulate(
-        {degree: _shortest(measured[degree]) if whole else UNMEASURED for degree in dict.fromkeys(degrees)},
-        lengths=recent_lengths(run) or [-key[0] for key in run.order.keys],
-        slots={degree: slots.get(degree, most) for degree in dict.fromkeys(degrees)},
-        largest=largest,
-    )
+def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Groups:
+    """What groups of these trajectories cost on engines of these degrees.
+
+    `works`: tokens yet to come and the contexts that they occupy, the longest first.
+    """
+    kinds = list(dict.fromkeys(degrees))
+    measured = {engine.degree: engine for engine in reversed(run.state.engines.values()) if engine.profile}
+    if any(degree not in measured for degree in kinds):  # nothing can be compared
+        measured = {}
+    slots = {degree: _slots(run, degree) for degree in kinds}
+    if run.scheduling.placement == "presorted":
+        profile = {degree: _shortest(measured[degree].profile) if measured else UNMEASURED for degree in kinds}
+        lengths = [tokens for tokens, _ in works]
+        table = tabulate(profile, lengths=recent_lengths(run) or lengths, slots=slots, largest=len(works))
+        return ByTable(lengths, table)
+    everything = max(1, sum(held for _, held in works))
+    unmeasured = {degree: rate(UNMEASURED, slots=slots[degree], kv_tokens=everything) for degree in kinds}
+    return ByWork(works, {degree: rate_of(measured[degree]) for degree in kinds} if measured else unmeasured)
+
+
+def _slots(run: Run, degree: int) -> int:
+    of = {engine.degree: engine.max_slots for engine in run.state.engines.values() if engine.max_slots}
+    return of.get(degree, max(of.values(), default=1))
 
 
 def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:

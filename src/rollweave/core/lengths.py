@@ -39,6 +39,7 @@ def begin(run: Run, trajectory: Trajectory) -> None:
 
 def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
+    _mix(run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens)
     _ask(run, trajectory)
 
 

@@ -104,6 +104,10 @@ class Order:
             if not load.left:
                 del self.loads[entry.home]
 
+    def works(self) -> list[tuple[int, int]]:
+        """Of all: tokens to come, and the contexts that they will occupy, the longest first."""
+        return sorted(((-entry.left[0], entry.occupied) for entry in self._entries.values()), reverse=True)
+
     def rank(self, trajectory_id: TrajectoryId) -> int:
         """0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)

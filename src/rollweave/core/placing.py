@@ -5,11 +5,11 @@ Invariant: a partition names only engines that have weights and do not drain; wh
 
 from collections.abc import Sequence
 
-from rollweave.core.costs import cost_table, rate_of
+from rollweave.core.costs import groups_of, rate_of
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Partition, Share, Trajectory
 from rollweave.policy.migration import retarget
-from rollweave.policy.placement import place
+from rollweave.policy.placement import place_groups
 from rollweave.policy.priority import overdue_rank
 from rollweave.schema.base import EngineId
 
@@ -44,7 +44,7 @@ def _home_for(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> En
     if not wanted:
         return None
     # Without a prediction of its own a rank says nothing, and members of a group would gather on one engine.
-    if run.scheduling.placement == "partition" and trajectory.predicted >= 0:
+    if run.scheduling.by_rank and trajectory.predicted >= 0:
         target = by_rank(run, trajectory)
         if any(engine.id == target for engine in wanted):
             return target
@@ -93,18 +93,18 @@ def by_rank(run: Run, trajectory: Trajectory) -> EngineId:
 
 def _plan(run: Run) -> Partition:
     """Place all that are under way on the engines that there are (Heddle §5.2, exact)."""
-    lengths = [-key[0] for key in run.order.keys]
+    works = run.order.works()
     engines = sorted(
         (engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: -engine.degree
     )
-    engines = engines[: len(lengths)]
+    engines = engines[: len(works)]
     degrees = [engine.degree for engine in engines]
-    placement = place(lengths, degrees, cost_table(run, degrees, largest=len(lengths)))
+    placement = place_groups(groups_of(run, works, degrees), degrees)
     run.state.counters.scheduling.plans += 1
     taken = sorted(
         (start, end, engine.id) for (start, end), engine in zip(placement.spans, engines, strict=True) if end > start
     )
-    return Partition(shares=[Share(engine_id=name, size=end - start) for start, end, name in taken], planned=len(lengths))
+    return Partition(shares=[Share(engine_id=name, size=end - start) for start, end, name in taken], planned=len(works))
 
 
 def engines_changed(run: Run) -> None:

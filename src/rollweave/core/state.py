@@ -270,6 +270,7 @@ class State(msgspec.Struct):
     lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
     growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
     prediction_s: float = 0.0  # mean seconds from a question to its prediction
+    prompt_tokens: dict[str, float] = {}  # mean, by task domain
     turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
     turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain
     tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain

@@ -123,7 +123,7 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
     turn.arrival = state.arrivals
     turn.rank = _rank(run, trajectory, turn)
     # Where KV is kept for trajectories in the order of their launch, their turns must come in that order too.
-    turn.tie = trajectory.launched_at if run.scheduling.placement == "partition" else float(turn.arrival)
+    turn.tie = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
     turn.lane = placing.lane_of(run, trajectory, turn.avoid)
     turn.mark = _given(run, turn.lane)
     state.turn_queue[trajectory.id] = turn.arrival

@@ -206,7 +206,7 @@ class Processes:
             prefill_chunk_tokens=engines.prefill_chunk_tokens,
             prefix_cache=engines.prefix_cache,
             deterministic=engines.deterministic,
-            profile=scheduling(self._config.rollout).placement == "partition" or self._config.allocation is not None,
+            profile=scheduling(self._config.rollout).by_rank or self._config.allocation is not None,
         )
         if self._inproc:
             from rollweave.engine.loop import EngineLoop  # torch stays out of a controller that does not need it

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rollweave.policy.interference import CostTable
-from rollweave.policy.placement import Moves, Path, Placement, Problem, in_order
+from rollweave.policy.placement import ByTable, Groups, Moves, Path, Placement, Problem, in_order
 from rollweave.schema.base import Noun
 
 COOLING, COLDEST = 0.95, 1e-3
@@ -42,9 +42,13 @@ def allocate(lengths: Sequence[float], gpus: int, degrees: Sequence[int], cost: 
     `lengths` are tokens in any order. A worker may stay empty. Raises ValueError for lengths that are not finite and positive,
     a degree that `cost` lacks or that exceeds `gpus`, degrees of which no sum is `gpus`, and a table shorter than the list.
     """
-    moves = by_budget(gpus, degrees)
-    best = Problem(lengths, cost).least(moves)
-    return _allocation(best, exact=True)
+    return allocate_groups(ByTable(lengths, cost), gpus, degrees)
+
+
+def allocate_groups(groups: Groups, gpus: int, degrees: Sequence[int]) -> Allocation:
+    """As `allocate`, for any cost; exact among partitions into contiguous groups."""
+    problem = Problem(groups)
+    return _allocation(problem.level(problem.least(by_budget(gpus, degrees))), exact=True)
 
 
 def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
@@ -88,7 +92,7 @@ def anneal(
     """
     moves = by_budget(gpus, degrees)
     transitions = _transitions(sorted(set(degrees)))
-    problem = Problem(lengths, cost)
+    problem = Problem(ByTable(lengths, cost))
     placing = placing or (lambda workers: _allocation(problem.least(in_order(workers)), exact=False).placement)
     now = _random_start(moves, rng)
     best = at = placing(now)

@@ -4,17 +4,19 @@ A group costs its longest member's length times the seconds per token of its siz
 the cost depends on nothing else, some best partition cuts the sorted list into contiguous groups (Lemma 5.1; it holds for
 workers of mixed degrees too, whose order along the list is then part of the question).
 
-`place` needs no table of sub-problems. For a bound M on the makespan, how far a worker reaches from position k of the list is
-one bisection, and never decreases in k; so covering the most of the list with each set of workers is best whatever comes after,
+The search needs no table of sub-problems, and of costs only that a group's never falls as it gets more members, or longer ones
+(`Groups`; `policy/work` is another). For a bound M on the makespan, how far a worker reaches from position k of the list is one
+bisection, and never decreases in k; so covering the most of the list with each set of workers is best whatever comes after,
 and "does M suffice?" costs one pass over the sets. The least M is then searched exactly: a bound that suffices is lowered to
 what its partition achieves, one that does not is raised to the next value at which any worker would reach further, until both
-meet. Invariant: every comparison is of products `length * seconds`, as the makespan itself, so the result is the minimum to the
-bit.
+meet. Invariant: every comparison is of costs as the makespan itself is one, so the result is the minimum to the bit. What the
+makespan leaves open is levelled, so that no worker is packed full while another one has nothing.
 """
 
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +34,6 @@ EXACT_STATES = 4096
 ORDERED_KINDS = 6
 """Different degrees whose 720 orders are all searched. Beyond, they descend along the list."""
 
-Rows = list[list[tuple[int, list[float], int]]]
-"""Moves with the row of the cost table for each degree: (degree, row, node)."""
-
 ROUNDING = 1e-9
 """More than the relative error of a quotient, where a bound must hold for the product."""
 
@@ -49,6 +48,23 @@ class Placement(Noun, frozen=True, kw_only=True):
     makespan_s: float
     exact: bool
     loss: float = 0.0
+
+
+class Groups(Protocol):
+    """A sorted list of trajectories, and what its contiguous groups cost."""
+
+    @property
+    def total(self) -> int:
+        """Trajectories in the list."""
+
+    def seconds(self, degree: int, start: int, end: int) -> float:
+        """Of positions [start, end), start < end, on a worker of this degree: no less for a later end or an earlier start."""
+
+    def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
+        """The last end for which the group costs at most `bound`, and the cost (infinite at the end) of the next one beyond.
+
+        Of groups of equal cost the largest is meant. `start` itself where not even one trajectory is within the bound.
+        """
 
 
 class Path(Noun, frozen=True, kw_only=True):
@@ -76,22 +92,29 @@ def place(lengths: Sequence[float], workers: Sequence[int], cost: CostTable) -> 
     for lengths that are not finite and positive, more workers than trajectories, a degree that `cost` lacks, and a table
     shorter than the list.
     """
-    _check_workers(lengths, workers)
-    problem = Problem(lengths, cost)
+    check_workers(len(lengths), workers)
+    return place_groups(ByTable(lengths, cost), workers)
+
+
+def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
+    """As `place`, for any cost; exact among partitions into contiguous groups."""
+    check_workers(groups.total, workers)
+    problem = Problem(groups)
     counts = {degree: list(workers).count(degree) for degree in sorted(set(workers), reverse=True)}
     best = problem.least(by_degree(counts) if len(counts) <= ORDERED_KINDS else in_order(sorted(workers, reverse=True)))
     exact = len(counts) == 1
     if not exact and math.prod(count + 1 for count in counts.values()) <= EXACT_STATES:
         best, exact = problem.least(by_counts(counts), known=best), True
+    best = problem.level(best)
     return Placement(spans=_to_workers(best, workers), makespan_s=best.makespan_s, exact=exact)
 
 
-def _check_workers(lengths: Sequence[float], workers: Sequence[int]) -> None:
+def check_workers(trajectories: int, workers: Sequence[int]) -> None:
     """Raises ValueError where there is nothing to place on, or there are more workers than trajectories."""
     if not workers:
         raise ValueError("workers must have at least one worker, got none")
-    if len(workers) > len(lengths):
-        raise ValueError(f"workers must be at most as many as the {len(lengths)} trajectories, got {len(workers)}")
+    if len(workers) > trajectories:
+        raise ValueError(f"workers must be at most as many as the {trajectories} trajectories, got {len(workers)}")
 
 
 def _to_workers(path: Path, workers: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -142,31 +165,56 @@ def by_counts(counts: dict[int, int]) -> Moves:
     ]
 
 
-class Problem:
-    """Sorted lengths and a cost table, ready for many searches. Raises ValueError as `place` does."""
+class ByTable:
+    """Groups by eq. 2. Raises ValueError as `place` does."""
 
     def __init__(self, lengths: Sequence[float], cost: CostTable) -> None:
         self.lengths: list[float] = descending(lengths).tolist()
-        if cost.largest < len(self.lengths):
-            raise ValueError(f"cost must reach the group size {len(self.lengths)} of all trajectories, got {cost.largest}")
+        self.total = len(self.lengths)
+        if cost.largest < self.total:
+            raise ValueError(f"cost must reach the group size {self.total} of all trajectories, got {cost.largest}")
         worst = self.lengths[0] * max(cost.row(degree)[-1] for degree in cost.degrees)
         if not math.isfinite(worst):
             raise ValueError(f"lengths must have finite products with the seconds of cost, got {self.lengths[0]}")
         # A group beyond all trajectories costs infinitely much, so that nobody reaches there.
-        self._rows = {degree: [*cost.row(degree)[: len(self.lengths)], math.inf] for degree in cost.degrees}
+        self._rows = {degree: [*cost.row(degree)[: self.total], math.inf] for degree in cost.degrees}
         self._cost = cost
+
+    def seconds(self, degree: int, start: int, end: int) -> float:
+        """See `Groups`."""
+        return self.lengths[start] * self._cost.at(degree, end - start)
+
+    def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
+        """See `Groups`."""
+        row, length = self._rows[degree], self.lengths[start]
+        size = bisect_right(row, bound / length, 0, self.total)
+        beyond = length * row[size]
+        # The quotient is rounded; the product decides. Equal costs are passed together.
+        while beyond <= bound:
+            size = bisect_right(row, row[size])
+            beyond = length * row[size]
+        while size and length * row[size - 1] > bound:
+            beyond = length * row[size - 1]
+            size = bisect_left(row, row[size - 1])
+        return min(start + size, self.total), beyond
+
+
+class Problem:
+    """Groups, ready for many searches."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
 
     def least(self, moves: Moves, *, known: Path | None = None) -> Path:
         """The path over all `moves` of least makespan. `known`: a path that they have, from which the search goes down."""
         degrees = sorted({degree for some in moves for degree, _ in some})
-        low = self.lengths[0] * min(self._cost.at(degree, 1) for degree in degrees)  # the longest runs somewhere
-        rows: Rows = [[(degree, self._rows[degree], node) for degree, node in some] for some in moves]
+        low = min(self.groups.seconds(degree, 0, 1) for degree in degrees)  # the longest runs somewhere
         best, bound = known, low
         if best is not None:
             bound = max(low, math.nextafter(best.makespan_s, 0.0))
         # Everything below `low` is too little, and `best` is possible.
         while best is None or low < best.makespan_s:
-            found, following = self._within(bound, rows)
+            found, following = self._within(bound, moves)
             if found is not None:
                 best = found
             else:
@@ -178,36 +226,52 @@ class Problem:
                 bound = bound if bound < best.makespan_s else low
         return best
 
-    def _within(self, bound: float, moves: Rows) -> tuple[Path | None, float]:
+    def _within(self, bound: float, moves: Moves) -> tuple[Path | None, float]:
         """A path of makespan `bound` or less, or None and the least greater bound at which some worker reaches further."""
-        lengths, total, following = self.lengths, len(self.lengths), math.inf
+        total, following, extend = self.groups.total, math.inf, self.groups.reach
         reach, came = [-1] * len(moves), [(0, 0)] * len(moves)
         reach[0] = 0
         for node, some in enumerate(moves):
             start = reach[node]
             if start == total:
                 return self._path(node, moves, reach, came), bound
-            length = lengths[start]
-            affordable = bound / length
-            for degree, row, to in some:
-                size = bisect_right(row, affordable, 0, total)
-                beyond = length * row[size]
-                # The quotient is rounded; the product decides. Equal costs are passed together.
-                while beyond <= bound:
-                    size = bisect_right(row, row[size])
-                    beyond = length * row[size]
-                while size and length * row[size - 1] > bound:
-                    beyond = length * row[size - 1]
-                    size = bisect_left(row, row[size - 1])
+            for degree, to in some:
+                end, beyond = extend(degree, start, bound)
                 if beyond < following:
                     following = beyond
-                end = start + size
                 if end > reach[to]:
-                    reach[to] = end if end < total else total
+                    reach[to] = end
                     came[to] = (node, degree)
         return None, following
 
-    def _path(self, node: int, moves: Rows, reach: list[int], came: list[tuple[int, int]]) -> Path:
+    def level(self, path: Path) -> Path:
+        """The same workers and makespan, with each end between the earliest and the latest that it can be: later ones later."""
+        bound, earliest = path.makespan_s, [0] * len(path.degrees)
+        end = self.groups.total
+        for number in range(len(path.degrees) - 1, -1, -1):
+            earliest[number] = end
+            end = self._back(path.degrees[number], end, bound)
+        ends, start = [], 0
+        for number, degree in enumerate(path.degrees):
+            latest = self.groups.reach(degree, start, bound)[0] if start < self.groups.total else start
+            room = path.ends[number] - earliest[number]
+            wanted = earliest[number] + room * (number + 1) // len(path.degrees)
+            start = max(start, min(latest, max(wanted, earliest[number])))
+            ends.append(start)
+        return Path(degrees=path.degrees, ends=tuple(ends), makespan_s=bound)
+
+    def _back(self, degree: int, end: int, bound: float) -> int:
+        """The earliest start from which a worker reaches `end` within the bound."""
+        low, high = 0, end
+        while low < high:
+            middle = (low + high) // 2
+            if self.groups.seconds(degree, middle, end) <= bound:
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _path(self, node: int, moves: Moves, reach: list[int], came: list[tuple[int, int]]) -> Path:
         """Through `node`, where the list ends: how it was reached, and whatever workers are left, which stay empty."""
         degrees: list[int] = []
         ends: list[int] = []
@@ -217,14 +281,14 @@ class Problem:
             degrees.append(degree)
             ends.append(reach[at])
             if reach[at] > reach[before]:
-                worst = max(worst, self.lengths[reach[before]] * self._rows[degree][reach[at] - reach[before] - 1])
+                worst = max(worst, self.groups.seconds(degree, reach[before], reach[at]))
             at = before
         degrees.reverse()
         ends.reverse()
         while moves[node]:
-            degree, _, node = moves[node][0]
+            degree, node = moves[node][0]
             degrees.append(degree)
-            ends.append(len(self.lengths))
+            ends.append(self.groups.total)
         return Path(degrees=tuple(degrees), ends=tuple(ends), makespan_s=worst)
 
 
@@ -237,10 +301,10 @@ def place_dp(
     tokens are aggregated into runs of `chunk`, which are not divided; `loss` bounds what that costs. Raises ValueError as
     `place` does.
     """
-    _check_workers(lengths, workers)
+    check_workers(len(lengths), workers)
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    ordered = np.array(Problem(lengths, cost).lengths)
+    ordered = np.array(ByTable(lengths, cost).lengths)
     long = int(np.count_nonzero(ordered >= below))
     cuts = np.concatenate((np.arange(long), np.arange(long, len(ordered), chunk), [len(ordered)]))
     turn = sorted(range(len(workers)), key=lambda worker: -workers[worker])

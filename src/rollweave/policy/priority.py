@@ -18,7 +18,7 @@ MARGIN = 0.25
 """Of a level, by which a prediction must lie outside before the level changes."""
 
 UNKNOWN = 64
-"""Level of a trajectory that nothing is known of: above all lengths. Its first turn tells; a long one found late is the tail."""
+"""Level of a trajectory of which nothing is known: above all lengths. Its first turn tells; one found late is the tail."""
 
 OVERTAKES = 64
 """Times that each slot may be given to turns that were asked for later. A turn of an agent is short: a trajectory has tens."""

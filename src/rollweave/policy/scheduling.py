@@ -17,7 +17,7 @@ class Scheduling(Noun, frozen=True, kw_only=True):
     @property
     def predicts(self) -> bool:
         """Somebody asks how long a trajectory will yet be."""
-        return self.priority == "longest_first" or self.placement == "partition"
+        return self.priority == "longest_first" or self.by_rank
 
     @property
     def preempts(self) -> bool:
@@ -25,14 +25,19 @@ class Scheduling(Noun, frozen=True, kw_only=True):
         return self.priority in ("longest_first", "shortest_first")
 
     @property
+    def by_rank(self) -> bool:
+        """Engines own shares of the trajectories sorted by length, planned by the work in them, or by eq. 2 (presorted)."""
+        return self.placement in ("partition", "presorted")
+
+    @property
     def homes(self) -> bool:
         """A trajectory has an engine of its own, for which its turns wait even where another one is free."""
-        return self.placement in ("pinned", "partition")
+        return self.placement == "pinned" or self.by_rank
 
     @property
     def keeps(self) -> bool:
         """An engine keeps its KV cache for its own trajectories in the order of their ranks, which must not change often."""
-        return self.placement == "partition" and self.priority in ("fcfs", "longest_first")
+        return self.by_rank and self.priority in ("fcfs", "longest_first")
 
 
 def scheduling(rollout: RolloutConfig) -> Scheduling:
@@ -42,5 +47,5 @@ def scheduling(rollout: RolloutConfig) -> Scheduling:
     return Scheduling(
         priority=rollout.priority or priority,
         placement=placement,
-        migration=(rollout.migration or migration) if placement == "partition" else "never",
+        migration=(rollout.migration or migration) if placement in ("partition", "presorted") else "never",
     )

@@ -5,11 +5,15 @@ for each token of their contexts, and the steps needed are the most of three: th
 `slots` needs for all tokens; those that the KV cache needs, where each token occupies its context for a step. A batch that
 shrinks as its members end, queueing beyond the slots and contexts beyond the KV cache are all in it, in closed form.
 
-A group's cost never falls when a member is added, nor when members grow: what `policy/placement` needs to be exact.
+A group's cost never falls when a member is added, nor when members grow: what `policy/placement` needs to find the best of all
+partitions into groups that are contiguous by length. (A partition that mixes lengths may be better still: work can be shared
+out more evenly than contiguous groups allow.)
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -61,3 +65,60 @@ def rate(profile: Sequence[StepTime], *, slots: int, kv_tokens: int) -> Rate:
 def occupied(tokens: float, *, context: float, growth: float) -> float:
     """The context summed over `tokens` tokens yet to be sampled, from `context` on, which grows by `growth` for each."""
     return tokens * (context + growth * tokens / 2)
+
+
+class ByWork:
+    """Groups of trajectories by the work in them: the `Groups` that `policy/placement` and `policy/allocation` search."""
+
+    def __init__(self, works: Sequence[tuple[int, int]], rates: Mapping[int, Rate]) -> None:
+        """`works`: tokens yet to come and the contexts that they occupy, the longest first; `rates` by parallel degree.
+
+        Raises ValueError for works that are not positive or not in order, and where there are none.
+        """
+        if not works:
+            raise ValueError("works must have at least one trajectory, got none")
+        for index, (tokens, held) in enumerate(works):
+            if tokens < 1 or held < 0:
+                raise ValueError(f"works[{index}] must be at least one token, and no negative context, got {(tokens, held)}")
+            if index and tokens > works[index - 1][0]:
+                raise ValueError(f"works must descend, got {tokens} tokens after {works[index - 1][0]}")
+        self.total = len(works)
+        self._lengths = [tokens for tokens, _ in works]
+        self._tokens = [0, *itertools.accumulate(tokens for tokens, _ in works)]
+        self._held = [0, *itertools.accumulate(held for _, held in works)]
+        self._rates = dict(rates)
+        self._limits = {degree: self._sums(rate) for degree, rate in rates.items()}
+
+    def _sums(self, rate: Rate) -> tuple[list[float], ...]:
+        """Of a group that begins with the list, as it ends later: seconds by each of the three needs, without the longest's."""
+        both = list(zip(self._tokens, self._held, strict=True))
+        parts = [tokens * rate.sequence_s + held * rate.context_s for tokens, held in both]
+        slots = [part + rate.fixed_s * tokens / rate.slots for part, (tokens, _) in zip(parts, both, strict=True)]
+        cache = [part + rate.fixed_s * held / rate.kv_tokens for part, (_, held) in zip(parts, both, strict=True)]
+        return parts, slots, cache
+
+    def seconds(self, degree: int, start: int, end: int) -> float:
+        """See `Groups`."""
+        return self._rates[degree].seconds(
+            longest=self._lengths[start],
+            tokens=self._tokens[end] - self._tokens[start],
+            occupied=self._held[end] - self._held[start],
+        )
+
+    def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
+        """See `Groups`. Each need bounds the end by one search in its sums; rounding is put right by the cost itself."""
+        parts, slots, cache = self._limits[degree]
+        alone = bound - self._rates[degree].fixed_s * self._lengths[start]
+        end = start
+        if alone >= 0:
+            ends = (bisect_right(sums, sums[start] + room) for sums, room in ((parts, alone), (slots, bound), (cache, bound)))
+            end = max(start, min(ends) - 1)
+        while end > start and self.seconds(degree, start, end) > bound:
+            end -= 1
+        beyond = math.inf
+        while end < self.total:
+            beyond = self.seconds(degree, start, end + 1)
+            if beyond > bound:
+                return end, beyond
+            end += 1
+        return end, math.inf

@@ -132,12 +132,14 @@ class RolloutConfig(Section):
     priority: Literal["fcfs", "round_robin", "shortest_first", "longest_first"] | None = Field(
         None, description="Whose turn runs first; as the preset says if unset."
     )
-    placement: Literal["affinity", "pinned", "least_load", "hybrid", "partition"] | None = Field(
-        None, description="Which engine runs a turn (policy/routing.py); as the preset says if unset."
+    placement: Literal["affinity", "pinned", "least_load", "hybrid", "partition", "presorted"] | None = Field(
+        None,
+        description="Which engine runs a turn (policy/routing.py), or how trajectories are shared out by length: partition by "
+        "the work in them, presorted by Heddle's eq. 2; as the preset says if unset.",
     )
     migration: Literal["never", "rank", "gain"] | None = Field(
         None,
-        description="When a trajectory moves to the engine of its new rank (partition only): never, whenever it differs, "
+        description="When a trajectory moves to the engine of its new rank (partition, presorted): never, whenever it differs, "
         "or where the predicted gain exceeds the exposed cost; as the preset says if unset.",
     )
     predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
@@ -365,9 +367,11 @@ class RunConfig(Section):
         rollout = self.rollout
         if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
-        partition = (rollout.placement or rollout.scheduling) in ("partition", "trajectory")
+        partition = (rollout.placement or rollout.scheduling) in ("partition", "presorted", "trajectory")
         if rollout.migration not in (None, "never") and not partition:
-            raise ValueError(f"rollout.migration must be never unless rollout.placement is partition, got {rollout.migration}")
+            raise ValueError(
+                f"rollout.migration must be never unless rollout.placement is partition or presorted, got {rollout.migration}"
+            )
         relative = self.algorithm.advantage != "reinforce_pp"
         for name, size in {"rollout": rollout.group_size, **self.own_group_sizes()}.items():
             if relative and size < 2:
