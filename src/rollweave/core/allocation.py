@@ -14,8 +14,8 @@ from rollweave.policy.placement import place_groups
 from rollweave.policy.work import occupied
 from rollweave.schema.config import AllocationConfig
 
-GAIN = 0.1
-"""Share of the predicted makespan that another fleet must save: changing it costs starts of engines, and predictions err."""
+GAIN = 0.05
+"""Share of the predicted makespan that another fleet must save, every few steps: changing it costs starts of engines."""
 
 
 def plan(run: Run) -> None:
