@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 """Seconds until a test gives up on what it waits for. Nothing here takes that long, on a busy machine either."""
 
 
-def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: dict[str, Any]) -> RunConfig:
+def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
     """Two steps on the fixed frozen lake, from random weights."""
     data: dict[str, Any] = {
         "run": {"name": "lake", "dir": str(directory), "steps": 2, "checkpoint_every": 1},
@@ -45,7 +45,7 @@ def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: dic
         "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
     }
     for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
     limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
     data["tasks"] = [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits, **(task or {})}]
     return RunConfig.model_validate(data)

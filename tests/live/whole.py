@@ -58,7 +58,7 @@ def make_config(
         "engines": {"count": 2},
     }
     for name, values in sections.items():
-        data[name] = {**data.get(name, {}), **values}
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
     return RunConfig.model_validate(data)
 
 

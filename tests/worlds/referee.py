@@ -28,6 +28,8 @@ class Referee:
         self.asked: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
         self.aborted: set[tuple[str, int, int, int]] = set()
+        self.predicting: dict[Attempt, int] = {}  # attempts → turn before which a prediction was asked for
+        self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
         self.trainer: tuple[int, str] = (0, "start")
         self.timer = False
@@ -37,7 +39,8 @@ class Referee:
         """Commands without their answer."""
         work = [f"{stage} of {attempt}" for attempt, stage in self.stage.items() if stage in ("init", "eval", "cancel")]
         engines = [f"{owes} of {name}" for name, (_, owes) in self.engines.items() if owes]
-        return [*work, *engines, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
+        moves = [f"migration {number} of {attempt}" for number, attempt in self.moving.items()]
+        return [*work, *moves, *engines, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
 
     def watch(self, history: Iterable[tuple[float, Event, list[Command]]]) -> None:
         for now, event, commands in history:
@@ -54,7 +57,7 @@ class Referee:
     def event(self, event: Event) -> None:
         match event:
             case e.RunStarted() | e.WorldLost():
-                for table in (self.stage, self.turns, self.open, self.asked, self.cancelled):
+                for table in (self.stage, self.turns, self.open, self.asked, self.cancelled, self.predicting, self.moving):
                     table.clear()
                 self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
             case e.TimerFired():
@@ -91,6 +94,13 @@ class Referee:
                 if attempt in self.cancelled:
                     self.crossed.add(attempt)
                 self._gone(attempt)
+            case e.PredictionReady():
+                asked = self.predicting.get((str(event.trajectory_id), event.attempt), -1)
+                assert event.turn <= asked, f"{event} was not asked for"
+            case e.MigrationDone():
+                assert self.moving.pop(event.number, None) == (str(event.trajectory_id), event.attempt), f"{event} ends nothing"
+                assert event.moved_tokens >= 0
+                assert not (event.error and event.moved_tokens), event
             case _:
                 self._machine(event)
 
@@ -179,6 +189,18 @@ class Referee:
                 attempt = (str(command.trajectory_id), command.attempt)
                 self.open.pop(attempt, None)
                 self.aborted.add((*attempt, command.turn, command.try_number))
+            case c.RerankTurn():
+                assert self.open.get((str(command.trajectory_id), command.attempt)) == (command.turn, command.try_number)
+            case c.Predict():
+                self.predicting[str(command.trajectory_id), command.attempt] = command.turn
+            case c.Migrate():
+                attempt = (str(command.trajectory_id), command.attempt)
+                assert attempt not in self.asked, f"{command} while its turn is open"
+                assert {command.source, command.target} <= self.engines.keys()
+                self.moving[command.number] = attempt
+            case c.StartEngine():
+                assert command.engine_id not in self.engines, f"{command} of an engine that is there"
+                self.engines[command.engine_id] = (0, "join")
             case c.SetTimer():
                 self.timer = True
             case c.SuspendEngine():
@@ -197,5 +219,14 @@ class Referee:
                 self.trainer = (self.trainer[0], "save")
             case c.RestartTrainer():
                 self.trainer = (command.epoch, "start")
-            case c.ResumeEngine() | c.Evict() | c.RecordEvaluation() | c.MarkBest() | c.Warn() | c.Finish():
+            case (
+                c.Harvest()
+                | c.FitPredictor()
+                | c.ResumeEngine()
+                | c.Evict()
+                | c.RecordEvaluation()
+                | c.MarkBest()
+                | c.Warn()
+                | c.Finish()
+            ):
                 pass

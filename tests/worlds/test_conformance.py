@@ -50,6 +50,26 @@ def test_a_run_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> No
     assert {"TurnDone", "RewardReady", "StepTrained", "WeightsLoaded", "CheckpointSaved", "RecordEvaluation"} <= referee.seen
 
 
+@pytest.mark.parametrize("migration", ["rank", "gain"])
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_run_that_schedules_trajectories_keeps_the_contract(world: World, migration: str, tmp_path: Path) -> None:
+    rollout = {"scheduling": "trajectory", "migration": migration, "group_size": 4, "max_running": 16}
+    referee = judge(*world(tmp_path, "bounded", rollout=rollout, engines={"count": 2, "max_slots": 2}))
+    assert referee.owed() == []
+    assert {
+        "Predict",
+        "Harvest",
+        "FitPredictor",
+        "StepTrained",
+    } <= referee.seen  # a live run may end before its predictor is up
+
+
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_fleet_of_several_degrees_keeps_the_contract(world: World, tmp_path: Path) -> None:
+    referee = judge(*world(tmp_path, "sync", engines=[{"count": 1, "degree": 2}, {"count": 2, "degree": 1}]))
+    assert referee.owed() == []
+
+
 def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

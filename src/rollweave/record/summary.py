@@ -33,7 +33,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     retried: dict[str, int]
     watchdog: dict[str, int]
     idle: dict[str, dict[str, float]]
-    scheduling: dict[str, float]
+    scheduling: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
     interrupted: bool = False
 

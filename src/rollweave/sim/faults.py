@@ -139,7 +139,7 @@ class Chaos:
 
         world.post = post  # type: ignore[method-assign]
         world.effects.execute = hooked  # type: ignore[method-assign]
-        for part in (world.fleet, world.rollouts, world.trainer, world.effects):
+        for part in (world.fleet, world.rollouts, world.trainer, world.predictor, world.effects):
             part._post = post
         world.each_event = lambda: world.core.check()
 

@@ -83,11 +83,32 @@ def scenario(seed: int) -> RunConfig:
             "dynamic_sampling": draw.random() < 0.2,
         },
         "engines": {"count": draw.randint(1, 4), "max_slots": draw.choice([2, 8]), "kv_tokens": 65536},
+        **_scheduling(seed),
         "trainer": {"minibatches": draw.choice([1, 2])},
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
         "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 300.0, "start_s": 120.0, "restarts": 100_000},
     }
+    data["rollout"] |= data.pop("scheduling")
+    if "allocation" in data:
+        del data["engines"]["count"]
     return RunConfig.model_validate(data)
+
+
+def _scheduling(seed: int) -> dict[str, Any]:
+    """Half of the runs schedule turns, as a run does by default; the others trajectories, on fleets of any kind."""
+    draw = random.Random(f"scheduling/{seed}")
+    if draw.random() < 0.5:
+        return {"scheduling": {}}
+    chosen = {
+        "scheduling": "trajectory",
+        "priority": draw.choice([None, "fcfs", "round_robin", "shortest_first"]),
+        "placement": draw.choice([None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"]),
+    }
+    if chosen["placement"] in (None, "presorted"):
+        chosen["migration"] = draw.choice([None, "rank", "never"])
+    if draw.random() < 0.3:
+        return {"scheduling": chosen, "allocation": {"budget": draw.randint(2, 6), "degrees": [1, 2], "every": 1}}
+    return {"scheduling": chosen}
 
 
 def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
