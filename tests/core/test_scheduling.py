@@ -1,0 +1,174 @@
+"""When and where turns run, seen from outside the core: what was asked, what was given, and what it waited for."""
+
+import itertools
+
+import pytest
+
+from rollweave.policy.priority import OVERTAKES
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from tests.core.test_core import config
+from tests.core.world import World
+
+SHORT = "g0.0"
+
+
+class Long(World):
+    """All trajectories are long but one, and the predictor knows it."""
+
+    def __init__(self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object) -> None:
+        made = config("sync", steps=1, tasks=[{"env": "a"}], eval={"final_episodes": 0}, watchdog={"turn_s": 1e6}, **sections)
+        super().__init__(made, seed)
+        self.turns, self.tool_s = turns, tool_s
+
+    def execute(self, command: c.Command) -> None:
+        """A turn takes a second, its environment `tool_s` more."""
+        if not isinstance(command, c.StartTurn):
+            super().execute(command)
+            return
+        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+        version = self.engine_version[command.engine_id]
+        done = e.TurnDone(**key, try_number=command.try_number, output_tokens=3, cached_tokens=0, version=version)
+        self.later(done, 1.0)
+        self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
+        self.next_turn(command.trajectory_id, command.attempt)
+
+    def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
+        key = {"trajectory_id": trajectory_id, "attempt": attempt}
+        wait = 0.01 if self.turns_of[trajectory_id, attempt] == 0 else 1.0 + self.tool_s * self.random.uniform(0.5, 1.5)
+        turn = self.turns_of[trajectory_id, attempt]
+        if turn >= (3 if trajectory_id == SHORT else self.turns):
+            self.later(e.TrajectoryEnded(**key, stop_reason="finished", turns=turn, tokens=9), wait)
+        else:
+            self.later(e.TurnRequested(**key, turn=turn, context_tokens=10), wait)
+
+    def predict(self, command: c.Predict) -> None:
+        remaining = 2.0 if command.trajectory_id == SHORT else 4000.0
+        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+        self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
+
+    def given(self) -> list[c.StartTurn]:
+        return [command for commands in self.commands for command in commands if isinstance(command, c.StartTurn)]
+
+
+ONE_SLOT = {
+    "rollout": {"scheduling": "trajectory", "groups_per_step": 1, "group_size": 6},
+    "engines": {"count": 1, "max_slots": 1},
+}
+
+
+def test_a_short_trajectory_waits_for_the_long_ones_but_not_for_ever() -> None:
+    """Its turns are overtaken at most as often as the bound says, and the engine is told to run what has waited so long."""
+    world = Long(**ONE_SLOT)
+    assert world.run().error == ""
+    given = world.given()
+    places = [place for place, command in enumerate(given) if command.trajectory_id == SHORT]
+    assert len(places) == 3
+    gaps = [after - before - 1 for before, after in itertools.pairwise(places)]
+    assert max(gaps) > 10, "the long ones went first"
+    assert max(gaps) <= OVERTAKES + 6, "one slot may be given to others so often, and to those that are overdue too"
+    assert world.core.state.counters.scheduling.overdue > 0
+
+
+def test_who_comes_first_is_served_first_without_priorities() -> None:
+    rollout = {"groups_per_step": 1, "group_size": 6, "priority": "round_robin", "placement": "pinned"}
+    world = Long(turns=20, rollout=rollout, engines={"count": 1, "max_slots": 1})
+    assert world.run().error == ""
+    assert world.core.state.counters.scheduling.preemptions == 0
+    assert world.core.state.counters.scheduling.predictions == 0
+    asked = {(event.trajectory_id, event.turn): now for now, event in world.journal if isinstance(event, e.TurnRequested)}
+    times = [asked[command.trajectory_id, command.turn] for command in world.given()]
+    assert times == sorted(times)
+
+
+def test_a_longer_one_takes_the_slot_and_the_victim_is_answered_all_the_same() -> None:
+    world = Long(**ONE_SLOT, turns=20, tool_s=6.0)
+    assert world.run().error == ""
+    counted = world.core.state.counters.scheduling
+    assert counted.preemptions > 0
+    assert world.core.account().trained == 6
+
+
+class Mute(Long):
+    """A predictor that never answers."""
+
+    def predict(self, command: c.Predict) -> None:
+        pass
+
+
+class Wild(Long):
+    """A predictor that answers with what no length can be."""
+
+    def predict(self, command: c.Predict) -> None:
+        for remaining in (float("nan"), float("inf"), -5.0, 0.0):
+            key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+            self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
+
+
+@pytest.mark.parametrize("kind", [Mute, Wild])
+@pytest.mark.parametrize("placement", ["partition", "presorted"])
+def test_a_predictor_that_fails_changes_nothing_but_the_order(kind: type[Long], placement: str) -> None:
+    rollout = {"scheduling": "trajectory", "placement": placement, "groups_per_step": 2, "group_size": 4}
+    world = kind(turns=6, rollout=rollout)
+    assert world.run().error == ""
+    counted = world.core.state.counters.scheduling
+    assert world.core.account().trained == 8
+    assert counted.predictions > 0
+    assert (counted.predictions_late > 0) == (kind is Mute)
+
+
+def test_a_turn_waits_for_its_moving_kv_and_that_is_counted() -> None:
+    class Slow(Long):
+        def execute(self, command: c.Command) -> None:
+            if isinstance(command, c.Migrate):
+                done = e.MigrationDone(
+                    number=command.number, trajectory_id=command.trajectory_id, attempt=command.attempt, moved_tokens=5
+                )
+                self.later(done, 13.0)  # longer than the environment takes, and within the limit of a transfer
+            else:
+                super().execute(command)
+
+    rollout = {"scheduling": "trajectory", "migration": "rank", "groups_per_step": 2, "group_size": 6, "max_running": 12}
+    world = Slow(turns=10, tool_s=3.0, rollout=rollout)
+    assert world.run().error == ""
+    counted = world.core.state.counters.scheduling
+    assert counted.migrations > 0
+    assert counted.migrations_failed == 0
+    assert 0 < counted.exposed_s <= 13.0 * counted.migrations
+    assert world.core.account().trained == 12
+
+
+def test_a_transfer_that_nobody_answers_for_is_given_up() -> None:
+    class Silent(Long):
+        def execute(self, command: c.Command) -> None:
+            if not isinstance(command, c.Migrate):
+                super().execute(command)
+
+    rollout = {"scheduling": "trajectory", "migration": "rank", "groups_per_step": 2, "group_size": 6, "max_running": 12}
+    world = Silent(turns=6, tool_s=3.0, rollout=rollout)
+    assert world.run().error == ""
+    assert world.core.state.counters.scheduling.migrations_failed > 0
+    assert any("did not come" in warning.message for warning in world.warnings)
+    assert world.core.account().trained == 12
+
+
+def test_turns_move_on_when_their_engine_is_lost() -> None:
+    """What waits for an engine of its own waits for another one."""
+    rollout = {"scheduling": "trajectory", "groups_per_step": 2, "group_size": 6, "max_running": 12}
+    world = Long(turns=8, rollout=rollout, engines={"count": 2, "max_slots": 1})
+    world.start()
+    while not world.core.state.turn_queue:
+        world.step()
+    lost = next(
+        turn.lane for turn in (world.core.state.trajectories[name].turn for name in world.core.state.turn_queue) if turn
+    )
+    assert lost is not None
+    world.feed(e.EngineLost(engine_id=EngineId(lost), epoch=0, error="killed"))
+    waiting = [world.core.state.trajectories[name].turn for name in world.core.state.turn_queue]
+    assert waiting
+    assert all(turn is not None and turn.lane != lost for turn in waiting)
+    while world.finish is None:
+        world.step()
+    assert world.finish.error == ""
+    assert world.core.account().trained == 12
