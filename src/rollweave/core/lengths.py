@@ -31,10 +31,10 @@ def begin(run: Run, trajectory: Trajectory) -> None:
     trajectory.tool_s = 0.0
     trajectory.resident = False
     trajectory.predicts = trajectory.predicted = -1
-    group = run.state.groups[trajectory.group_id]
-    known = run.state.lengths.get(group.name)
-    assert group.task is not None, "members are made when the task is known"
-    _believe(run, trajectory, sum(known) / len(known) if known else run.state.first_lengths.get(group.name, 1.0))
+    name = run.state.groups[trajectory.group_id].name
+    known = run.state.lengths.get(name)
+    mean = run.state.length_sums[name] / len(known) if known else run.state.first_lengths.get(name, 1.0)
+    _believe(run, trajectory, mean)
 
 
 def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
@@ -98,8 +98,9 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
     if finished and trajectory.output_tokens and group.purpose is Purpose.TRAIN:
         known = run.state.lengths.setdefault(group.name, [])
         known.append(trajectory.output_tokens)
-        if len(known) > KEPT_LENGTHS:
-            del known[0]
+        gone = known.pop(0) if len(known) > KEPT_LENGTHS else 0
+        sums = run.state.length_sums
+        sums[group.name] = sums.get(group.name, 0) + trajectory.output_tokens - gone
         _mix(run.state.growth, group.name, (trajectory.context_tokens - trajectory.prompt_tokens) / trajectory.output_tokens)
     if trajectory.predicts >= 0:
         run.emit(
@@ -119,6 +120,8 @@ def _mix(means: dict[str, float], name: str, value: float) -> None:
 
 def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
     """Whole tokens, so that sums over trajectories do not depend on their order."""
+    if not (run.scheduling.predicts or run.scheduling.homes):
+        return  # nobody asks
     trajectory.estimate = max(1, round(tokens))
     growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
     trajectory.occupies = round(occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth))

@@ -268,6 +268,7 @@ class State(msgspec.Struct):
     migration_token_s: float = 0.0  # seconds that a token's KV took on the way, on average
     first_lengths: dict[str, float] = {}  # mean predicted length by task domain, for as long as none has finished
     lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
+    length_sums: dict[str, int] = {}  # of these
     growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
     prediction_s: float = 0.0  # mean seconds from a question to its prediction
     prompt_tokens: dict[str, float] = {}  # mean, by task domain
