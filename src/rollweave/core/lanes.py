@@ -36,11 +36,6 @@ class Lanes:
     def overgrown(self, state: State) -> bool:
         return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
 
-    @property
-    def engines(self) -> list[EngineId | None]:
-        """Whom turns may wait for."""
-        return list(dict.fromkeys(engine_id for engine_id, _ in self._heaps))
-
     def add(self, trajectory: Trajectory) -> None:
         """Its turn is queued, or queued anew with another rank or lane: its former entry is stale from now on."""
         lane, turn = _lane(trajectory)

@@ -89,6 +89,10 @@ def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float
 def _start(run: Run) -> None:
     """Begin the transfers whose engines are in no other one."""
     migrations = run.state.migrations
+    for m in [m for m in migrations.values() if m.since is None]:
+        source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
+        if source is None or target is None or not _can_take(source, target):  # it has changed while the wish waited
+            forget(run, run.state.trajectories[m.trajectory_id])
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [
         Request(number=m.number, length=run.state.trajectories[m.trajectory_id].estimate, source=m.source, target=m.target)

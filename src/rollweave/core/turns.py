@@ -177,7 +177,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
         run.renew_lanes()
     if run.scheduling.homes:
         _find_homes(run)
-    for engine_id in run.lanes.engines if waited_for is None else waited_for:
+    for engine_id in (None, *state.engines) if waited_for is None else waited_for:
         while _give_next(run, engine_id):
             pass
 
