@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollweave.cli.checks import human_seconds
+from rollweave.record.summary import scheduled
 
 REFRESH_PER_S = 4
 PLAIN_EVERY_S = 5.0
@@ -173,6 +174,8 @@ class Terminal:
         waiting, running = _in_flight(last)
         grid.add_row("rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting")
         grid.add_row("staleness", _staleness_text(self._recent))
+        if did := scheduled(_sums([line.get("scheduling", {}) for line in self._recent])):
+            grid.add_row("scheduling", did)
         for who in ("engines", "trainer"):
             grid.add_row(who, _shares_text(self._recent, who))
         return grid
@@ -222,6 +225,13 @@ def _by_task(values: Mapping[str, float]) -> str:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _sums(tables: list[Mapping[str, float]]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for table in tables:
+        found.update(table)
+    return found
 
 
 def _in_flight(line: Mapping[str, Any]) -> tuple[int, int]:

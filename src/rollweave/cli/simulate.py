@@ -16,7 +16,7 @@ from rollweave.cli.console import FAILED, err, error_lines, out
 from rollweave.cli.faults import work as search_faults
 from rollweave.cli.progress import display
 from rollweave.codec.config import load
-from rollweave.record.summary import describe
+from rollweave.record.summary import describe, scheduled
 from rollweave.report.page import write_report
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
@@ -107,6 +107,8 @@ def show(outcome: Outcome) -> None:
     ages, total = staleness(outcome), sum(staleness(outcome).values())
     if total:
         table.add_row("staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items()))
+    if did := scheduled(summary.scheduling):
+        table.add_row("scheduling", did)
     table.add_row("trajectories", describe(summary.account))
     table.add_row("cost", f"{outcome.gpu_hours:,.1f} GPU-hours on {outcome.gpus} GPUs")
     out.print(table)

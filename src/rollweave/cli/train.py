@@ -15,7 +15,7 @@ from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load
 from rollweave.live import launch
-from rollweave.record.summary import Summary, describe
+from rollweave.record.summary import Summary, describe, scheduled
 from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
 from rollweave.schema.errors import ConfigError
 
@@ -59,6 +59,8 @@ def conclude(summary: Summary, directory: Path) -> None:
     if summary.best_step is not None:
         table.add_row("best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}")
     table.add_row("trajectories", describe(summary.account))
+    if did := scheduled(summary.scheduling):
+        table.add_row("scheduling", did)
     table.add_row("stopped", _counts(summary.stop_reasons))
     table.add_row("staleness", f"at most {summary.staleness_max} steps")
     for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):

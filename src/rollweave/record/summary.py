@@ -1,6 +1,7 @@
 """What a run came to: `summary.json`, and the account that must balance."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ def outcome(summary: Summary) -> str:
         return describe(summary.account)
     episodes = (f"{count} of {task}" for task, count in summary.eval_episodes.items())
     return f"evaluated episodes: {', '.join(episodes)}"
+
+
+def scheduled(counted: Mapping[str, float]) -> str:
+    """What scheduling by trajectory did, as one line for people; "" where nobody was asked for lengths and nothing moved."""
+    asked, moved, failed = counted.get("predictions", 0), counted.get("migrations", 0), counted.get("migrations_failed", 0)
+    if not (asked or moved or failed or counted.get("preemptions", 0)):
+        return ""
+    late = counted.get("predictions_late", 0) / asked if asked else 0.0
+    parts = [f"{asked:,.0f} predictions ({late:.0%} late)", f"{counted['preemptions']:,.0f} preemptions", f"{moved:,.0f} moves"]
+    if failed:
+        parts[-1] += f" ({failed:,.0f} more failed)"
+    parts.append(f"{counted['exposed_s']:.1f} s exposed")
+    if counted.get("reallocations", 0):
+        parts.append(f"{counted['reallocations']:,.0f} changes of the fleet")
+    return ", ".join(parts)
 
 
 def describe(account: Account) -> str:
