@@ -41,6 +41,11 @@ class Lanes:
         """Whom turns may wait for."""
         return list(dict.fromkeys(engine_id for engine_id, _ in self._heaps))
 
+    @property
+    def strangers(self) -> list[EngineId | None]:
+        """For whom turns may wait whose trajectories have no KV there."""
+        return [engine_id for engine_id, resident in self._heaps if not resident]
+
     def add(self, trajectory: Trajectory) -> None:
         """Its turn is queued, or queued anew with another rank or lane: its former entry is stale from now on."""
         lane, turn = _lane(trajectory)

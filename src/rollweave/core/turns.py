@@ -180,6 +180,35 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     for engine_id in run.lanes.engines if waited_for is None else waited_for:
         while _give_next(run, engine_id):
             pass
+    if run.scheduling.migration == "gain":
+        _share_out(run)
+
+
+def _share_out(run: Run) -> None:
+    """An engine with a free slot takes a turn that waits for another one and has no KV there: nothing is lost by it."""
+    waiting = [engine_id for engine_id in run.lanes.strangers if engine_id is not None]
+    if not waiting or run.fleet.active >= run.fleet.slots:
+        return
+    for load in list(run.fleet.loads.values()):
+        while run.fleet.loads[load.id].active < load.slots and _take_over(run, load.id, waiting):
+            pass
+
+
+def _take_over(run: Run, engine_id: EngineId, waiting: list[EngineId]) -> bool:
+    """Give this engine the first of these turns. False if there is none that it can run."""
+    found = [_next(run, (other, False)) for other in waiting if other != engine_id]
+    ready = [t for t in found if t is not None and t.turn is not None and engine_id not in t.turn.avoid]
+    if not ready:
+        return False
+    trajectory = min(ready, key=_first_come)
+    former, trajectory.home = trajectory.home, engine_id
+    run.order_changed(trajectory)
+    if not placing.fits(run, trajectory, run.state.engines[engine_id]):
+        trajectory.home = former
+        run.order_changed(trajectory)
+        return False
+    requeue(run, trajectory)
+    return _give_next(run, engine_id)
 
 
 def _find_homes(run: Run) -> None:
