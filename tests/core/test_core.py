@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.state import Stage, TrainerStatus
+from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -55,6 +55,26 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
             **sections,
         }
     )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES))
+def test_no_slot_is_free_beside_a_turn_that_has_no_kv_elsewhere(seed: int, mode: str) -> None:
+    """By gain. Those whose contexts have no room, and those that this engine has failed, may wait."""
+    world = World(config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}), seed)
+    world.start()
+    while world.finish is None:
+        world.step()
+        state = world.core.state
+        queued = [state.trajectories[trajectory_id] for trajectory_id in state.turn_queue]
+        # Nothing is known of their lengths yet, so that KV does not hold them back.
+        strangers = [one for one in queued if not one.resident and one.predicted < 0 and one.turn and not one.turn.avoid]
+        free = [
+            engine.id
+            for engine in state.engines.values()
+            if engine.status is EngineStatus.SERVING and not engine.draining and len(engine.active) < engine.max_slots
+        ]
+        assert not (strangers and free), f"{strangers[0].id} waits for {strangers[0].home}, {free[0]} has a free slot"
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -60,15 +60,21 @@ def recorded(config: Path, overrides: Sequence[str]) -> Iterator[tuple[RunConfig
     """As `measure`, with the directory still there. Raises RollweaveError where the run fails or is stopped."""
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         made = load(config, [*overrides, f"run.dir={_quoted(scratch)}", "run.sinks=[]"])
-        summary = launch.train(made)
-        if summary.interrupted:
-            raise KeyboardInterrupt
-        if summary.error:
-            raise RollweaveError(f"{config.name}: {summary.error}")
-        run = RunDir(Path(scratch) / made.run.name)
-        data = read_run(run)
-        starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
-        yield made, run, Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
+        run, measured = trained(made)
+        yield made, run, measured
+
+
+def trained(config: RunConfig, *, programs: launch.Programs | None = None) -> tuple[RunDir, Measured]:
+    """Train in the directory that `config` names. Raises RollweaveError where the run fails or is stopped."""
+    summary = launch.train(config, programs=programs)
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    if summary.error:
+        raise RollweaveError(f"{config.run.name}: {summary.error}")
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    data = read_run(run)
+    starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
+    return run, Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
 
 
 def shares(seconds: dict[str, float]) -> dict[str, float]:

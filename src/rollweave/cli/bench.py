@@ -13,9 +13,9 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "modes", "sim", "truth", "faults", "placement")
-UNTRAINED = ("engine", "sim", "placement")
-"""Benches that train nothing, so that seeds mean nothing to them."""
+NAMES = ("engine", "demo", "fixed", "multitask", "longtail", "modes", "sim", "truth", "faults", "placement", "scheduling")
+UNTRAINED = ("engine", "sim", "placement", "scheduling")
+"""Benches in which nothing is learned, so that seeds mean nothing to them."""
 
 
 def bench(
@@ -66,6 +66,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.placement import bench_placement
 
         return bench_placement(quick=quick)
+    if name == "scheduling":
+        from rollweave.bench.scheduling import bench_scheduling
+
+        return bench_scheduling(quick=quick, say=say)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

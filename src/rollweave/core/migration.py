@@ -29,9 +29,11 @@ def consider(run: Run, trajectory: Trajectory) -> None:
     """The trajectory's estimate has changed in a tool interval: should it be elsewhere?"""
     if run.scheduling.migration == "never" or trajectory.migration is not None or trajectory.home is None:
         return
-    source = run.state.engines.get(trajectory.home)
-    target = _target(run, trajectory, source) if source is not None else None
-    if source is None or target is None:
+    if not placing.is_usable(run, trajectory.home):
+        return
+    source = run.state.engines[trajectory.home]
+    target = _target(run, trajectory, source)
+    if target is None:
         return
     state = run.state
     trajectory.migration = state.next_migration

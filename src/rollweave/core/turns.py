@@ -180,6 +180,49 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
     for engine_id in (None, *state.engines) if waited_for is None else waited_for:
         while _give_next(run, engine_id):
             pass
+    if run.scheduling.migration == "gain":
+        _share_out(run, waited_for)
+
+
+def _share_out(run: Run, waited_for: list[EngineId | None] | None) -> None:
+    """An engine with a free slot takes a turn that waits for another one and has no KV there: nothing is lost by it.
+
+    Of an event that touched some engines only, these are looked at: for a slot, and for turns that wait for them.
+    """
+    waiting = run.lanes.strangers
+    if not waiting or run.fleet.active >= run.fleet.slots:
+        return
+    touched = run.fleet.loads if waited_for is None else dict.fromkeys(waited_for)
+    for engine_id in [engine_id for engine_id in touched if engine_id is not None]:
+        while _has_slot(run, engine_id) and _take_over(run, engine_id, waiting):
+            pass
+        if waited_for is None or run.lanes.first(run.state, (engine_id, False)) is None:
+            continue
+        for other in [*run.fleet.loads]:
+            while _has_slot(run, other) and _take_over(run, other, [engine_id]):
+                pass
+
+
+def _has_slot(run: Run, engine_id: EngineId) -> bool:
+    load = run.fleet.loads.get(engine_id)
+    return load is not None and load.active < load.slots
+
+
+def _take_over(run: Run, engine_id: EngineId, waiting: list[EngineId]) -> bool:
+    """Give this engine the first of these turns. False if there is none that it can run."""
+    found = [_next(run, (other, False)) for other in waiting if other != engine_id]
+    ready = [t for t in found if t is not None and t.turn is not None and engine_id not in t.turn.avoid]
+    if not ready:
+        return False
+    trajectory = min(ready, key=_first_come)
+    former, trajectory.home = trajectory.home, engine_id
+    run.order_changed(trajectory)
+    if not placing.fits(run, trajectory, run.state.engines[engine_id]):
+        trajectory.home = former
+        run.order_changed(trajectory)
+        return False
+    requeue(run, trajectory)
+    return _give_next(run, engine_id)
 
 
 def _find_homes(run: Run) -> None:
