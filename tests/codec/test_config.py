@@ -148,8 +148,8 @@ def test_what_must_be_set() -> None:
     [
         ("rollout.alpha", "--set: must be key=value, got 'rollout.alpha'"),
         ("rollout..alpha=1", "--set: must be key=value, got 'rollout..alpha=1'"),
-        ("tasks.7.weight=1", "--set: tasks.7 must be a number below 2, got 7"),
-        ("tasks.nim.weight=1", "--set: tasks.nim must be a number below 2, got nim"),
+        ("tasks.7.weight=1", "--set: tasks.7 must name one of several by a number below 2, got 7"),
+        ("tasks.nim.weight=1", "--set: tasks.nim must name one of several by a number below 2, got nim"),
         ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
         ("rollout.3=1", "--set (and my.toml): unknown key rollout.3"),
     ],

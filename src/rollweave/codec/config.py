@@ -64,7 +64,7 @@ def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
         where: Any = part
         if isinstance(at, list):
             if not part.isdecimal() or int(part) >= len(at):
-                raise ConfigError(f"{OVERRIDES}: {shown} must be a number below {len(at)}, got {part}")
+                raise ConfigError(f"{OVERRIDES}: {shown} must name one of several by a number below {len(at)}, got {part}")
             where = int(part)
         elif not isinstance(at, dict):
             raise ConfigError(f"{OVERRIDES}: {shown} must be in a section, got one of {type(at).__name__}")

@@ -7,9 +7,9 @@ fleet lacks are started as its budget comes free. Only degrees that an engine ha
 from collections import Counter
 
 from rollweave.core import engines
-from rollweave.core.costs import groups_of, profiles
+from rollweave.core.costs import groups_of
 from rollweave.core.run import Run
-from rollweave.policy.allocation import allocate_groups
+from rollweave.policy.allocation import allocate_groups, is_sum
 from rollweave.policy.placement import place_groups
 from rollweave.policy.work import occupied
 from rollweave.schema.config import AllocationConfig
@@ -27,9 +27,12 @@ def plan(run: Run) -> None:
         return
     state.planned_at = state.trainer.step
     works = _batch(run)
-    measured = [degree for degree in config.degrees if degree in profiles(run)]
-    possible = any(config.budget % degree == 0 for degree in measured)
-    if len(measured) > 1 and possible and len(works) >= config.budget // min(measured):
+    measured = [degree for degree in config.degrees if degree in state.measured]
+    if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
+        missing = ", ".join(str(degree) for degree in config.degrees if degree not in state.measured)
+        why = f"no engine of degree {missing} fits the budget of {config.budget} beside the others; it is not planned with"
+        run.warn("allocation", why, count="degree_unmeasured")
+    if len(measured) > 1 and is_sum(config.budget, measured) and len(works) >= config.budget // min(measured):
         _change(run, config, works, measured)
 
 

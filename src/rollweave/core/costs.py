@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollweave.core.run import Run
-from rollweave.core.state import Engine
+from rollweave.core.state import Engine, Measured
 from rollweave.policy.interference import tabulate
 from rollweave.policy.placement import ByTable, Groups
 from rollweave.policy.work import ByWork, Rate, rate
@@ -13,13 +13,12 @@ UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
 """Of an engine that did not measure itself: only comparisons between equal engines mean anything."""
 
 
-def profiles(run: Run) -> dict[int, tuple[StepTime, ...]]:
-    """The measured step times by degree; of several engines those of the first."""
-    found: dict[int, tuple[StepTime, ...]] = {}
-    for engine in run.state.engines.values():
-        if engine.profile:
-            found.setdefault(engine.degree, engine.profile)
-    return found
+def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
+    """An engine is ready, with its slots and KV, and says what it measured of itself, if it did."""
+    slots = max(1, engine.max_slots)
+    engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
+    if profile:
+        run.state.measured[engine.degree] = Measured(profile=profile, slots=slots, rate=engine.rate)
 
 
 def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]) -> Groups:
@@ -27,24 +26,23 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]
 
     `works`: tokens yet to come and the contexts that they occupy, the longest first.
     """
-    kinds = list(dict.fromkeys(degrees))
-    measured = {engine.degree: engine for engine in reversed(run.state.engines.values()) if engine.profile}
-    if any(degree not in measured for degree in kinds):  # nothing can be compared
-        measured = {}
-    slots = {degree: _slots(run, degree) for degree in kinds}
-    if run.scheduling.placement == "presorted":
-        profile = {degree: _shortest(measured[degree].profile) if measured else UNMEASURED for degree in kinds}
-        lengths = [tokens for tokens, _ in works]
-        table = tabulate(profile, lengths=recent_lengths(run) or lengths, slots=slots, largest=len(works))
-        return ByTable(lengths, table)
-    everything = max(1, sum(held for _, held in works))
-    unmeasured = {degree: rate(UNMEASURED, slots=slots[degree], kv_tokens=everything) for degree in kinds}
-    return ByWork(works, {degree: rate_of(measured[degree]) for degree in kinds} if measured else unmeasured)
-
-
-def _slots(run: Run, degree: int) -> int:
-    of = {engine.degree: engine.max_slots for engine in run.state.engines.values() if engine.max_slots}
-    return of.get(degree, max(of.values(), default=1))
+    kinds, state = list(dict.fromkeys(degrees)), run.state
+    measured = {degree: state.measured[degree] for degree in kinds if degree in state.measured}
+    if len(measured) < len(kinds):  # nothing can be compared
+        slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
+        everything = max(1, sum(held for _, held in works))
+        same = Measured(profile=UNMEASURED, slots=slots, rate=rate(UNMEASURED, slots=slots, kv_tokens=everything))
+        measured = dict.fromkeys(kinds, same)
+    if run.scheduling.placement != "presorted":
+        return ByWork(works, {degree: measured[degree].rate for degree in kinds})
+    lengths = [tokens for tokens, _ in works]
+    table = tabulate(
+        {degree: _shortest(measured[degree].profile) for degree in kinds},
+        lengths=recent_lengths(run) or lengths,
+        slots={degree: measured[degree].slots for degree in kinds},
+        largest=len(works),
+    )
+    return ByTable(lengths, table)
 
 
 def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
@@ -60,7 +58,5 @@ def recent_lengths(run: Run) -> list[int]:
 
 def rate_of(engine: Engine) -> Rate:
     """What the engine, which has joined, needs for a group, by the work in it."""
-    if engine.rate is None:  # once: the fit is no matter of microseconds
-        profile = engine.profile or UNMEASURED
-        engine.rate = rate(profile, slots=max(1, engine.max_slots), kv_tokens=max(1, engine.kv_tokens))
+    assert engine.rate is not None, "an engine that takes turns has joined"
     return engine.rate

@@ -5,7 +5,7 @@ An engine that joins is stale until it has loaded weights, however it came back.
 version that is being evaluated.
 """
 
-from rollweave.core import evaluation, placing, turns
+from rollweave.core import costs, evaluation, placing, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase
 from rollweave.policy.modes import update_now
@@ -27,7 +27,8 @@ LOAD_TRIES = 2
 def start(run: Run, seats: tuple[EngineSeat, ...]) -> None:
     """The world is starting these engines, and has no others."""
     run.state.engines = {seat.id: Engine(id=seat.id, degree=seat.degree, since=run.now) for seat in seats}
-    run.state.next_engine = max(run.state.next_engine, len(seats))
+    numbers = [int(seat.id.removeprefix("e")) for seat in seats]
+    run.state.next_engine = max([run.state.next_engine, *(number + 1 for number in numbers)])
     _came_or_went(run)
 
 
@@ -46,7 +47,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     if engine is None or engine.status is not EngineStatus.STARTING:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
-    engine.profile, engine.rate = event.profile, None
+    costs.joined(run, engine, event.profile)
     _enter(run, engine, EngineStatus.STALE)
 
 

@@ -83,6 +83,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     run.state.partition.predictions += 1
     name = run.state.groups[trajectory.group_id].name
     _mix(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
+    run.touched.append(trajectory.home)  # its place in the KV of that engine may have changed
     if trajectory.id in run.state.turn_queue:
         if trajectory.asked <= 1:
             trajectory.home = None  # nothing of it is anywhere yet

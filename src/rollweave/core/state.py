@@ -113,14 +113,21 @@ class EngineStatus(enum.StrEnum):
     SERVING = "serving"
 
 
+class Measured(msgspec.Struct):
+    """What engines of one degree measured of themselves. Kept when the last of them is gone."""
+
+    profile: tuple[StepTime, ...]
+    slots: int
+    rate: Rate
+
+
 class Engine(msgspec.Struct):
     id: EngineId
     degree: int = 1
     draining: bool = False  # it takes no turn any more, and is removed when its last one is done
     given: int = 0  # turns so far
     crowded_at: float = 0.0  # when it last answered with more turns than slots
-    profile: tuple[StepTime, ...] = ()
-    rate: Rate | None = None  # what follows from its profile, slots and KV; None before it has joined
+    rate: Rate | None = None  # what follows from its measured steps, its slots and KV; None before it has joined
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
@@ -262,6 +269,7 @@ class State(msgspec.Struct):
     turn_queue: dict[TrajectoryId, int] = {}  # → number of its arrival
     arrivals: int = 0
     given: int = 0  # turns that any engine was given
+    measured: dict[int, Measured] = {}  # by degree
     partition: Partition = msgspec.field(default_factory=Partition)
     migrations: dict[int, Migration] = {}
     next_migration: int = 0

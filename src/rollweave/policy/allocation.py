@@ -58,16 +58,27 @@ def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
         raise ValueError(f"degrees must be at least 1, and one or more, got {list(degrees)}")
     if kinds[0] > gpus:
         raise ValueError(f"degrees must be at most gpus, {gpus}, got {kinds[0]}")
-    sums = {0}  # numbers of GPUs that some workers use up
-    for number in range(1, gpus + 1):
-        if any(number - degree in sums for degree in kinds):
-            sums.add(number)
+    sums = _sums(gpus, kinds)
     if gpus not in sums:
         raise ValueError(f"gpus must be a sum of degrees {kinds}, got {gpus}")
     return [
         [(degree, used + degree) for degree in kinds if used in sums and gpus - used - degree in sums]
         for used in range(gpus + 1)
     ]
+
+
+def is_sum(gpus: int, degrees: Sequence[int]) -> bool:
+    """Whether workers of these degrees can use up all `gpus`."""
+    return gpus in _sums(gpus, degrees)
+
+
+def _sums(gpus: int, degrees: Sequence[int]) -> set[int]:
+    """Numbers of GPUs, at most `gpus`, that some workers use up."""
+    sums = {0}
+    for number in range(1, gpus + 1):
+        if any(number - degree in sums for degree in degrees):
+            sums.add(number)
+    return sums
 
 
 def _allocation(path: Path, *, exact: bool) -> Allocation:

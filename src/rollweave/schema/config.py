@@ -172,10 +172,17 @@ class AllocationConfig(Section):
     """Engines of several degrees, as many of each as `policy/allocation` finds best for the lengths seen (Heddle §6)."""
 
     budget: PositiveInt = Field(description="Sum of all engines' degrees.")
-    degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
-        (1, 2, 4, 8), description="Degrees to choose from."
+    degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=2)] = Field(
+        (1, 2, 4, 8), description="Degrees to choose from; unless set, those within the budget."
     )
     every: PositiveInt = Field(5, description="Training steps between plans.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _within_budget(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "degrees" not in data and isinstance(data.get("budget"), int):
+            return {**data, "degrees": tuple(degree for degree in (1, 2, 4, 8) if degree <= max(2, data["budget"]))}
+        return data
 
 
 class TrainerConfig(Section):
@@ -297,7 +304,7 @@ class RunConfig(Section):
     model: ModelConfig
     tasks: Annotated[tuple[TaskConfig, ...], Field(min_length=1)]
     rollout: RolloutConfig = RolloutConfig()
-    engines: tuple[EngineConfig, ...] = (EngineConfig(),)
+    engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
     allocation: AllocationConfig | None = None
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -407,8 +414,15 @@ class RunConfig(Section):
             )
         if len(set(allocation.degrees)) != len(allocation.degrees):
             raise ValueError(f"allocation.degrees must differ from each other, got {list(allocation.degrees)}")
+        smallest = sorted(allocation.degrees)[:2]
+        if sum(smallest) > allocation.budget:
+            raise ValueError(
+                f"allocation.budget must hold the two smallest degrees at once {smallest}, to compare them, "
+                f"got {allocation.budget}"
+            )
         if len(self.engines) > 1 or self.engines[0].model_fields_set & {"count", "degree"}:
-            raise ValueError("engines must be one group without count and degree where [allocation] decides them")
+            given = [{name: getattr(group, name) for name in ("count", "degree")} for group in self.engines]
+            raise ValueError(f"engines must be one group without count and degree where [allocation] decides them, got {given}")
         if self.model.device != "cpu" and self.sim is None:
             raise ValueError(
                 f"allocation must be left out on {self.model.device}: an embedded engine has one GPU, got {allocation}"
