@@ -182,6 +182,7 @@ def run(makespan_s: float, tail_s: float, *, spoken: int = 1) -> Run:
     )
     counted = ("predictions", "predictions_late", "preemptions", "migrations", "migrations_failed", "moved_tokens", "exposed_s")
     line: dict[str, Any] = {"cached_tokens": 30, "context_tokens": 40, "scheduling": dict.fromkeys(counted, 2)}
+    line["engines"] = {name: {"busy_s": 3.0, "steps": 1000} for name in ("e0", "e1")}
     line["predictor"] = {"mean_ms": 1.5, "p99_ms": 4.0}
     words = {TrajectoryId("a"): Spoken(tokens=(spoken,), logprobs=(-0.5,))}
     return Run(
@@ -205,6 +206,7 @@ def test_figures_are_those_of_the_issue() -> None:
     assert figures["predictions_late"] == 1.0
     assert figures[f"migration_exposed_ms_{OURS}"] == 2000.0
     assert figures["prefix_hit_fcfs"] == 0.75
+    assert figures["real_step_ms"] == pytest.approx(3.0)
     correlation = figures["prediction_correlation"]
     assert isinstance(correlation, float)
     assert 0.8 < correlation < 1

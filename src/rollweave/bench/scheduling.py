@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from rollweave.bench.contract import Figure, Result
-from rollweave.bench.paced_engine import GPU, MODEL, TOKENS
+from rollweave.bench.paced_engine import GPU, MODEL, TOKENS, Pace
 from rollweave.bench.rollouts import LOGPROB_TOLERANCE, Rollout, Spoken, furthest, mismatches, read_rollouts, read_spoken
 from rollweave.bench.router import CONDITION as ROUTER_CONDITION
 from rollweave.bench.router import router_figures
 from rollweave.bench.runs import trained
 from rollweave.live.launch import Programs
+from rollweave.policy.batching import Amounts
 from rollweave.schema.base import Noun, TrajectoryId
 from rollweave.schema.config import RunConfig
 
@@ -156,6 +157,7 @@ def figures_of(runs: Mapping[str, Sequence[Run]], conditions: dict[str, Any]) ->
     for name in ("makespan_s", "tail_queue_s"):
         figures |= {f"{name}_{way}": statistics.median(_all(runs[way], name)) for way in runs}
     figures |= {f"prefix_hit_{way}": _prefix_hit(runs[way]) for way in runs}
+    figures["real_step_ms"] = 1e3 * max(_real_step_s(run) for way in runs for run in runs[way])
     figures |= {f"preemptions_{way}": _mean(runs[way], "preemptions") for way in runs}
     moving = [way for way in MIGRATING if way in runs]
     for way in moving:
@@ -201,6 +203,12 @@ def _prefix_hit(runs: Sequence[Run]) -> float:
     return float(sum(line["cached_tokens"] for line in lines) / sum(line["context_tokens"] for line in lines))
 
 
+def _real_step_s(run: Run) -> float:
+    """What engines took for a step on average, without the pace."""
+    engines = run.lines[-1]["engines"].values()
+    return float(sum(stats["busy_s"] for stats in engines) / sum(stats["steps"] for stats in engines))
+
+
 def _furthest(pairs: Sequence[tuple[Run, Run]]) -> float:
     found = [
         furthest(mine.spoken[key], its.spoken[key])
@@ -209,6 +217,10 @@ def _furthest(pairs: Sequence[tuple[Run, Run]]) -> float:
         if key in its.spoken and mine.spoken[key].tokens == its.spoken[key].tokens
     ]
     return max(found, default=0.0)
+
+
+def _least_pace_ms() -> float:
+    return 1e3 * Pace().step_s(Amounts(0, 0, 1, 1))
 
 
 def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, Any]:
@@ -223,6 +235,7 @@ def conditions_of(runs: Mapping[str, Sequence[Run]], size: Size) -> dict[str, An
         "engines": "2 processes, 4 slots and 4,096 tokens of KV each; contexts of all trajectories of a step are more",
         "paced": f"real tokens of a tiny model; steps are padded to those of {MODEL} on an {GPU}, {TOKENS} tokens as one and "
         f"{TOKENS} times as fast (bench/paced_engine.py)",
+        "real_step_ms": f"of a step without its pace, on average, where most; the pace is {_least_pace_ms():.1f} ms or more",
         "makespan_s": "from the first turn that an engine is given to the end of the last trajectory of the step",
         "tail_queue_s": "what all turns of the step's longest trajectory waited for a slot, in the core and on engines",
         "migration_token_mismatches": f"trajectories of {', '.join(MIGRATING)} whose tokens, or log-probs by more than "
