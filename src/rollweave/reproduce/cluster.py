@@ -18,6 +18,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
 from rollweave.sim.run import Outcome, simulate
 from rollweave.sim.workload import Plan, Workload, workload
+from rollweave.sim.world import Journal
 
 SLOTS = 256
 """Sequences that an engine decodes at once: the default `max_num_seqs` of vLLM 0.8, RollArt's engine (§7.1)."""
@@ -57,6 +58,7 @@ class Setup(Noun, frozen=True, kw_only=True):
     prefix_cache: bool = True
     serverless: bool = False  # rewards
     rollout: Mapping[str, Any] = {}  # further knobs of [rollout]
+    degrees: tuple[int, ...] = ()  # of engines, as the core decides after each step; else all have `tp`
 
     def config(self, *, steps: int, seed: int = 0) -> RunConfig:
         """The run, of `steps` steps. Raises ValueError."""
@@ -95,13 +97,13 @@ class Setup(Noun, frozen=True, kw_only=True):
                     **self.rollout,
                 },
                 "engines": {
-                    "count": self.rollout_gpus // self.tp,
-                    "degree": self.tp,
+                    **({} if self.degrees else {"count": self.rollout_gpus // self.tp, "degree": self.tp}),
                     "max_slots": self.slots,
                     "kv_tokens": 1 << 20,  # the simulator asks its cost model instead
                     "prefill_chunk_tokens": CHUNK_TOKENS,
                     "prefix_cache": self.prefix_cache,
                 },
+                "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees, "every": 1} if self.degrees else None,
                 "eval": {"final_episodes": 0},
                 "watchdog": {"start_s": FOREVER_S, "turn_s": FOREVER_S, "weights_s": FOREVER_S, "train_s": FOREVER_S},
             }
@@ -127,7 +129,7 @@ def pace(setup: Setup, *, steps: int, seed: int = 0, vary: Callable[[Workload], 
     not be trained on any more is not launched.
     """
     ahead = 0 if setup.mode == "sync" else max(1, setup.alpha) if setup.mode in ("bounded", "partial") else 1
-    outcome = _run(setup, steps=steps + 1 + ahead, seed=seed, vary=vary)
+    outcome = steps_of(setup, steps=steps + 1 + ahead, seed=seed, vary=vary)
     seconds = sum(outcome.step_s[:steps])
     tokens = sum(line["batch_tokens"] for line in outcome.steps[1 : steps + 1])
     return Pace(step_s=seconds / steps, tokens_per_s=tokens / seconds, outcome=outcome)
@@ -145,12 +147,20 @@ def rollouts(setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] |
 
 def first_step(setup: Setup, *, seed: int = 0, vary: Callable[[Workload], Workload] | None = None) -> Outcome:
     """One batch from an empty cluster. Raises ExperimentError."""
-    return _run(setup, steps=1, seed=seed, vary=vary)
+    return steps_of(setup, steps=1, seed=seed, vary=vary)
 
 
-def _run(setup: Setup, *, steps: int, seed: int, vary: Callable[[Workload], Workload] | None) -> Outcome:
+def steps_of(
+    setup: Setup,
+    *,
+    steps: int,
+    seed: int = 0,
+    vary: Callable[[Workload], Workload] | None = None,
+    watch: Journal | None = None,
+) -> Outcome:
+    """So many steps of a run; `watch` is told of every event. Raises ExperimentError."""
     work = {task: (vary or _as_it_is)(workload(task)) for task in setup.tasks}
-    outcome = simulate(setup.config(steps=steps, seed=seed), work=work)
+    outcome = simulate(setup.config(steps=steps, seed=seed), work=work, watch=watch)
     if outcome.summary.error:
         raise ExperimentError(f"the run ended early: {outcome.summary.error}")
     return outcome

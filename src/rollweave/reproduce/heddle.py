@@ -1,204 +1,233 @@
 """Heddle's experiments: rollout throughput and time by when, where and on how many GPUs a trajectory runs.
 
-How well lengths are predicted is in `heddle_prediction.py`. Heddle's priorities, placements, migration and allocation do not
-exist here yet, nor do the schedulers that it is compared with: those rows are missing and name what has to be built. What
-exists is first come first served by trajectory, with affinity to the engine of the last turn and the least loaded engine for
-the first one, on engines of one size.
+How well lengths are predicted is in `heddle_prediction.py`, what is run and measured in `heddle_runs.py`. Figures 12 to 16 are
+not in the text of our copy but for the greatest gain: other rows have nothing to be compared with.
+
+Invariants: the rows of a figure differ in nothing but what its section studies; the systems compared with get the same batch,
+GPUs and engine. Lengths are what `policy/predict` believes, after one step's training of its regressor.
 """
 
 import functools
+from collections.abc import Callable, Mapping
 
 from rollweave.reproduce import heddle_prediction
-from rollweave.reproduce.cluster import Setup, SlowStarts, rollouts
+from rollweave.reproduce.cluster import geometric_mean
+from rollweave.reproduce.heddle_runs import (
+    HYBRID,
+    MODELS,
+    OURS,
+    PAPERS,
+    SLIME,
+    STUDIED,
+    TASKS,
+    VERL,
+    Case,
+    Rollout,
+    System,
+    rollout,
+)
 from rollweave.reproduce.rows import Experiment, Row
-from rollweave.schema.base import Noun
-from rollweave.sim.families import FAMILIES
-from rollweave.sim.workload import workload
 
-GPUS = 64
-"""Eight machines of eight Hopper GPUs with NVLink of 900 GB/s (Heddle §7): h100."""
+FULL_PARTS, FULL_STEPS = 4, 3
+"""A quarter of the cluster: 16 GPUs and 1,600 trajectories (32B: 800), so that all of Heddle takes minutes."""
 
-MEMBERS = 16
-"""Samples of a prompt (Heddle §7)."""
+QUICK_PARTS, QUICK_STEPS = 32, 2
 
-WORKER_BATCH = 100
-"""Trajectories on a worker of the baselines at once (Heddle §7.1); the global batch is that of all workers."""
+WIDE, QUICK_WIDE = 8, 2
+"""GPUs of a worker in Fix-8 (Heddle §7.4), and where the part of the cluster is too small for it."""
 
-MODELS = {"qwen3-8b": 1, "qwen3-14b": 1, "qwen3-32b": 2}
-"""GPUs of a baseline's worker (Heddle §7.1)."""
+SHORT_SLOTS = 32
+"""Slots of a worker in Fig. 14, for a third of its trajectories: with one for each there would be nothing to schedule. Ours."""
 
-STUDIED = "qwen3-14b"
-"""The model of the ablations (Heddle §7.2 to 7.4)."""
+NOT_IN_TEXT = "figure not in text"
 
-TASKS = ("coding", "search", "math")
-
-WIDE = 8
-"""GPUs of a worker in Fix-8 (Heddle §7.4)."""
-
-QUICK_PARTS = 32
-"""Of a cluster and its batch, of which quick forms simulate one."""
-
-POLICY = "first come first served, affinity, least load for the first turn; a slot for each, so that it pins as Verl does"
+Found = Mapping[str, Rollout]
+"""Rollouts by what they are called in a note."""
 
 
-READY_S = 60.0
-"""No environment is ready before it: engines take their first weights one after the other, and whichever had them first would
-get whole groups, hard ones among them. Taken off again."""
+def study(
+    quick: bool, cases: list[tuple[str, str]], ways: Callable[[Case], Mapping[str, Case]]
+) -> list[tuple[str, str, Found, str]]:
+    """For each task and model: the two, the rollouts of all `ways` of running it, and their scale for a note."""
+    found: list[tuple[str, str, Found, str]] = []
+    for task, model in [("math", STUDIED)] if quick else cases:
+        parts, steps = (QUICK_PARTS, QUICK_STEPS) if quick else (FULL_PARTS, FULL_STEPS)
+        case = Case(task=task, model=model, system=OURS, parts=parts, steps=steps, tp=MODELS[model])
+        runs = ways(case)
+        scale = next(iter(runs.values())).told()
+        found.append((task, model, {name: rollout(run) for name, run in runs.items()}, scale))
+    return found
 
 
-class Rollout(Noun, frozen=True, kw_only=True):
-    """One batch from an empty cluster to its last reward: seconds, and sampled tokens a second of the whole cluster."""
-
-    seconds: float
-    tokens_per_s: float
+def speeds(found: Found) -> str:
+    """For a note."""
+    return "tokens/s: " + ", ".join(f"{name} {one.tokens_per_s:,.0f}" for name, one in found.items())
 
 
-def setup_of(task: str, model: str, *, tp: int, parts: int) -> Setup:
-    """One of `parts` parts of the cluster, with its part of the batch. The batch is the same for every `tp` (Heddle §7)."""
-    gpus = max(GPUS // parts, tp)
-    workers, usual = gpus // tp, MODELS[model]
-    batch = WORKER_BATCH * (gpus // usual) // MEMBERS * MEMBERS
-    return Setup(
-        model=model,
-        tasks=(task,),
-        context=FAMILIES[task].max_context,
-        rollout_gpus=gpus,
-        trainer_gpus=GPUS,
-        batch=batch,
-        group_size=MEMBERS,
-        gpu="h100",
-        tp=tp,
-        slots=max(WORKER_BATCH, -(-batch // workers)),
-    )
+def over(found: Found, name: str, *others: str) -> float:
+    """Throughput of `name` over that of the best of the `others`."""
+    return found[name].tokens_per_s / max(found[other].tokens_per_s for other in others)
 
 
-@functools.cache
-def rollout(task: str, model: str, *, tp: int, quick: bool) -> Rollout:
-    """Raises ExperimentError."""
-    setup = setup_of(task, model, tp=tp, parts=QUICK_PARTS if quick else 1)
-    (late,) = rollouts(setup, steps=1, vary=lambda work: SlowStarts(work, rate=1.0, seconds=READY_S))
-    seconds, plans = late - READY_S, workload(task)
-    tokens = sum(
-        turn.output_tokens
-        for index in range(setup.batch // MEMBERS)
-        for member in range(MEMBERS)
-        for turn in plans.plan(index=index, member=member, attempt=0, seed=0).turns
-    )
-    return Rollout(seconds=seconds, tokens_per_s=tokens / seconds * GPUS / setup.rollout_gpus)
+# Fig. 12.
 
-
-def _part(*, quick: bool, tp: int = 1) -> str:
-    if not quick:
-        return f"{GPUS} GPUs"
-    return f"quick: {max(GPUS // QUICK_PARTS, tp)} of {GPUS} GPUs with their part of the batch"
-
-
-def _missing(experiment: str, row: str, needs: str, *, unit: str = "×") -> Row:
-    return Row(experiment=experiment, row=row, published=None, ours=None, unit=unit, note=f"missing: {needs}")
+BASELINES: Mapping[str, System] = {"Verl": VERL, "Verl*": HYBRID, "Slime": SLIME}
+"""Heddle §7: all go round robin, on workers of one size; Verl* leaves the cache beyond a load ratio of 32."""
 
 
 def fig12(quick: bool) -> list[Row]:
     """Rollout throughput over tasks and models."""
-    name = "heddle-fig12"
-    cases = [("math", STUDIED)] if quick else [(task, model) for task in TASKS for model in MODELS]
+    row = functools.partial(Row, experiment="heddle-fig12")
+    found = study(
+        quick,
+        [(task, model) for task in TASKS for model in MODELS],
+        lambda case: {
+            **{name: case.but(system=system) for name, system in BASELINES.items()},
+            "ours": case.but(adaptive=True),
+            "the paper's rules": case.but(system=PAPERS, adaptive=True),
+        },
+    )
+    gains = {f"{task} {model}": over(runs, "ours", *BASELINES) for task, model, runs, _ in found}
+    what = "longest first, our exact placement and allocation, migration where it gains; every step from the second on"
     rows = [
-        Row(
-            experiment=name,
+        row(
             row="Heddle over the best baseline, greatest",
             published=2.5,
-            ours=None,
-            note="missing: progressive priority, presorted placement, migration and allocation in the core",
+            ours=max(gains.values()),
+            note=f"{what}; at {max(gains, key=lambda name: gains[name])}, least {min(gains.values()):.2f}; Figs. 15 and 16 "
+            "show what placement and allocation alone do of it; published: up to",
         )
     ]
-    for task, model in cases:
-        ours = rollout(task, model, tp=MODELS[model], quick=quick)
-        rows.append(
-            Row(
-                experiment=name,
-                row=f"{task}, {model}",
-                published=None,
-                ours=ours.tokens_per_s,
-                unit="tokens/s",
-                note=f"{POLICY}; {_part(quick=quick, tp=MODELS[model])}; figure not in text",
-                own=True,
+    for name in BASELINES:
+        ratios = [over(runs, "ours", name) for *_, runs, _ in found]
+        note = f"geometric mean, {min(ratios):.2f} to {max(ratios):.2f}; {NOT_IN_TEXT}"
+        rows.append(row(row=f"Heddle over {name}", published=None, ours=geometric_mean(ratios), note=note))
+    for task, model, runs, scale in found:
+        fleet = f"GPUs of a worker, ours: {runs['ours'].fleet}"
+        for label, name in (("ours", "ours"), ("with the paper's migration by rank", "the paper's rules")):
+            note = (
+                f"{scale}; {speeds(runs)}; {fleet}"
+                if name == "ours"
+                else "a trajectory moves whenever its rank's worker differs"
             )
-        )
-    return [
-        *rows,
-        _missing(name, "Heddle over Verl", "Heddle's policies in the core, and Verl's round-robin"),
-        _missing(
-            name, "Heddle over Verl*", "the same, and routing that goes to the least loaded engine beyond a load ratio of 32"
-        ),
-        _missing(name, "Heddle over Slime", "the same, and routing that ignores the engine of the last turn"),
-    ]
+            rows.append(
+                row(
+                    row=f"{task}, {model}: {label}, over the best baseline",
+                    published=None,
+                    ours=over(runs, name, *BASELINES),
+                    note=note,
+                    own=True,
+                )
+            )
+    return rows
+
+
+# Fig. 14.
+
+PRIORITIES = {
+    "progressive": OURS,
+    "FCFS": OURS.but(priority="fcfs"),
+    "round robin": OURS.but(priority="round_robin"),
+    "shortest first (Autellix)": OURS.but(priority="shortest_first"),
+}
 
 
 def fig14(quick: bool) -> list[Row]:
-    """Rollout time by scheduler."""
-    name = "heddle-fig14"
+    """Rollout time, and queueing delay of the longest trajectory, by scheduler."""
+    row = functools.partial(Row, experiment="heddle-fig14")
     rows = []
-    for task in ("search",) if quick else TASKS:
-        ours = rollout(task, STUDIED, tp=1, quick=quick)
-        rows.append(
-            Row(
-                experiment=name,
-                row=f"FCFS, {task}",
-                published=None,
-                ours=ours.seconds,
-                unit="s",
-                note=f"{STUDIED}, {_part(quick=quick)}; a slot for each, so that only KV is short; figure not in text",
-            )
-        )
-    return [
-        *rows,
-        _missing(name, "progressive priority", "the policy in the core, fed by the predictor", unit="s"),
-        _missing(name, "round-robin", "a rank that falls with every turn", unit="s"),
-        _missing(name, "shortest first (Autellix)", "a rank by the tokens served so far", unit="s"),
-    ]
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {name: case.but(system=system, slots=SHORT_SLOTS) for name, system in PRIORITIES.items()},
+    ):
+        same = f"{scale}; our placement and migration for all; {SHORT_SLOTS} slots a GPU"
+        ours = runs["progressive"]
+        for name, one in runs.items():
+            if name != "progressive":
+                note = f"{same}; {one.seconds:,.0f} s and {ours.seconds:,.0f} s; {NOT_IN_TEXT}"
+                value = one.seconds / ours.seconds
+                rows.append(row(row=f"{task}: rollout time, {name} over progressive", published=None, ours=value, note=note))
+        for name, one in runs.items():
+            note = "sum over its turns, mean of the steps measured"
+            label = f"{task}: queueing of the longest, {name}"
+            rows.append(row(row=label, published=None, ours=one.longest_queued_s, unit="s", note=note))
+    return rows
+
+
+# Fig. 15.
+
+PLACEMENTS = {
+    "cache-aware": OURS.but(placement="pinned", migration="never"),
+    "least load": OURS.but(placement="hybrid", migration="never"),
+    "least load alone": OURS.but(placement="least_load", migration="never"),
+    "ours": OURS,
+    "ours, never moved": OURS.but(migration="never"),
+    "ours, moved by rank": PAPERS,
+}
+"""The priority is Heddle's for all, as its ablations keep all else equal (§7)."""
 
 
 def fig15(quick: bool) -> list[Row]:
     """Rollout throughput by placement."""
-    name = "heddle-fig15"
+    row = functools.partial(Row, experiment="heddle-fig15")
     rows = []
-    for task in ("coding",) if quick else TASKS:
-        ours = rollout(task, STUDIED, tp=1, quick=quick)
-        rows.append(
-            Row(
-                experiment=name,
-                row=f"cache-aware, {task}",
-                published=None,
-                ours=ours.tokens_per_s,
-                unit="tokens/s",
-                note=f"{POLICY}; {STUDIED}, {_part(quick=quick)}; figure not in text",
-            )
-        )
-    return [
-        *rows,
-        _missing(name, "Heddle's placement over cache-aware", "presorted placement and migration in the core"),
-        _missing(
-            name, "Heddle's placement over least load", "presorted placement and migration in the core; routing by a load ratio"
-        ),
-    ]
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {
+            **{name: case.but(system=system) for name, system in PLACEMENTS.items()},
+            **{f"{name}, round robin": case.but(system=system) for name, system in BASELINES.items()},
+        },
+    ):
+        notes = {
+            ("ours", "cache-aware"): f"{scale}; progressive priority for all; {speeds(runs)}; {NOT_IN_TEXT}",
+            ("ours", "least load"): f"which leaves the cache beyond a load ratio of 32; {NOT_IN_TEXT}",
+        }
+        alone = {
+            ("ours", "least load alone"): "which ignores the cache, as Slime does",
+            ("ours", *(f"{name}, round robin" for name in BASELINES)): "Verl, Verl* and Slime as they are",
+            ("ours, never moved", "cache-aware"): "no migration",
+            ("ours, moved by rank", "cache-aware"): "the paper's migration, whenever the rank's worker differs",
+        }
+        for names, note in (notes | alone).items():
+            against = names[1] if len(names) == 2 else "the best baseline with its own priority"
+            label = f"{task}: {names[0]} over {against}"
+            rows.append(row(row=label, published=None, ours=over(runs, *names), note=note, own=names in alone))
+    return rows
+
+
+# Fig. 16.
+
+LINEAR = (
+    "in our hardware model tensor parallelism scales almost linearly, so that wide workers lose no throughput to narrow ones, "
+    "and little is left to gain over them; what they lose where observations are long comes from the prompt tokens of a step, "
+    "as many for a wide worker as for a narrow one, of which the plan knows nothing"
+)
 
 
 def fig16(quick: bool) -> list[Row]:
     """Rollout throughput by GPUs of a worker."""
-    name = "heddle-fig16"
+    row = functools.partial(Row, experiment="heddle-fig16")
+    wide = f"Fix-{QUICK_WIDE if quick else WIDE}"
     rows = []
-    for task in ("math",) if quick else TASKS:
-        narrow, wide = (rollout(task, STUDIED, tp=tp, quick=quick) for tp in (1, WIDE))
-        part = f"{STUDIED}, {_part(quick=quick)}" + (f", and Fix-8 on {WIDE} GPUs" if quick else "")
-        rows.append(
-            Row(
-                experiment=name,
-                row=f"Fix-8 over Fix-1, {task}",
-                published=None,
-                ours=wide.tokens_per_s / narrow.tokens_per_s,
-                note=f"{part}; Fix-1 {narrow.tokens_per_s:,.0f}, Fix-8 {wide.tokens_per_s:,.0f} tokens/s; figure not in text",
-            )
-        )
-    return [*rows, _missing(name, "adaptive over the best fixed", "allocation (§6) and engines of different sizes in one run")]
+    for task, _, runs, scale in study(
+        quick,
+        [(task, STUDIED) for task in TASKS],
+        lambda case: {
+            "Fix-1": case,
+            wide: case.but(tp=QUICK_WIDE if quick else WIDE),
+            "adaptive": case.but(adaptive=True),
+        },
+    ):
+        note = f"{scale}; {speeds(runs)}; {NOT_IN_TEXT}"
+        why = f"GPUs of a worker: {runs['adaptive'].fleet}; {LINEAR}; {NOT_IN_TEXT}"
+        rows += [
+            row(row=f"{task}: {wide} over Fix-1", published=None, ours=over(runs, wide, "Fix-1"), note=note),
+            row(row=f"{task}: adaptive over Fix-1", published=None, ours=over(runs, "adaptive", "Fix-1"), note=NOT_IN_TEXT),
+            row(row=f"{task}: adaptive over {wide}", published=None, ours=over(runs, "adaptive", wide), note=why),
+        ]
+    return rows
 
 
 EXPERIMENTS = [

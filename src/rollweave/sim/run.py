@@ -14,7 +14,7 @@ from rollweave.record.trace import Trace
 from rollweave.schema.config import RunConfig
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.workload import Workload
-from rollweave.sim.world import Costs, World, section
+from rollweave.sim.world import Costs, Journal, World, section
 
 SUFFIX = ".sim"
 """Behind the run's name: a simulation does not take the directory of the run that it stands for."""
@@ -74,8 +74,9 @@ def simulate(
     tell: Callable[[dict[str, Any]], None] | None = None,
     costs: Costs | None = None,
     work: dict[str, Workload] | None = None,
+    watch: Journal | None = None,
 ) -> Outcome:
-    """Simulate `config`; into the directory `run` where one is given; `tell` hears every line of metrics.
+    """Simulate `config`; into the directory `run` where one is given, else told to `watch`; `tell` hears every line of metrics.
 
     Raises ConfigError, DiskError, StuckError.
     """
@@ -83,7 +84,7 @@ def simulate(
     metrics = SimMetrics(run.metrics if run is not None else None, tell=tell)
     journal = RunJournal(run.journal) if run is not None else None
     trace = Trace(run.trace) if run is not None else None
-    world = World(config, listener=metrics, journal=journal, trace=trace, costs=costs, work=work)
+    world = World(config, listener=metrics, journal=journal or watch, trace=trace, costs=costs, work=work)
     metrics.watch(world)
     core = world.run()
     summary = summarize(core, evaluation=metrics.final, wall_s=world.clock.now)

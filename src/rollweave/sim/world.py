@@ -5,13 +5,13 @@ so that two journals are equal to the byte. No wall clock, no threads, no torch.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
 from rollweave.core.state import Stage
-from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -34,6 +34,13 @@ class StuckError(RollweaveError):
     """Nothing will ever happen again, and the run is not over: the core waits for ever. A bug of ours."""
 
 
+class Journal(Protocol):
+    """Who is told of every event: a run's own journal, or who measures."""
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        """What the core decided on an event, before it is executed."""
+
+
 Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
 """What engines cost, by their degree, and the trainer."""
 
@@ -49,7 +56,7 @@ class World:
         config: RunConfig,
         *,
         listener: Listener,
-        journal: RunJournal | None = None,
+        journal: Journal | None = None,
         trace: Trace | None = None,
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
@@ -108,7 +115,7 @@ class World:
         self.fleet.start(self.seats)
         self.trainer.start()
 
-    def revive(self, core: Core, journal: RunJournal) -> None:
+    def revive(self, core: Core, journal: Journal) -> None:
         """The controller was lost and is back as `core`: of its world only the store is left (DESIGN §12.3)."""
         self.core, self._journal = core, journal
         known = [trajectory.id for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED]
