@@ -16,6 +16,8 @@ UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
 def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
     """An engine is ready, with its slots and KV, and says what it measured of itself, if it did."""
     slots = max(1, engine.max_slots)
+    if (load := run.order.loads.get(engine.id)) is not None:
+        load.work_s = None  # it was worked out at another rate
     engine.rate = rate(profile or UNMEASURED, slots=slots, kv_tokens=max(1, engine.kv_tokens))
     if profile:
         run.state.measured[engine.degree] = Measured(profile=profile, slots=slots, rate=engine.rate)

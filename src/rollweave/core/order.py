@@ -30,6 +30,7 @@ class Load:
     tokens: int = 0
     occupied: int = 0
     residents: list[Place] = field(default_factory=list)
+    work_s: float | None = field(default=None, compare=False)  # as core/placing has last worked it out; None since a change
 
     @property
     def longest(self) -> int:
@@ -83,6 +84,7 @@ class Order:
         insort(self.keys, entry.rank)
         if entry.home is not None:
             load = self.loads.setdefault(entry.home, Load())
+            load.work_s = None
             insort(load.left, entry.left)
             load.tokens += trajectory.estimate
             load.occupied += entry.occupied
@@ -96,6 +98,7 @@ class Order:
         del self.keys[bisect_left(self.keys, entry.rank)]
         if entry.home is not None:
             load = self.loads[entry.home]
+            load.work_s = None
             del load.left[bisect_left(load.left, entry.left)]
             load.tokens += entry.left[0]
             load.occupied -= entry.occupied

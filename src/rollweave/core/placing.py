@@ -77,9 +77,11 @@ def idlest(run: Run) -> Engine:
 def work_s(run: Run, engine: Engine) -> float:
     """Seconds until the engine's own trajectories are done, without tools."""
     load = run.order.loads.get(engine.id)
-    return (
-        rate_of(engine).seconds(longest=load.longest, tokens=load.tokens, occupied=load.occupied) if load is not None else 0.0
-    )
+    if load is None:
+        return 0.0
+    if load.work_s is None:
+        load.work_s = rate_of(engine).seconds(longest=load.longest, tokens=load.tokens, occupied=load.occupied)
+    return load.work_s
 
 
 def by_rank(run: Run, trajectory: Trajectory) -> EngineId:

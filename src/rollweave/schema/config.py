@@ -414,12 +414,6 @@ class RunConfig(Section):
             )
         if len(set(allocation.degrees)) != len(allocation.degrees):
             raise ValueError(f"allocation.degrees must differ from each other, got {list(allocation.degrees)}")
-        smallest = sorted(allocation.degrees)[:2]
-        if sum(smallest) > allocation.budget:
-            raise ValueError(
-                f"allocation.budget must hold the two smallest degrees at once {smallest}, to compare them, "
-                f"got {allocation.budget}"
-            )
         if len(self.engines) > 1 or self.engines[0].model_fields_set & {"count", "degree"}:
             given = [{name: getattr(group, name) for name in ("count", "degree")} for group in self.engines]
             raise ValueError(f"engines must be one group without count and degree where [allocation] decides them, got {given}")
