@@ -65,10 +65,11 @@ class Fleet:
 
     def rerank(self, engine: Engine, before: float, after: float) -> None:
         """A turn on this engine has another rank."""
-        ranks = self._ranks[engine.id]
-        del ranks[bisect_left(ranks, before)]
-        insort(ranks, after)
-        self._recount(engine)
+        ranks = self._ranks.get(engine.id)
+        if ranks is not None:
+            del ranks[bisect_left(ranks, before)]
+            insort(ranks, after)
+            self._recount(engine)
 
     def _recount(self, engine: Engine) -> None:
         before = self.loads[engine.id]

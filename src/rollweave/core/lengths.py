@@ -1,4 +1,4 @@
-"""What is believed of trajectories' lengths: asked after each turn, while the environment works, and never waited for.
+"""What is believed of trajectories' lengths: asked when the environment has answered, and never waited for.
 
 Every trajectory has an estimate at any time: the last prediction less what was sampled since, and before the first one the mean
 of its task domain. A predictor that is slow, fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
@@ -40,11 +40,10 @@ def begin(run: Run, trajectory: Trajectory) -> None:
 def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
     _mix(run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens)
-    _ask(run, trajectory)
 
 
 def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
-    """The environment has answered, or has begun."""
+    """The environment has answered, or has begun: of all that is known before a turn its answer tells most."""
     if trajectory.asked:
         step_s = run.now - trajectory.since
         trajectory.tool_s += step_s
@@ -52,11 +51,11 @@ def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
     trajectory.context_tokens = context_tokens
     trajectory.claims = context_tokens + round(run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0))
     run.order_changed(trajectory)
-    run.state.counters.scheduling.predictions_late += trajectory.predicts > trajectory.predicted
+    _ask(run, trajectory)
 
 
 def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
-    """A turn is over, after `turn_s` in a slot; the next estimate is asked for while the environment works."""
+    """A turn is over, after `turn_s` in a slot. While the environment works the trajectory may move."""
     name = run.state.groups[trajectory.group_id].name
     _mix(run.state.turn_s, name, turn_s)
     _mix(run.state.turn_tokens, name, output_tokens)
@@ -64,9 +63,8 @@ def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float)
     trajectory.last_output_tokens = output_tokens
     trajectory.context_tokens += output_tokens
     _believe(run, trajectory, trajectory.estimate - output_tokens)
-    _ask(run, trajectory)
-    # Where the environment is mostly done before the prediction comes, the last one has to do.
-    if trajectory.predicted >= 0 and run.state.tool_s.get(name, 0.0) < run.state.prediction_s:
+    run.state.counters.scheduling.predictions_late += trajectory.predicts > trajectory.predicted
+    if trajectory.predicted >= 0:
         migration.consider(run, trajectory)
 
 
@@ -78,7 +76,6 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     if trajectory.predicted >= event.turn or not math.isfinite(event.remaining_tokens):
         return
     trajectory.predicted = event.turn
-    run.state.prediction_s += MEMORY * (run.now - trajectory.predicts_at - run.state.prediction_s)
     _believe(run, trajectory, event.remaining_tokens)
     run.state.partition.predictions += 1
     name = run.state.groups[trajectory.group_id].name
@@ -91,6 +88,8 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
         turns.requeue(run, trajectory)
     elif trajectory.turn is None:
         migration.consider(run, trajectory)
+    else:
+        turns.rerank(run, trajectory)
 
 
 def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
@@ -135,13 +134,13 @@ def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
 
 
 def _ask(run: Run, trajectory: Trajectory) -> None:
-    """Ask for a prediction before the turn that comes next. Evaluations sample otherwise, and are not learned from."""
+    """Ask for a prediction while the turn waits and runs. Evaluations sample otherwise, and are not learned from."""
     group = run.state.groups[trajectory.group_id]
     if not run.scheduling.predicts or group.purpose is not Purpose.TRAIN:
         return
     siblings = [run.state.trajectories[member] for member in group.members]
     lengths = [sibling.output_tokens for sibling in siblings if sibling.stage in FINISHED]
-    trajectory.predicts, trajectory.predicts_at = trajectory.asked, run.now
+    trajectory.predicts = trajectory.asked
     run.state.counters.scheduling.predictions += 1
     run.emit(
         Predict(

@@ -73,7 +73,6 @@ class Trajectory(msgspec.Struct):
     occupies: int = 0  # the context of each of these tokens, summed
     level: int | None = None  # of its length, sampled and estimated (policy/priority)
     predicts: int = -1  # turn before which a prediction was last asked for
-    predicts_at: float = 0.0
     predicted: int = -1  # turn before which the last prediction was that came
     migration: int | None = None  # its number, from the wish to MigrationDone
     closing: StopReason | None = None
@@ -212,7 +211,7 @@ class Scheduled(msgspec.Struct):
     """What scheduling by trajectory did and cost."""
 
     predictions: int = 0  # that were asked for
-    predictions_late: int = 0  # came after the next turn was asked for, or never
+    predictions_late: int = 0  # came after the turn that they were asked before, or never
     preemptions: int = 0
     overdue: int = 0  # turns that ran because they were overtaken too often
     plans: int = 0
@@ -278,7 +277,6 @@ class State(msgspec.Struct):
     lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
     length_sums: dict[str, int] = {}  # of these
     growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
-    prediction_s: float = 0.0  # mean seconds from a question to its prediction
     prompt_tokens: dict[str, float] = {}  # mean, by task domain
     turn_tokens: dict[str, float] = {}  # mean sampled tokens of a turn, by task domain
     turn_s: dict[str, float] = {}  # mean seconds of a turn on its engine, by task domain

@@ -321,19 +321,33 @@ def promote_overdue(run: Run) -> None:
             turn = trajectory.turn
             assert turn is not None, "an active turn is open"
             if turn.rank < load.lowest and is_overdue(engine.given - turn.mark, slots=load.slots):
-                before, turn.rank = turn.rank, overdue_rank(turn.arrival)
-                run.fleet.rerank(engine, before, turn.rank)
                 run.state.counters.scheduling.overdue += 1
-                run.emit(
-                    RerankTurn(
-                        trajectory_id=trajectory_id,
-                        attempt=trajectory.attempt,
-                        turn=turn.number,
-                        engine_id=engine.id,
-                        try_number=turn.try_number,
-                        rank=turn.rank,
-                    )
-                )
+                _rerank(run, engine, trajectory, turn, overdue_rank(turn.arrival))
+
+
+def rerank(run: Run, trajectory: Trajectory) -> None:
+    """Its estimate has changed while an engine has its turn, or while that is held."""
+    turn = trajectory.turn
+    assert turn is not None, "a turn that is ranked is open"
+    if turn.engine is not None and turn.rank < overdue_rank(turn.arrival):
+        rank = _rank(run, trajectory, turn)
+        if rank != turn.rank:
+            _rerank(run, run.state.engines[turn.engine], trajectory, turn, rank)
+
+
+def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:
+    before, turn.rank = turn.rank, rank
+    run.fleet.rerank(engine, before, rank)
+    run.emit(
+        RerankTurn(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            turn=turn.number,
+            engine_id=engine.id,
+            try_number=turn.try_number,
+            rank=rank,
+        )
+    )
 
 
 def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
