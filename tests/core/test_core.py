@@ -59,7 +59,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES))
-def test_no_slot_is_free_beside_a_turn_that_has_no_kv_elsewhere(seed: int, mode: str) -> None:
+def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
     """By gain. Those whose contexts have no room, and those that this engine has failed, may wait."""
     world = World(config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}), seed)
     world.start()

@@ -37,9 +37,9 @@ class Lanes:
         return self._entries > 2 * len(state.turn_queue) + STALE_ENTRIES
 
     @property
-    def strangers(self) -> list[EngineId]:
-        """For whom turns may wait whose trajectories have no KV there."""
-        return [engine_id for engine_id, resident in self._heaps if engine_id is not None and not resident]
+    def waited_for(self) -> list[EngineId]:
+        """Engines that turns may wait for."""
+        return list(dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None))
 
     def add(self, trajectory: Trajectory) -> None:
         """Its turn is queued, or queued anew with another rank or lane: its former entry is stale from now on."""

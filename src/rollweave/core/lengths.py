@@ -92,6 +92,26 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
         turns.rerank(run, trajectory)
 
 
+def look(run: Run) -> None:
+    """Who has been at a turn for longer than was believed of all its turns is believed to be half done with it.
+
+    Turns have a long tail themselves, and nobody tells how far they are: a domain's mean speed has to do. What a turn waits on
+    its engine counts too, which helps those that were taken for short wrongly and wait behind others.
+    """
+    if not run.scheduling.predicts:
+        return
+    speeds = {name: run.state.turn_tokens.get(name, 0.0) / seconds for name, seconds in run.state.turn_s.items() if seconds}
+    for trajectory_id in run.state.in_run:
+        trajectory = run.state.trajectories[trajectory_id]
+        turn = trajectory.turn
+        if turn is None or turn.engine is None or trajectory.predicted < 0:
+            continue
+        sampled = (run.now - turn.since) * speeds.get(run.state.groups[trajectory.group_id].name, 0.0)
+        if sampled > trajectory.estimate:
+            _believe(run, trajectory, 2 * sampled)
+            turns.rerank(run, trajectory)
+
+
 def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
     """The attempt samples no more: by itself (`finished`), or cut off."""
     group = run.state.groups[trajectory.group_id]

@@ -115,14 +115,14 @@ class Order:
         """0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)
 
-    def kv_before(self, trajectory: Trajectory) -> int:
-        """What the residents of its home claim that come before it: of all, where it is none of them itself."""
-        load = self.loads.get(trajectory.home) if trajectory.home is not None else None
+    def kv_before(self, trajectory: Trajectory, engine_id: EngineId) -> int:
+        """What residents of this engine claim that come before the trajectory: of all, where it is none of them itself."""
+        load = self.loads.get(engine_id)
         if load is None:
             return 0
         own, total = self._place(trajectory), 0
         for place in load.residents:
-            if trajectory.resident and place[:3] >= own[:3]:
+            if trajectory.resident and trajectory.home == engine_id and place[:3] >= own[:3]:
                 break
             total += place[3]
         return total

@@ -63,7 +63,7 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     name = run.state.groups[trajectory.group_id].name
     if run.state.tool_s.get(name, 0.0) > run.state.turn_s.get(name, 0.0):
         return True
-    before = run.order.kv_before(trajectory)
+    before = run.order.kv_before(trajectory, engine.id)
     return not before or before + trajectory.claims <= engine.kv_tokens
 
 

@@ -185,22 +185,12 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
 
 
 def _share_out(run: Run, waited_for: list[EngineId | None] | None) -> None:
-    """An engine with a free slot takes a turn that waits for another one and has no KV there: nothing is lost by it.
-
-    Of an event that touched some engines only, these are looked at: for a slot, and for turns that wait for them.
-    """
-    waiting = run.lanes.strangers
-    if not waiting or run.fleet.active >= run.fleet.slots:
+    """Engines that have a slot free, of those that the event touched, take turns that wait for others."""
+    if run.fleet.active >= run.fleet.slots:
         return
-    touched = run.fleet.loads if waited_for is None else dict.fromkeys(waited_for)
-    for engine_id in [engine_id for engine_id in touched if engine_id is not None]:
-        while _has_slot(run, engine_id) and _take_over(run, engine_id, waiting):
+    for engine_id in run.fleet.loads if waited_for is None else dict.fromkeys(waited_for):
+        while engine_id is not None and _has_slot(run, engine_id) and _take_over(run, engine_id):
             pass
-        if waited_for is None or run.lanes.first(run.state, (engine_id, False)) is None:
-            continue
-        for other in [*run.fleet.loads]:
-            while _has_slot(run, other) and _take_over(run, other, [engine_id]):
-                pass
 
 
 def _has_slot(run: Run, engine_id: EngineId) -> bool:
@@ -208,21 +198,27 @@ def _has_slot(run: Run, engine_id: EngineId) -> bool:
     return load is not None and load.active < load.slots
 
 
-def _take_over(run: Run, engine_id: EngineId, waiting: list[EngineId]) -> bool:
-    """Give this engine the first of these turns. False if there is none that it can run."""
-    found = [_next(run, (other, False)) for other in waiting if other != engine_id]
-    ready = [t for t in found if t is not None and t.turn is not None and engine_id not in t.turn.avoid]
+def _take_over(run: Run, engine_id: EngineId) -> bool:
+    """Give this engine the first turn that waits for another one. False if it cannot run that."""
+    lanes = [(other, resident) for other in run.lanes.waited_for if other != engine_id for resident in (True, False)]
+    ready = [
+        t for lane in lanes if (t := _next(run, lane)) is not None and t.turn is not None and engine_id not in t.turn.avoid
+    ]
     if not ready:
         return False
     trajectory = min(ready, key=_first_come)
-    former, trajectory.home = trajectory.home, engine_id
-    run.order_changed(trajectory)
+    assert trajectory.turn is not None, "a queued turn is open"
     if not placing.fits(run, trajectory, run.state.engines[engine_id]):
-        trajectory.home = former
-        run.order_changed(trajectory)
         return False
-    requeue(run, trajectory)
-    return _give_next(run, engine_id)
+    _move(run, trajectory, trajectory.turn, engine_id)
+    _give(run, trajectory, trajectory.turn, engine_id)
+    return True
+
+
+def _move(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> None:
+    """The trajectory goes on at this engine, which computes its context again."""
+    trajectory.home, trajectory.resident, turn.lane = engine_id, False, engine_id
+    run.order_changed(trajectory)
 
 
 def _find_homes(run: Run) -> None:
@@ -242,8 +238,8 @@ def _give_next(run: Run, waited_for: EngineId | None) -> bool:
     for trajectory in ready:
         turn = trajectory.turn
         assert turn is not None, "a queued turn is open"
-        chosen = _engine_for(run, trajectory, turn)
-        if chosen is not None and placing.fits(run, trajectory, run.state.engines[chosen]):
+        chosen = _own_engine(run, trajectory, turn) if run.scheduling.homes else _engine_for(run, trajectory, turn)
+        if chosen is not None:
             _give(run, trajectory, turn, chosen)
             return True
     return False
@@ -273,18 +269,35 @@ def _next(run: Run, lane: Lane) -> Trajectory | None:
 
 
 def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
-    loads, preempts = run.fleet.loads, run.scheduling.preempts
-    if run.scheduling.homes:
-        load = loads.get(turn.lane) if turn.lane is not None else None
-        return turn.lane if load is not None and load.runs(turn.rank, preempts=preempts) else None
     return choose(
-        loads,
+        run.fleet.loads,
         affine=trajectory.engine,
         avoid=turn.avoid,
         placement=run.scheduling.placement,
         rank=turn.rank,
-        preempts=preempts,
+        preempts=run.scheduling.preempts,
     )
+
+
+def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
+    """Its home where that has a slot and KV to spare; else the idlest one that has, which is its home then; else by preemption.
+
+    To compute a context again costs less than to wait for the end of another's turn, or to make another wait.
+    """
+    home = run.fleet.loads.get(turn.lane) if turn.lane is not None else None
+    fits = home is not None and placing.fits(run, trajectory, run.state.engines[home.id])
+    if home is not None and fits and home.active < home.slots:
+        return home.id
+    if run.scheduling.migration == "gain" and run.fleet.active < run.fleet.slots:
+        free = [run.state.engines[load.id] for load in run.fleet.loads.values() if load.active < load.slots]
+        others = [engine for engine in free if engine.id not in (turn.lane, *turn.avoid)]
+        idlest = min(others, key=lambda engine: placing.work_s(run, engine), default=None)
+        if idlest is not None and placing.fits(run, trajectory, idlest):
+            _move(run, trajectory, turn, idlest.id)
+            return idlest.id
+    if home is not None and fits and home.runs(turn.rank, preempts=run.scheduling.preempts):
+        return home.id
+    return None
 
 
 def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> None:

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from rollweave.schema.base import EngineId, Noun
 
-GAIN = 0.02
+GAIN = 0.05
 """Of an engine's time, which a move must save: estimates err, and a moved trajectory's KV takes room from others'."""
 
 
