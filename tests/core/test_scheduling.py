@@ -118,6 +118,32 @@ def test_a_predictor_that_fails_changes_nothing_but_the_order(kind: type[Long], 
     assert (counted.predictions_late > 0) == (kind is Mute)
 
 
+def test_who_outlives_the_estimate_is_ranked_anew_in_the_midst_of_a_turn() -> None:
+    """Turns take a second for three tokens; one of a trajectory that is taken for short takes minutes."""
+
+    class Endless(Long):
+        def execute(self, command: c.Command) -> None:
+            endless = isinstance(command, c.StartTurn) and (command.trajectory_id, command.turn) == (SHORT, 1)
+            self.turn_s = 300.0 if endless else 1.0
+            super().execute(command)
+
+        def later(self, event: e.Event, delay: float | None = None) -> None:
+            of_turn = isinstance(event, e.TurnDone | e.TurnRequested) and delay is not None and delay >= 1.0
+            super().later(event, (delay or 0.0) + self.turn_s - 1.0 if of_turn else delay)
+
+    world = Endless(turns=60, tool_s=6.0, rollout=ONE_SLOT["rollout"], engines={"count": 1, "max_slots": 6})
+    world.turn_s = 1.0
+    assert world.run().error == ""
+    ranks = [
+        command.rank
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.RerankTurn) and (command.trajectory_id, command.turn) == (SHORT, 1)
+    ]
+    assert len(ranks) > 3, "its estimate is doubled again and again"
+    assert ranks == sorted(set(ranks)), "it only rises"
+
+
 def test_a_turn_waits_for_its_moving_kv_and_that_is_counted() -> None:
     class Slow(Long):
         def execute(self, command: c.Command) -> None:

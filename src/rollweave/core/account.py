@@ -25,7 +25,7 @@ def account(state: State) -> Account:
     buffered = in_flight = 0
     for trajectory in state.trajectories.values():
         group = state.groups[trajectory.group_id]
-        if not trajectory.started or group.purpose is Purpose.EVAL:
+        if not trajectory.started or group.purpose is not Purpose.TRAIN:
             continue
         chosen = trajectory.id in group.chosen
         if chosen and group.status is GroupStatus.BUFFERED:

@@ -19,6 +19,10 @@ def check(run: Run) -> None:
     _check_turns(run)
     _check_groups(run)
     _check_bounds(run)
+    counters = run.state.counters
+    over = (Stage.SCORED, Stage.ENDED)
+    waiting = [t for t in run.state.trajectories.values() if run.state.groups[t.group_id].purpose is Purpose.SERVE]
+    assert counters.submitted == sum(counters.delivered.values()) + sum(t.stage not in over for t in waiting), counters
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
 

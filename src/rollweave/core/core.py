@@ -19,6 +19,7 @@ from rollweave.core import (
     lengths,
     migration,
     recovery,
+    serving,
     training,
     trajectories,
     turns,
@@ -122,6 +123,10 @@ def _route(run: Run, event: Event) -> None:
             groups.on_submitted(run, event)
         case e.DrawFailed():
             groups.on_draw_failed(run, event)
+        case e.RolloutsSubmitted():
+            serving.on_submitted(run, event)
+        case e.RolloutTaken():
+            serving.on_taken(run, event)
         case e.MigrationDone():
             migration.on_done(run, event)
         case e.TimerFired():
@@ -143,7 +148,10 @@ def _route_rare(
     event: e.RunStarted
     | e.WorldLost
     | e.StopRequested
+    | e.RolloutCancelled
     | e.EngineJoined
+    | e.EngineRegistered
+    | e.EngineWithdrawn
     | e.EngineLost
     | e.WeightsLoadFailed
     | e.TrainerReady
@@ -158,9 +166,15 @@ def _route_rare(
         case e.WorldLost():
             recovery.on_world_lost(run, event)
         case e.StopRequested():
-            ending.on_stop_requested(run)
+            ending.on_stop_requested(run, drain=event.drain)
+        case e.RolloutCancelled():
+            serving.on_cancelled(run, event)
         case e.EngineJoined():
             engines.on_joined(run, event)
+        case e.EngineRegistered():
+            serving.on_registered(run, event)
+        case e.EngineWithdrawn():
+            serving.on_withdrawn(run, event)
         case e.EngineLost():
             engines.on_lost(run, event)
         case e.WeightsLoadFailed():

@@ -1,14 +1,16 @@
 """How a run ends: drain, final checkpoint, final evaluation, finish. An error takes the short way and still accounts."""
 
-from rollweave.core import evaluation, groups, training, trajectories
+from rollweave.core import evaluation, groups, serving, training, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, TrainerStatus
 from rollweave.schema.commands import Finish
 from rollweave.schema.work import StopReason
 
 
-def on_stop_requested(run: Run) -> None:
-    if run.state.phase is Phase.RUNNING:
+def on_stop_requested(run: Run, *, drain: bool) -> None:
+    if run.state.phase is Phase.SERVING:
+        serving.stop(run, drain=drain)
+    elif run.state.phase is Phase.RUNNING:
         run.state.skip_final_eval = True
         _drain(run)
     elif run.state.phase is Phase.EVALUATING:
@@ -21,6 +23,7 @@ def advance(run: Run) -> None:
     state = run.state
     if state.error and state.phase is not Phase.FINISHED:
         _finish_with_error(run)
+    serving.advance(run)
     if state.phase is Phase.RUNNING:
         _end_of_training(run)
     if state.phase is Phase.DRAINING and not _in_flight(run) and state.trainer.status is TrainerStatus.IDLE:

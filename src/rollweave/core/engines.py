@@ -48,7 +48,12 @@ def on_joined(run: Run, event: EngineJoined) -> None:
         return
     engine.max_slots, engine.kv_tokens = event.max_slots, event.kv_total_tokens
     costs.joined(run, engine, event.profile)
-    _enter(run, engine, EngineStatus.STALE)
+    if event.version < 0:
+        _enter(run, engine, EngineStatus.STALE)
+        return
+    engine.version, engine.weights_id, engine.restarts = event.version, event.version, 0
+    placing.engines_changed(run)
+    _enter(run, engine, EngineStatus.SERVING)
 
 
 def on_suspended(run: Run, event: EngineSuspended) -> None:
@@ -101,7 +106,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     if engine.restarts >= run.config.watchdog.restarts:
         run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
         remove(run, engine, reason)
-        if not run.state.engines and not run.state.seats:
+        if not run.state.engines and not run.state.seats and not run.state.serving:
             run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
         return
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")

@@ -4,7 +4,7 @@ Invariant (`account`): every training trajectory that was started is trained, dr
 or in flight. Only scored members of complete groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import evaluation, lengths, trajectories
+from rollweave.core import evaluation, lengths, serving, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.policy.mixture import next_domain
@@ -96,11 +96,16 @@ def give_up_drawing(run: Run, group: Group) -> None:
 
 def wants_members(run: Run, group: Group) -> bool:
     """True while another attempt at a member could still be of use."""
+    if group.purpose is Purpose.SERVE:
+        return run.state.phase is Phase.SERVING
     return group.status is GroupStatus.ACTIVE and (run.training or group.purpose is Purpose.EVAL)
 
 
 def member_scored(run: Run, trajectory: Trajectory) -> None:
     group = run.state.groups[trajectory.group_id]
+    if group.purpose is Purpose.SERVE:
+        serving.member_over(run, trajectory, trajectory.stop or StopReason.FINISHED)
+        return
     if group.purpose is Purpose.EVAL:
         evaluation.member_scored(run, group, trajectory)
         forget(run, group)
@@ -112,6 +117,9 @@ def member_scored(run: Run, trajectory: Trajectory) -> None:
 def member_ended(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
     """The trajectory will never be trained on."""
     group, counters = run.state.groups[trajectory.group_id], run.state.counters
+    if group.purpose is Purpose.SERVE:
+        serving.member_over(run, trajectory, reason)
+        return
     if group.purpose is Purpose.EVAL:
         counters.eval_dropped += trajectory.started
         evaluation.member_failed(run, group)

@@ -1,6 +1,6 @@
 """The start of a world, fresh or after the controller was lost (DESIGN §12.3)."""
 
-from rollweave.core import ending, engines, evaluation, groups, training, trajectories, watchdog
+from rollweave.core import ending, engines, evaluation, groups, serving, training, trajectories, watchdog
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
 from rollweave.schema.commands import DrawTask
@@ -11,6 +11,9 @@ from rollweave.schema.work import StopReason
 def on_started(run: Run, event: RunStarted) -> None:
     run.state.trainer.since = run.now
     engines.start(run, event.engines)
+    run.state.serving = event.serving
+    if event.serving:
+        serving.begin(run)
     watchdog.look(run)
 
 
@@ -20,18 +23,14 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     In-flight attempts end, blamed on the infrastructure, and start again. The trainer comes back from its last checkpoint.
     """
     state = run.state
+    if state.serving:
+        _serve_again(run, event)
+        return
     ending.take_up_again(run)
     if state.phase is Phase.FINISHED:
         return
-    state.migrations.clear()
-    state.seats.clear()
-    engines.start(run, event.engines)
+    _lose_world(run, event)
     evaluation.abandon(run)
-    for trajectory in list(state.trajectories.values()):
-        if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
-            state.turn_queue.pop(trajectory.id, None)
-            trajectory.migration = None
-            trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
     taken, state.trainer.taken = state.trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
     state.trainer.parts_done = 0
@@ -50,3 +49,27 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
             run.emit(DrawTask(group_id=group.id, name=group.name, index=group.index, purpose=group.purpose))
     training.start_again(run, "the controller was restarted")
     watchdog.look(run)
+
+
+def _serve_again(run: Run, event: WorldLost) -> None:
+    """What was asked for starts again; what was over is delivered again, unless its tokens are gone."""
+    state = run.state
+    state.phase = Phase.SERVING
+    _lose_world(run, event)
+    for trajectory in [state.trajectories[member] for member in event.missing if member in state.trajectories]:
+        trajectories.close(run, trajectory, StopReason.WORLD_LOST)
+    serving.begin(run)
+    watchdog.look(run)
+
+
+def _lose_world(run: Run, event: WorldLost) -> None:
+    """The engines of the new world are on their way; attempts that were under way are over, and queued again if wanted."""
+    state = run.state
+    state.migrations.clear()
+    state.seats.clear()
+    engines.start(run, event.engines)
+    for trajectory in list(state.trajectories.values()):
+        if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
+            state.turn_queue.pop(trajectory.id, None)
+            trajectory.migration = None
+            trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)

@@ -79,6 +79,7 @@ class Trajectory(msgspec.Struct):
     reward: float | None = None
     success: bool | None = None
     started: bool = False  # counted as started
+    stop: StopReason | None = None  # why it, or its RUN stage, is over
 
 
 class GroupStatus(enum.StrEnum):
@@ -201,6 +202,7 @@ class Evaluation(msgspec.Struct):
 
 class Phase(enum.StrEnum):
     RUNNING = "running"
+    SERVING = "serving"  # what others ask for; there is no training
     DRAINING = "draining"  # training is over: cancel, wait for what was started
     SAVING = "saving"  # the final checkpoint
     EVALUATING = "evaluating"  # the final evaluation
@@ -236,6 +238,8 @@ class Counters(msgspec.Struct):
     eval_started: int = 0
     eval_scored: int = 0
     eval_dropped: int = 0
+    submitted: int = 0  # that others asked for: delivered by stop reason, or under way
+    delivered: dict[str, int] = {}
     staleness: dict[int, int] = {}
     turns: int = 0
     output_tokens: int = 0
@@ -257,6 +261,8 @@ class State(msgspec.Struct):
     phase: Phase = Phase.RUNNING
     error: str = ""
     skip_final_eval: bool = False  # the user asked to stop
+    serving: bool = False  # the world has no trainer
+    closed: bool = False  # a service takes nothing more
     final_evaluated: bool = False
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}

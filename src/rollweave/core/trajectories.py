@@ -62,6 +62,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         close(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
         count_stop(run, event.stop_reason)
+        trajectory.stop = event.stop_reason
         migration.forget(run, trajectory)
         lengths.over(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
@@ -127,6 +128,7 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         retried[reason] = retried.get(reason, 0) + 1
         trajectory.attempt += 1
         trajectory.asked = 0
+        trajectory.stop = None
         trajectory.engine = trajectory.home = None
         lengths.begin(run, trajectory)
         move(run, trajectory, Stage.QUEUED)
@@ -183,7 +185,7 @@ def start_inits(run: Run) -> None:
             trajectory.started = True
             if group.purpose is Purpose.TRAIN:
                 state.counters.started += 1
-            else:
+            elif group.purpose is Purpose.EVAL:
                 state.counters.eval_started += 1
         move(run, trajectory, Stage.INIT)
         run.emit(
@@ -206,7 +208,7 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id
-    return next(iter(state.init_queue)) if run.admits_training() else None
+    return next(iter(state.init_queue)) if state.serving or run.admits_training() else None
 
 
 def start_evals(run: Run) -> None:

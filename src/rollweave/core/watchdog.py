@@ -106,5 +106,7 @@ def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str)
 
 def _check_trainer(run: Run) -> None:
     trainer, limits = run.state.trainer, run.config.watchdog
+    if run.state.serving:
+        return
     if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
         training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")

@@ -41,6 +41,9 @@ class Listener(Protocol):
     def best(self, command: c.MarkBest) -> None:
         """A checkpoint is the best so far."""
 
+    def delivered(self, command: c.Deliver) -> None:
+        """A trajectory that a service was asked for is over."""
+
 
 class Timer:
     """The one timer of the core. Setting it again replaces it."""
@@ -137,6 +140,7 @@ class Effects:
         | c.RemoveEngine
         | c.RecordEvaluation
         | c.MarkBest
+        | c.Deliver
         | c.Warn
         | c.Finish,
     ) -> None:
@@ -159,6 +163,8 @@ class Effects:
                 self._listener.evaluated(command)
             case c.MarkBest():
                 self._listener.best(command)
+            case c.Deliver():
+                self._listener.delivered(command)
             case c.Warn():
                 self._listener.warned(command)
             case c.Finish(error=error):

@@ -26,7 +26,7 @@ from rollweave.record.trace import ENVIRONMENTS, Trace
 from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.commands import Command, MarkBest, RecordEvaluation, StartInit, TrainStep, Warn
+from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, StartInit, TrainStep, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.training import TrainMetrics
@@ -156,6 +156,9 @@ class World:
             self._metrics.warned(Warn(component="checkpoints", message=f"cannot mark step {command.step} best: {error}"))
             return
         self._metrics.best(command)
+
+    def delivered(self, command: Deliver) -> None:
+        raise AssertionError(f"training delivers nothing: {command}")
 
     # What the parts call.
 

@@ -91,6 +91,18 @@ class Evict(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
+class Deliver(Tagged, frozen=True, kw_only=True):
+    """A trajectory that was asked for is over, whatever came of it. `attempt` is in the store if it was `started`.
+
+    → RolloutTaken. It is said again after a restart, until that comes.
+    """
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    stop_reason: StopReason
+    started: bool
+
+
 # Lengths.
 
 
@@ -286,6 +298,7 @@ Command = (
     | StartEval
     | CancelTrajectory
     | Evict
+    | Deliver
     | Predict
     | Harvest
     | FitPredictor

@@ -16,9 +16,13 @@ class EngineSeat(Noun, frozen=True, kw_only=True):
 
 
 class RunStarted(Tagged, frozen=True, kw_only=True):
-    """The world is up for the first time. `engines` are the engines that the world is starting."""
+    """The world is up for the first time. `engines` are the engines that the world is starting.
+
+    `serving`: it has no trainer, and runs what it is asked for.
+    """
 
     engines: tuple[EngineSeat, ...]
+    serving: bool = False
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
@@ -32,7 +36,12 @@ class WorldLost(Tagged, frozen=True, kw_only=True):
 
 
 class StopRequested(Tagged, frozen=True, kw_only=True):
-    """The user asks for an orderly end: cancel what is in flight, save a checkpoint, finish."""
+    """The user asks for an orderly end: cancel what is in flight, save a checkpoint, finish.
+
+    `drain`: what a service was asked for is done first.
+    """
+
+    drain: bool = False
 
 
 class TimerFired(Tagged, frozen=True, kw_only=True):
@@ -54,6 +63,27 @@ class DrawFailed(Tagged, frozen=True, kw_only=True):
 
     group_id: GroupId
     error: str
+
+
+class RolloutsSubmitted(Tagged, frozen=True, kw_only=True):
+    """Somebody asks for `members` attempts at a task of domain `name`. A group that is known is not begun twice."""
+
+    group_id: GroupId
+    name: str
+    task: Task
+    members: int = 1
+
+
+class RolloutCancelled(Tagged, frozen=True, kw_only=True):
+    """Nobody wants this trajectory any more."""
+
+    trajectory_id: TrajectoryId
+
+
+class RolloutTaken(Tagged, frozen=True, kw_only=True):
+    """Whoever asked for it has what `Deliver` spoke of, safely."""
+
+    trajectory_id: TrajectoryId
 
 
 class EnvReady(Tagged, frozen=True, kw_only=True):
@@ -160,13 +190,30 @@ class StepTime(Noun, frozen=True, kw_only=True):
 
 
 class EngineJoined(Tagged, frozen=True, kw_only=True):
-    """The process is ready. It is stale until it has loaded weights. `profile` is what it measured of itself, if it did."""
+    """The process is ready. It is stale until it has loaded weights. `profile` is what it measured of itself, if it did.
+
+    `version`: of the weights that it serves already, in a service, which has no others.
+    """
 
     engine_id: EngineId
     epoch: int
     max_slots: int
     kv_total_tokens: int
+    version: int = -1
     profile: tuple[StepTime, ...] = ()
+
+
+class EngineRegistered(Tagged, frozen=True, kw_only=True):
+    """Somebody offers a service one more engine."""
+
+    engine: EngineSeat
+
+
+class EngineWithdrawn(Tagged, frozen=True, kw_only=True):
+    """The engine is not to be used any more: when its turns are done (`drain`), or now, and they go elsewhere."""
+
+    engine_id: EngineId
+    drain: bool
 
 
 class EngineSuspended(Tagged, frozen=True, kw_only=True):
@@ -261,6 +308,9 @@ Event = (
     | TimerFired
     | GroupSubmitted
     | DrawFailed
+    | RolloutsSubmitted
+    | RolloutCancelled
+    | RolloutTaken
     | EnvReady
     | TurnRequested
     | TurnDone
@@ -271,6 +321,8 @@ Event = (
     | PredictionReady
     | MigrationDone
     | EngineJoined
+    | EngineRegistered
+    | EngineWithdrawn
     | EngineSuspended
     | WeightsLoaded
     | WeightsLoadFailed

@@ -55,10 +55,11 @@ TRAINABLE: frozenset[StopReason] = frozenset({StopReason.FINISHED, StopReason.MA
 
 
 class Purpose(enum.StrEnum):
-    """What a group is for. Only `TRAIN` groups enter the experience buffer."""
+    """What a group is for. Only `TRAIN` groups enter the experience buffer; `SERVE` groups are somebody else's."""
 
     TRAIN = "train"
     EVAL = "eval"
+    SERVE = "serve"
 
 
 class Limits(Noun, frozen=True, kw_only=True):

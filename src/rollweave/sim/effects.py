@@ -97,6 +97,7 @@ class Effects:
         | c.RemoveEngine
         | c.RecordEvaluation
         | c.MarkBest
+        | c.Deliver
         | c.Warn
         | c.Finish,
     ) -> None:
@@ -121,6 +122,8 @@ class Effects:
                 self._fleet.remove(command)
             case c.RecordEvaluation():
                 self._listener.evaluated(command)
+            case c.Deliver(trajectory_id=trajectory_id):  # whoever asked for it takes it at once
+                self._post(e.RolloutTaken(trajectory_id=trajectory_id))
             case c.MarkBest():
                 self._listener.best(command)
             case c.Warn():

@@ -1,0 +1,135 @@
+"""A service: rollouts that somebody outside asked for, each delivered when it is over (ProRL §3).
+
+The pools, turns, engines and retries of training serve it; there is no trainer, no step and no buffer. Invariants: what was
+submitted is delivered, once it is scored, has failed for good or is cancelled, and is kept until it is taken: a restarted
+world says it again. Engines come with weights of their own.
+"""
+
+from rollweave.core import engines, lengths, trajectories
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Group, GroupStatus, Phase, Stage, Trajectory
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import Deliver, Evict, Finish, StartEngine
+from rollweave.schema.events import EngineRegistered, EngineWithdrawn, RolloutCancelled, RolloutsSubmitted, RolloutTaken
+from rollweave.schema.work import Purpose, StopReason
+
+
+def begin(run: Run) -> None:
+    """The world serves, or serves again."""
+    state = run.state
+    state.phase, state.error, state.closed = Phase.SERVING, "", False
+    for trajectory in state.trajectories.values():
+        if trajectory.stage in (Stage.SCORED, Stage.ENDED):
+            _deliver(run, trajectory)
+
+
+# Work.
+
+
+def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
+    state = run.state
+    if event.group_id in state.groups or state.phase is not Phase.SERVING:
+        return
+    group = Group(
+        id=event.group_id,
+        name=event.name,
+        index=0,
+        purpose=Purpose.SERVE,
+        since=run.now,
+        status=GroupStatus.ACTIVE,
+        task=event.task,
+    )
+    state.groups[group.id] = group
+    for member in range(event.members):
+        trajectory = Trajectory(id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now)
+        group.members.append(trajectory.id)
+        state.trajectories[trajectory.id] = trajectory
+        state.init_queue[trajectory.id] = None
+        state.counters.submitted += 1
+        lengths.begin(run, trajectory)
+        if state.closed:
+            trajectories.cancel(run, trajectory, StopReason.CANCELLED)
+
+
+def on_cancelled(run: Run, event: RolloutCancelled) -> None:
+    trajectory = run.state.trajectories.get(event.trajectory_id)
+    if trajectory is not None and trajectory.stage is not Stage.SCORED:
+        trajectories.cancel(run, trajectory, StopReason.CANCELLED)
+
+
+def on_taken(run: Run, event: RolloutTaken) -> None:
+    """Forget it; and its group with the last of its members."""
+    state = run.state
+    trajectory = state.trajectories.get(event.trajectory_id)
+    if trajectory is None or trajectory.stage not in (Stage.SCORED, Stage.ENDED):
+        return
+    group = state.groups[trajectory.group_id]
+    group.members.remove(trajectory.id)
+    del state.trajectories[trajectory.id]
+    run.emit(Evict(trajectory_ids=(trajectory.id,), reason="taken"))
+    if not group.members:
+        del state.groups[group.id]
+
+
+def member_over(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """It is scored, or has failed or was cancelled for good."""
+    delivered = run.state.counters.delivered
+    delivered[reason] = delivered.get(reason, 0) + 1
+    trajectory.stop = reason
+    _deliver(run, trajectory)
+
+
+def _deliver(run: Run, trajectory: Trajectory) -> None:
+    assert trajectory.stop is not None, "what is over ended for a reason"
+    run.emit(
+        Deliver(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            stop_reason=trajectory.stop,
+            started=trajectory.started,
+        )
+    )
+
+
+# Engines.
+
+
+def on_registered(run: Run, event: EngineRegistered) -> None:
+    state, seat = run.state, event.engine
+    if seat.id in state.engines or state.phase is not Phase.SERVING:
+        return
+    state.engines[seat.id] = Engine(id=seat.id, degree=seat.degree, since=run.now)
+    run.fleet_changed()
+    run.emit(StartEngine(engine_id=seat.id, degree=seat.degree))
+
+
+def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
+    engine = run.state.engines.get(event.engine_id)
+    if engine is None:
+        return
+    engines.drain(run, engine)
+    if not event.drain:
+        engines.restart(run, engine, "it was withdrawn")
+
+
+# The end.
+
+
+def stop(run: Run, *, drain: bool) -> None:
+    """Take nothing more; what there is is done first (`drain`), or cancelled."""
+    run.state.closed = True
+    for trajectory in [] if drain else list(run.state.trajectories.values()):
+        if trajectory.stage not in (Stage.SCORED, Stage.ENDED):
+            trajectories.cancel(run, trajectory, StopReason.CANCELLED)
+
+
+def advance(run: Run) -> None:
+    """Let go of engines that have drained, and end when all is delivered and taken."""
+    state = run.state
+    if state.phase is not Phase.SERVING:
+        return
+    for engine in [engine for engine in state.engines.values() if engine.draining and not engine.active]:
+        engines.remove(run, engine, "it was withdrawn")
+    if state.closed and not state.trajectories:
+        state.phase = Phase.FINISHED
+        run.emit(Finish(error=""))

@@ -1,0 +1,190 @@
+"""A core that serves: rollouts that others ask for, on engines that come and go, each delivered exactly once."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.state import Phase, Stage
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.work import Limits, StopReason, Task
+from tests.core.test_core import config
+from tests.core.world import World
+
+SCHEDULINGS = ("turn", "trajectory")
+
+
+class Service(World):
+    """`asked` groups are submitted at random times; some members are cancelled; engines are registered and withdrawn."""
+
+    def __init__(
+        self, *, scheduling: str = "turn", seed: int = 0, asked: int = 20, cancels: float = 0.0, **knobs: float
+    ) -> None:
+        rollout = {"scheduling": scheduling, "init_slots": 3, "max_running": 8, "eval_slots": 2}
+        super().__init__(config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **knobs)
+        self.delivered: dict[str, list[c.Deliver]] = {}
+        self.taken: set[str] = set()
+        self.takes = True
+        self.expected: set[str] = set()
+        for number in range(asked):
+            self.submit(f"r{number}", self.random.uniform(0, 30), cancels)
+
+    def submit(self, group: str, at: float, cancels: float = 0.0) -> None:
+        members = self.random.choice([1, 1, 4])
+        task = Task(id=TaskId(group), env="elsewhere", seed=0, limits=Limits(step_s=5.0))
+        name = self.random.choice(["a", "never heard of"])
+        self.later(e.RolloutsSubmitted(group_id=GroupId(group), name=name, task=task, members=members), at)
+        for member in range(members):
+            self.expected.add(f"{group}.{member}")
+            if self.random.random() < cancels:
+                self.later(e.RolloutCancelled(trajectory_id=TrajectoryId(f"{group}.{member}")), self.random.uniform(0, 60))
+
+    def start(self) -> None:
+        seats = tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items())
+        self.feed(e.RunStarted(engines=seats, serving=True))
+        for name in self.engine_epoch:
+            self.join(name)
+
+    def join(self, name: str) -> None:
+        joined = e.EngineJoined(
+            engine_id=EngineId(name), epoch=self.engine_epoch[name], max_slots=2, kv_total_tokens=9, version=0
+        )
+        self.later(joined)
+
+    def feed(self, event: e.Event) -> None:
+        if isinstance(event, e.EngineJoined):
+            self.engine_version[event.engine_id] = event.version
+        super().feed(event)
+
+    def register(self, name: str) -> None:
+        self.seats[name], self.engine_epoch[name] = 1, 0
+        self.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId(name))))
+        self.join(name)
+
+    def execute(self, command: c.Command) -> None:
+        match command:
+            case c.Deliver():
+                self.delivered.setdefault(command.trajectory_id, []).append(command)
+                if self.takes:
+                    self.taken.add(command.trajectory_id)
+                    self.later(e.RolloutTaken(trajectory_id=command.trajectory_id))
+            case c.StartEngine():
+                pass  # by `register`
+            case c.TrainStep() | c.PublishWeights() | c.SaveCheckpoint() | c.RestartTrainer() | c.LoadWeights() | c.DrawTask():
+                raise AssertionError(f"a service trains nothing: {command}")
+            case c.RestartEngine():
+                self.engine_epoch[command.engine_id] = command.epoch
+                self.join(command.engine_id)
+            case c.RemoveEngine():
+                self.engine_version.pop(command.engine_id, None)
+            case _:
+                super().execute(command)
+
+    def until_delivered(self) -> None:
+        while self.delivered.keys() != self.expected or self.core.state.trajectories:
+            assert self.handled < 50_000, f"{len(self.delivered)} of {len(self.expected)} came"
+            self.step()
+
+    def close(self, *, drain: bool) -> None:
+        self.feed(e.StopRequested(drain=drain))
+        while self.finish is None:
+            self.step()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    scheduling=st.sampled_from(SCHEDULINGS),
+    failure=st.sampled_from([0.0, 0.05, 0.2]),
+    cancels=st.sampled_from([0.0, 0.5]),
+)
+def test_whatever_is_asked_for_is_delivered_once(seed: int, scheduling: str, failure: float, cancels: float) -> None:
+    world = Service(scheduling=scheduling, seed=seed, failure=failure, cancels=cancels)
+    world.start()
+    world.until_delivered()
+    assert all(len(words) == 1 for words in world.delivered.values())
+    counters = world.core.state.counters
+    assert counters.submitted == len(world.expected) == sum(counters.delivered.values())
+    if not failure and not cancels:
+        assert counters.delivered == {StopReason.FINISHED: len(world.expected)}
+    assert not world.core.state.groups
+    world.close(drain=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), scheduling=st.sampled_from(SCHEDULINGS), cut=st.integers(1, 400))
+def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str, cut: int) -> None:
+    """What nobody has taken yet is said again; what was under way starts again; nothing is delivered twice if it was taken."""
+    world = Service(scheduling=scheduling, seed=seed)
+    world.start()
+    world.takes = bool(seed % 2)
+    for _ in range(cut):
+        if world.heap or world.timer is not None:
+            world.step()
+    heard = {event.group_id for _, event in world.journal if isinstance(event, e.RolloutsSubmitted)}
+    untaken = {name for name in world.delivered if name in world.core.state.trajectories}
+    later = [event for *_, event in world.heap if isinstance(event, e.RolloutsSubmitted)]
+    world.core = Core.restore(world.core.snapshot(), world.config)
+    world.heap.clear()
+    world.takes, before = True, Counter({name: len(words) for name, words in world.delivered.items()})
+    world.engine_version.clear()
+    seats = tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats)
+    world.feed(e.WorldLost(engines=seats))
+    for name in world.seats:
+        world.engine_epoch[name] = 0
+        world.join(name)
+    for event in later:
+        world.later(event)
+    world.until_delivered()
+    assert {name.rpartition(".")[0] for name in world.delivered} >= heard
+    for name, words in world.delivered.items():
+        assert len(words) == before[name] + 1 if name in untaken or not before[name] else before[name]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_an_end_drains_or_cancels(drain: bool) -> None:
+    world = Service(asked=6, spread=3.0)
+    world.start()
+    while len(world.core.state.in_run) < 3 or len(world.core.state.groups) < 6:
+        world.step()
+    world.close(drain=drain)
+    reasons = Counter(words[-1].stop_reason for words in world.delivered.values())
+    assert world.delivered.keys() == world.expected
+    assert (StopReason.CANCELLED in reasons) == (not drain)
+    late = Task(id=TaskId("late"), env="a", seed=0)
+    assert world.core.handle(world.now, e.RolloutsSubmitted(group_id=GroupId("late"), name="a", task=late)) == []
+
+
+def test_engines_come_and_go_and_no_job_is_lost() -> None:
+    world = Service(asked=30, spread=0.4, seed=3)
+    world.start()
+    rng, number = random.Random(5), 0
+    while world.delivered.keys() != world.expected or world.core.state.trajectories:
+        assert world.handled < 50_000
+        world.step()
+        if world.handled % 25 == 0:
+            names = list(world.core.state.engines)
+            for name in rng.sample(names, min(len(names), 1)):
+                world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=rng.random() < 0.5))
+            world.register(f"x{number}")
+            number += 1
+    assert set(world.core.state.counters.delivered) == {StopReason.FINISHED}, "withdrawing an engine is nobody's failure"
+    assert number > 5
+
+
+def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> None:
+    world = Service(asked=4)
+    world.seats.clear()
+    world.engine_epoch.clear()
+    world.start()
+    while len(world.core.state.groups) < 4:
+        world.step()
+    assert all(trajectory.stage is Stage.QUEUED for trajectory in world.core.state.trajectories.values())
+    world.register("x")
+    world.until_delivered()
+    assert world.core.state.phase is Phase.SERVING
