@@ -54,6 +54,7 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     if run.scheduling.migration == "rank":
         return by_rank if by_rank is not source and _can_take(source, by_rank) else None
     idlest = placing.idlest(run)
+    assert idlest is not None, "the source takes turns"
     uneven = placing.work_s(run, source) > UNEVEN * placing.work_s(run, idlest)
     for target in (by_rank, idlest) if uneven else (by_rank,):
         if target is not source and _can_take(source, target) and _pays(run, trajectory, source, target):

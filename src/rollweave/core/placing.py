@@ -3,7 +3,8 @@
 Invariant: a partition names only engines that have weights and do not drain; whatever changes that clears it.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from rollweave.core.costs import groups_of, rate_of
 from rollweave.core.run import Run
@@ -67,11 +68,22 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     return not before or before + trajectory.claims <= engine.kv_tokens
 
 
-def idlest(run: Run) -> Engine:
-    """The engine whose own trajectories are done first. There is one that takes turns."""
-    return min(
-        (engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: work_s(run, engine)
-    )
+def idlest(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
+    """The engine whose own trajectories are done first, of all or `among` some; None if none takes turns.
+
+    Asked for at most turns, of all engines: hence no call for those whose work is known.
+    """
+    engines, loads = run.state.engines, run.order.loads
+    best, least = None, math.inf
+    for engine_id in engines if among is None else among:
+        engine = engines[engine_id]
+        if not engine.draining and engine.version >= 0:
+            load = loads.get(engine_id)
+            known = 0.0 if load is None else load.work_s
+            seconds = work_s(run, engine) if known is None else known
+            if seconds < least:
+                best, least = engine, seconds
+    return best
 
 
 def work_s(run: Run, engine: Engine) -> float:

@@ -289,9 +289,8 @@ def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
     if home is not None and fits and home.active < home.slots:
         return home.id
     if run.scheduling.migration == "gain" and run.fleet.active < run.fleet.slots:
-        free = [run.state.engines[load.id] for load in run.fleet.loads.values() if load.active < load.slots]
-        others = [engine for engine in free if engine.id not in (turn.lane, *turn.avoid)]
-        idlest = min(others, key=lambda engine: placing.work_s(run, engine), default=None)
+        free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
+        idlest = placing.idlest(run, [engine_id for engine_id in free if engine_id not in (turn.lane, *turn.avoid)])
         if idlest is not None and placing.fits(run, trajectory, idlest):
             _move(run, trajectory, turn, idlest.id)
             return idlest.id
