@@ -38,6 +38,7 @@ def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
         since=run.now,
         status=GroupStatus.ACTIVE,
         task=event.task,
+        decoding=event.decoding,
     )
     state.groups[group.id] = group
     for member in range(event.members):

@@ -11,7 +11,7 @@ import msgspec
 from rollweave.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
-from rollweave.schema.work import Purpose, StopReason, Task
+from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
 class Stage(enum.StrEnum):
@@ -102,6 +102,7 @@ class Group(msgspec.Struct):
     task: Task | None = None
     members: list[TrajectoryId] = []
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
+    decoding: Decoding = Decoding()
     lost: bool = False  # tokens of a chosen member are gone: it can never be trained on again
 
 

@@ -197,6 +197,7 @@ def start_inits(run: Run) -> None:
                 task=group.task,
                 purpose=group.purpose,
                 initiated_version=version,
+                decoding=group.decoding,
             )
         )
 

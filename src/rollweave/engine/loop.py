@@ -85,7 +85,7 @@ class EngineLoop:
         self._live: dict[str, Live] = {}
         self._suspended_at: float | None = None
         self._deadline = math.inf
-        self._version = -1
+        self._version = spec.version
         self._tokenizer: Tokenizer | None = None
         self._tainted = False
         self._packed: tuple[list[Entry], RowParams] | None = None
@@ -135,7 +135,7 @@ class EngineLoop:
         self._max_context = min(self._runner.shape.context, capacity)
         self._stop_ids = frozenset(spec.eos_token_ids or self._runner.shape.eos_token_ids)
         ready = Ready(
-            version=-1,
+            version=spec.version,
             kv_total_tokens=capacity,
             max_slots=spec.max_slots,
             max_context=self._max_context,

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from rollweave.live.fleet import Fleet
-from rollweave.live.predictor import PredictorSeat
-from rollweave.live.seat import TrainerSeat
 from rollweave.live.tasks import Tasks, on_thread
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.schema import commands as c
 from rollweave.schema.events import DrawFailed, Event, GroupSubmitted, TimerFired
+from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Purpose, Task
 
 DRAW_S = 60.0
@@ -27,6 +26,35 @@ class Draws(Protocol):
 
     def draw(self, name: str, index: int, purpose: Purpose) -> Task:
         """Task number `index` of domain `name`."""
+
+
+class Trains(Protocol):
+    """What effects need of whoever keeps the trainer (`live/seat.py`)."""
+
+    def train(self, command: c.TrainStep) -> None:
+        """Train a mini-batch."""
+
+    def publish(self, command: c.PublishWeights) -> None:
+        """Publish the trainer's weights."""
+
+    def save(self, command: c.SaveCheckpoint) -> None:
+        """Save a checkpoint."""
+
+    def restart(self, command: c.RestartTrainer) -> None:
+        """Start the trainer again."""
+
+
+class Predicts(Protocol):
+    """What effects need of whoever predicts lengths (`live/predictor.py`)."""
+
+    def predict(self, command: c.Predict, context: LengthContext) -> None:
+        """Answer with `PredictionReady`, or not at all."""
+
+    def harvest(self, command: c.Harvest) -> None:
+        """An attempt is over."""
+
+    def fit(self, command: c.FitPredictor) -> None:
+        """Learn."""
 
 
 class Listener(Protocol):
@@ -75,8 +103,8 @@ class Effects:
         *,
         pipeline: Pipeline,
         fleet: Fleet,
-        seat: TrainerSeat,
-        predictor: PredictorSeat,
+        seat: Trains,
+        predictor: Predicts,
         draws: Draws,
         listener: Listener,
         tasks: Tasks,

@@ -169,6 +169,7 @@ class Fleet:
                 epoch=seat.epoch,
                 max_slots=ready.max_slots,
                 kv_total_tokens=ready.kv_total_tokens,
+                version=ready.version,
                 profile=ready.profile,
             )
             self._post(joined)

@@ -6,12 +6,15 @@ process of it is left; a run that ended says why and what came of every trajecto
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
@@ -43,7 +46,7 @@ from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec, Sampling
-from rollweave.schema.work import Purpose
+from rollweave.schema.work import Decoding, Purpose
 
 BACKSTOP = 2.0
 """Our own limits on a silent child, as a multiple of the core's: the core acts first, with its own reasons."""
@@ -268,8 +271,8 @@ class Episodes:
         return Episode(
             command,
             worlds=self._source.worlds(name),
-            speech=self._speech(name, command.purpose),
-            seed=self._config.run.seed,
+            speech=_as_asked(self._speech(name, command.purpose), command.decoding),
+            seed=self._config.run.seed if command.decoding.seed is None else command.decoding.seed,
             clock=self._clock.now,
         )
 
@@ -281,7 +284,7 @@ class Episodes:
     def _speech(self, name: str, purpose: Purpose) -> Speech:
         rollout, codec = self._config.rollout, self._codec
         words = self._source.allowed_words(name)
-        training = purpose is Purpose.TRAIN
+        training = purpose is not Purpose.EVAL
         sampling = Sampling(
             temperature=rollout.temperature if training else self._config.eval.temperature,
             top_p=rollout.top_p if training else 1.0,
@@ -291,6 +294,12 @@ class Episodes:
             allowed=(*codec.words(words), *codec.stop_token_ids) if words else (),
         )
         return Speech(codec=codec, sampling=sampling)
+
+
+def _as_asked(speech: Speech, decoding: Decoding) -> Speech:
+    """With what was asked for in the place of the service's own."""
+    asked = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(decoding, name)) is not None}
+    return dataclasses.replace(speech, sampling=msgspec.structs.replace(speech.sampling, **asked)) if asked else speech
 
 
 def _standing(core: Core) -> str:

@@ -61,7 +61,9 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
 
 
 def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
-    """Scored trajectories whose tokens are gone. What the core has not heard to be scored leaves the store's index."""
-    scored = {trajectory.id: trajectory for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED}
-    store.forget([trajectory_id for trajectory_id in store.ids() if trajectory_id not in scored])
+    """Scored trajectories whose tokens are gone. What the core has not heard to be over leaves the store's index."""
+    known = core.state.trajectories
+    over = {name for name, trajectory in known.items() if trajectory.stage in (Stage.SCORED, Stage.ENDED)}
+    store.forget([name for name in store.ids() if name not in over])
+    scored = {name: trajectory for name, trajectory in known.items() if trajectory.stage is Stage.SCORED}
     return tuple(found.id for found in scored.values() if store.scored_attempt(found.id) != found.attempt)

@@ -101,7 +101,7 @@ class World:
             post=self.pump.post,
             spawn=self._tasks.spawn,
             clock=clock.now,
-            spans=_EpisodeSpans(trace),
+            spans=EpisodeSpans(trace),
             waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
         )
         self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
@@ -192,7 +192,7 @@ class World:
         self._metrics.sampled(await self.fleet.sample(), self.predictor.stats() if self._predicts else None)
 
 
-class _EpisodeSpans:
+class EpisodeSpans:
     """The pipeline's spans as rows of the trace."""
 
     def __init__(self, trace: Trace) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
-from rollweave.rollout.episode import Answer, Episode, EpisodeStopError
+from rollweave.rollout.episode import Answer, EpisodeStopError, TurnPort
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -42,7 +42,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
-from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
 
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
@@ -51,6 +51,58 @@ LEAST_BUDGET_S = 1e-3
 """Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
 
 Key = tuple[TrajectoryId, int]
+
+
+class Driver(Protocol):
+    """What the pipeline drives through INIT, RUN and EVAL: one attempt (`rollout/episode.py` is the usual one).
+
+    Each stage is awaited once, in order, and raises `EpisodeStopError`, or is cancelled; then comes `close` or `kill`.
+    """
+
+    stop_reason: StopReason
+    """Of INIT and RUN, once `trajectory` was called."""
+    eval_s: float
+
+    @property
+    def turns(self) -> int:
+        """That the agent has taken."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the first turn."""
+
+    @property
+    def reward(self) -> float:
+        """So far."""
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        """The first tokens of the first turn."""
+
+    @property
+    def budget_s(self) -> float:
+        """Active seconds that are left."""
+
+    async def init(self) -> None:
+        """Begin."""
+
+    async def run(self, port: TurnPort) -> StopReason:
+        """Until the attempt has ended for a reason that may be trained on."""
+
+    async def score(self) -> Score:
+        """Its reward; after `close`."""
+
+    async def close(self) -> None:
+        """Free what INIT took."""
+
+    def kill(self) -> None:
+        """Free it now."""
+
+    def trajectory(self, reason: StopReason, error: str) -> Trajectory:
+        """What is stored of the attempt."""
+
+
+MakeEpisode = Callable[[StartInit], Driver]
 
 
 class Spans(Protocol):
@@ -92,7 +144,7 @@ class _Attempt:
     """An attempt between `StartInit` and `TrajectoryEnded`."""
 
     command: StartInit
-    episode: Episode
+    episode: Driver
     go: asyncio.Event
     task: asyncio.Task[None] | None = None
     begun: bool = False
@@ -122,7 +174,7 @@ class Pipeline:
     def __init__(
         self,
         *,
-        make_episode: Callable[[StartInit], Episode],
+        make_episode: MakeEpisode,
         engine: Callable[[EngineId], EngineBackend | None],
         store: TrajectoryStore,
         post: Callable[[Event], None],
@@ -288,7 +340,7 @@ class Pipeline:
             self._rolled_out[key] = attempt
             while len(self._rolled_out) > self._waiting_limit:
                 del self._rolled_out[next(iter(self._rolled_out))]
-        else:
+        elif command.purpose is not Purpose.SERVE:  # which is told of failures too
             self._store.forget((command.trajectory_id,))
         self._post(
             TrajectoryEnded(
@@ -407,7 +459,8 @@ class Pipeline:
             )
         )
         del self._evaluations[key]
-        if score is None or evaluation.attempt.command.purpose is Purpose.EVAL:
+        purpose = evaluation.attempt.command.purpose
+        if purpose is Purpose.EVAL or (purpose is Purpose.TRAIN and score is None):
             self._store.forget((trajectory_id,))
         if evaluation.cancelled is not None:
             self._post(TrajectoryEnded(trajectory_id=trajectory_id, attempt=number, stop_reason=evaluation.cancelled))
@@ -434,7 +487,7 @@ def _request_id(command: StartTurn | RerankTurn) -> str:
     return f"{command.trajectory_id}/{command.attempt}/{command.turn}/{command.try_number}"
 
 
-async def _closed(episode: Episode) -> None:
+async def _closed(episode: Driver) -> None:
     """Close the environment, or kill it."""
     try:
         async with asyncio.timeout(CLOSE_S):

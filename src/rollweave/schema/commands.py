@@ -6,7 +6,7 @@ executed is answered by the failing event.
 
 from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
 from rollweave.schema.prediction import LengthContext
-from rollweave.schema.work import Purpose, StopReason, Task
+from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
 class DrawTask(Tagged, frozen=True, kw_only=True):
@@ -28,6 +28,7 @@ class StartInit(Tagged, frozen=True, kw_only=True):
     task: Task
     purpose: Purpose
     initiated_version: int
+    decoding: Decoding = Decoding()
 
 
 class StartRun(Tagged, frozen=True, kw_only=True):

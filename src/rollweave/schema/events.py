@@ -5,7 +5,7 @@ what comes late from an earlier life is ignored. Text in events is for people; d
 """
 
 from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
-from rollweave.schema.work import StopReason, Task
+from rollweave.schema.work import Decoding, StopReason, Task
 
 
 class EngineSeat(Noun, frozen=True, kw_only=True):
@@ -72,6 +72,7 @@ class RolloutsSubmitted(Tagged, frozen=True, kw_only=True):
     name: str
     task: Task
     members: int = 1
+    decoding: Decoding = Decoding()
 
 
 class RolloutCancelled(Tagged, frozen=True, kw_only=True):

@@ -289,6 +289,7 @@ EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | Kv
 class EngineSpec(Noun, frozen=True, kw_only=True):
     """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches.
 
+    `version` is what the checkpoint's own weights are called, -1 where none are served before others are loaded.
     With `profile` it measures its decode steps before it is ready. `kv_host` is the address on which it gives KV away over TCP.
     """
 
@@ -304,5 +305,6 @@ class EngineSpec(Noun, frozen=True, kw_only=True):
     prefix_cache: bool = True
     deterministic: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    version: int = -1
     profile: bool = False
     kv_host: str = "127.0.0.1"

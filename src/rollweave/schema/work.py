@@ -54,6 +54,22 @@ TRAINABLE: frozenset[StopReason] = frozenset({StopReason.FINISHED, StopReason.MA
 """Stop reasons whose trajectory may be scored and trained on. A failure is never a reward of 0."""
 
 
+class Decoding(Noun, frozen=True, kw_only=True):
+    """How turns are sampled, of what whoever asks for a rollout wants otherwise than the service has it."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {"temperature": (0.0, math.inf), "top_p": (1e-6, 1.0), "top_k": (0, 2**31), "seed": (0, 2**63 - 1)}
+        for name, (least, most) in rules.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"sampling.{name} must be from {least:g} to {most:g}, got {value}")
+
+
 class Purpose(enum.StrEnum):
     """What a group is for. Only `TRAIN` groups enter the experience buffer; `SERVE` groups are somebody else's."""
 

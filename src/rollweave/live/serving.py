@@ -1,0 +1,132 @@
+"""The live world of a service: the core, the rollout pipeline and engines, without a trainer.
+
+Invariants: as of `live/world.py`; what is delivered is in the store before anybody hears of it.
+"""
+
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from rollweave.backends.base import EngineBackend
+from rollweave.core.core import Core
+from rollweave.live.clock import RunClock
+from rollweave.live.effects import Effects
+from rollweave.live.fleet import Fleet
+from rollweave.live.pump import Pump
+from rollweave.live.tasks import Tasks
+from rollweave.live.world import WAITING_PER_SLOT, EpisodeSpans
+from rollweave.record.journal import RunJournal
+from rollweave.record.trace import Trace
+from rollweave.rollout.pipeline import MakeEpisode, Pipeline
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, Warn
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import EngineSeat, RunStarted, StopRequested, WorldLost
+
+COMPACT_BYTES = 16 << 20
+"""Bytes of journal after which it begins anew with a snapshot."""
+
+
+class Customers(Protocol):
+    """Whoever asked for rollouts."""
+
+    def delivered(self, command: Deliver) -> None:
+        """It is over, and in the store if it was started. To be answered by `RolloutTaken`."""
+
+    def warned(self, command: Warn) -> None:
+        """A component ails."""
+
+
+class ServiceWorld:
+    """Everything of a service that lives, but its doors. `run` returns when it was stopped, and all is delivered and taken."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        core: Core,
+        clock: RunClock,
+        journal: RunJournal,
+        store: TrajectoryStore,
+        trace: Trace,
+        make_engine: Callable[[EngineSeat, int], EngineBackend],
+        make_episode: MakeEpisode,
+        customers: Customers,
+        compact_bytes: int = COMPACT_BYTES,
+    ) -> None:
+        self.core, self.clock, self.store = core, clock, store
+        self._journal, self._trace, self._compact_bytes = journal, trace, compact_bytes
+        self._tasks = Tasks()
+        self._error = ""
+        self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
+        self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
+        self.pipeline = Pipeline(
+            make_episode=make_episode,
+            engine=self.fleet.backend,
+            store=store,
+            post=self.pump.post,
+            spawn=self._tasks.spawn,
+            clock=clock.now,
+            spans=EpisodeSpans(trace),
+            waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
+        )
+        self._effects = Effects(
+            pipeline=self.pipeline,
+            fleet=self.fleet,
+            seat=_Nobody(),
+            predictor=_Nobody(),
+            draws=_Nobody(),
+            listener=_Listener(customers),
+            tasks=self._tasks,
+            post=self.pump.post,
+            clock=clock.now,
+            finish=self._finish,
+        )
+
+    async def run(self, first: RunStarted | WorldLost) -> str:
+        """Live until the core says `Finish`; its error, or ""."""
+        async with self._tasks:
+            try:
+                self.pump.post(first)
+                self.fleet.start(first.engines)
+                await self.pump.run()
+                await self.fleet.close()
+            finally:
+                self._tasks.cancel_all()
+        return self._error
+
+    def stop(self, *, drain: bool) -> None:
+        """Take nothing more, and end when what there is is done, or cancelled."""
+        self.pump.post(StopRequested(drain=drain))
+
+    def _execute(self, command: Command) -> None:
+        self._effects.execute(command)
+
+    def compact(self) -> None:
+        """Let the journal begin with the core of this moment, if it has grown. Raises DiskError, OSError."""
+        if self._journal.size >= self._compact_bytes:
+            self._journal.sync()
+            self._journal.rotate(self.core.snapshot())
+
+    def _finish(self, error: str) -> None:
+        self._error = error
+        self.pump.stop()
+
+
+class _Nobody:
+    """In the place of whoever trains, predicts and draws tasks: a service asks for none of it."""
+
+    def _never(self, *commands: object) -> NoReturn:
+        raise AssertionError(f"a service does not train: {commands}")
+
+    train = publish = save = restart = predict = harvest = fit = draw = _never
+
+
+class _Listener:
+    def __init__(self, customers: Customers) -> None:
+        self.delivered, self.warned = customers.delivered, customers.warned
+
+    def evaluated(self, command: RecordEvaluation) -> NoReturn:
+        raise AssertionError(f"a service evaluates nothing: {command}")
+
+    def best(self, command: MarkBest) -> NoReturn:
+        raise AssertionError(f"a service has no checkpoints: {command}")
