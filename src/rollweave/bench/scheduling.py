@@ -59,7 +59,7 @@ class Size(Noun, frozen=True, kw_only=True):
     seeds: int
 
 
-FULL = Size(groups=4, learned=4, measured=3, seeds=1)
+FULL = Size(groups=4, learned=4, measured=3, seeds=2)
 QUICK = Size(groups=2, learned=1, measured=1, seeds=1)
 """Full: from the fourth step on predictions of this workload are good; a step of all ways takes about a minute."""
 

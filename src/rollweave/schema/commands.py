@@ -108,7 +108,7 @@ class Deliver(Tagged, frozen=True, kw_only=True):
 
 
 class Predict(Tagged, frozen=True, kw_only=True):
-    """Predict how many tokens the attempt will yet sample, while its environment works; `turn` comes next.
+    """Predict how many tokens the attempt will yet sample, while turn `turn`, the next one, waits and runs.
 
     → PredictionReady. No answer is owed: where none comes, or too late, the last estimate holds.
     """
