@@ -58,6 +58,23 @@ def evaluate(
 
 
 @app.command()
+def serve(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG|RUN", help="A TOML file with model.path; or a trained run, to serve its best.")
+    ],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = None,
+    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+) -> None:
+    """Serve rollouts of CONFIG's tasks over HTTP, to whoever asks."""
+    with reported():
+        from rollweave.cli.serve import serve as work
+
+        sets = [*(overrides or []), *([f"serve.port={port}"] if port is not None else [])]
+        work(config, sets, inproc=inproc)
+
+
+@app.command()
 def simulate(
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file as for `train`, with a [sim] section.")

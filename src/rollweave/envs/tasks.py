@@ -127,6 +127,13 @@ class TaskSource:
         task_id = TaskId(f"{name}-{split}-{index}")
         return msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
 
+    def asked(self, name: str, *, payload: str, seed: int) -> Task:
+        """A task of domain `name` that somebody brings along: `payload` is JSON that its environment reads."""
+        domain, digest = self._domain(name), mix(seed, payload)
+        return Task(
+            id=TaskId(f"{name}-asked-{digest:x}"), env=domain.env, seed=seed, payload=payload, tag=name, limits=domain.limits
+        )
+
     def worlds(self, name: str) -> Worlds:
         """Where the environments of domain `name` live."""
         self._domain(name)

@@ -185,8 +185,10 @@ class Processes:
         inproc: bool,
         programs: Programs,
         on_ready: Callable[[], None],
+        version: int = -1,
     ) -> None:
-        """`on_ready` is called whenever a trainer is ready."""
+        """`on_ready` is called whenever a trainer is ready. `version` is what engines call the model's own weights."""
+        self._version = version
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
         self.model_dir = Path(config.model.path).absolute() if config.model.path is not None else run.model
@@ -209,6 +211,7 @@ class Processes:
             prefill_chunk_tokens=engines.prefill_chunk_tokens,
             prefix_cache=engines.prefix_cache,
             deterministic=engines.deterministic,
+            version=self._version,
             profile=scheduling(self._config.rollout).by_rank or self._config.allocation is not None,
         )
         if self._inproc:

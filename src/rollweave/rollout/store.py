@@ -271,6 +271,9 @@ class TrajectoryStore:
     def __len__(self) -> int:
         return len(self._index)
 
+    def __contains__(self, trajectory_id: object) -> bool:
+        return trajectory_id in self._index
+
     def sync(self) -> None:
         """Force what was written to the disk itself. Raises `DiskError`."""
         self._file.sync()

@@ -299,6 +299,19 @@ SIMULATED_CONTEXT = 1 << 24
 """Context of the model that stands for `sim.model` where [model] is missing: longer than any trajectory; not to be trained."""
 
 
+class ServeConfig(Section):
+    """`rollweave serve`: rollouts for whoever asks over HTTP."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; others than this host reach it only if it says so.")
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = Field(8300, description="Port; 0: any that is free.")
+    token_env: str | None = Field(None, description="Environment variable with the bearer token that requests must carry.")
+    queue: PositiveInt = Field(10_000, description="Rollouts that may wait to begin; more are refused (429).")
+    engines: Literal["local", "registered"] = Field(
+        "local", description="local: [[engines]] on the model's checkpoint, and whatever is registered; registered: only these."
+    )
+    keep: PositiveInt = Field(100_000, description="Newest finished rollouts whose results can be asked for.")
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelConfig
@@ -313,6 +326,7 @@ class RunConfig(Section):
     faults: FaultsConfig = FaultsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
     sim: SimConfig | None = None
+    serve: ServeConfig = ServeConfig()
 
     @model_validator(mode="before")
     @classmethod

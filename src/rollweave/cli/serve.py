@@ -1,0 +1,61 @@
+"""`rollweave serve`: rollouts as a service."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.markup import escape
+
+from rollweave.backends.base import EngineBackend
+from rollweave.cli.console import err, out
+from rollweave.cli.runs import exported_checkpoint, find_run
+from rollweave.codec.config import load
+from rollweave.schema.commands import Warn
+from rollweave.schema.config import ModelConfig, RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import EngineRequest
+from rollweave.service import launch
+
+SUFFIX = "-service"
+"""Of the directory of a service that serves a run's checkpoint, beside the run's."""
+
+
+def serve(path: Path, overrides: Sequence[str], *, inproc: bool) -> None:
+    """Serve until a signal ends it."""
+    config = of_run(str(path), overrides) if path.is_dir() else load(path, overrides)
+    launch.serve(config, host=_Terminal(config), connect=_connect, inproc=inproc)
+
+
+def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
+    """The configuration that serves the best checkpoint of a trained run."""
+    run = find_run(name)
+    if not run.config.exists():
+        raise ConfigError(f"{run.path} must hold config.toml, found none")
+    step, model = exported_checkpoint(run, "best")
+    del step
+    trained = load(run.config, overrides)
+    shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
+    section = trained.run.model_copy(update={"name": f"{run.path.name}{SUFFIX}", "dir": str(run.path.parent), "sinks": ()})
+    return trained.model_copy(update={"model": shape, "run": section})
+
+
+class _Terminal:
+    """Says on the terminal what becomes of the service."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+        del stop  # signals do it
+        names = ", ".join(task.name for task in self._config.tasks)
+        out.print(f"serving [bold]{escape(names)}[/] on {address}", soft_wrap=True)
+        out.print(f"[dim]its API: {address}/openapi.json; Ctrl-C ends it when what it has accepted is done[/]", soft_wrap=True)
+
+    def warned(self, command: Warn) -> None:
+        err.print(f"[yellow]{escape(command.component)}:[/] {escape(command.message)}", soft_wrap=True)
+
+    def stopping(self, drain: bool) -> None:
+        err.print("finishing what was accepted; once more to cancel it" if drain else "cancelling what is left")
+
+
+def _connect(request: EngineRequest, name: str) -> EngineBackend:
+    raise ConfigError(f"{name}: engines behind HTTP are to come, got {request.address}")

@@ -1,0 +1,120 @@
+"""What a rollout service is asked for, and what it answers (`service/`): the nouns of `/v1`, as JSON."""
+
+import math
+from typing import Any
+
+from rollweave.schema.base import Noun, TrajectoryId
+from rollweave.schema.work import Decoding, Trajectory
+
+ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/@")
+ID_LENGTH = 200
+MEMBERS = 4096
+
+
+class AskedLimits(Noun, frozen=True, kw_only=True):
+    """Bounds that a rollout shall have otherwise than its handler has them; never above these."""
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_turn_tokens: int | None = None
+    time_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"limits.{name} must be a positive number, got {value}")
+
+
+class RolloutRequest(Noun, frozen=True, kw_only=True):
+    """`members` attempts at one task of `handler`: number `index` of its tasks, or the one with `payload` and `seed`.
+
+    `id` is the asker's own, and makes asking twice harmless; without it the service chooses one.
+    """
+
+    handler: str
+    id: str = ""
+    index: int | None = None
+    payload: dict[str, Any] | None = None
+    seed: int = 0
+    members: int = 1
+    sampling: Decoding = Decoding()
+    limits: AskedLimits = AskedLimits()
+
+    def __post_init__(self) -> None:
+        if len(self.id) > ID_LENGTH or not set(self.id) <= ID_CHARS:
+            raise ValueError(f"id must be at most {ID_LENGTH} letters, digits and -_.:/@, got {self.id!r:.100}")
+        if not 1 <= self.members <= MEMBERS:
+            raise ValueError(f"members must be from 1 to {MEMBERS}, got {self.members}")
+        if self.index is not None and not 0 <= self.index < 2**53:
+            raise ValueError(f"index must be from 0 to 2^53 - 1, got {self.index}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        if (self.index is None) == (self.payload is None):
+            raise ValueError("exactly one of index and payload must be given")
+
+
+class Batch(Noun, frozen=True, kw_only=True):
+    """Several requests, taken all or none."""
+
+    rollouts: tuple[RolloutRequest, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise ValueError("rollouts must have at least one request, got none")
+
+
+class MemberStatus(Noun, frozen=True, kw_only=True):
+    """`stage` is queued, init, run, eval, or done. `result` is there, where asked for, once it is done, if it ever began."""
+
+    id: TrajectoryId
+    stage: str
+    attempt: int
+    stop_reason: str | None = None
+    result: Trajectory | None = None
+
+
+class RolloutStatus(Noun, frozen=True, kw_only=True):
+    """`state` is queued, running or done: when all members are."""
+
+    id: str
+    handler: str
+    state: str
+    members: tuple[MemberStatus, ...]
+
+
+class Completion(Noun, frozen=True, kw_only=True):
+    """The `number`th member to be done in this service's life."""
+
+    number: int
+    rollout: str
+    member: TrajectoryId
+    stop_reason: str
+
+
+class EngineRequest(Noun, frozen=True, kw_only=True):
+    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots` turns at once."""
+
+    address: str
+    dialect: str
+    slots: int = 64
+    kv_tokens: int = 1 << 20
+    text_only: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"address must begin with http:// or https://, got {self.address!r:.100}")
+        for name in ("slots", "kv_tokens"):
+            if not 1 <= getattr(self, name) <= 2**31:
+                raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")
+
+
+class EngineStatus(Noun, frozen=True, kw_only=True):
+    id: str
+    address: str
+    status: str
+    version: int
+    slots: int
+    running: int
+    draining: bool
+    restarts: int

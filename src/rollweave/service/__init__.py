@@ -1,0 +1,1 @@
+"""Rollouts as a service: the doors of `live/serving.py`."""

@@ -1,0 +1,215 @@
+"""`serve`: from a configuration to a service that listens. The same directory goes on where it ended or was killed.
+
+Invariants: the directory is held by one controller, and is a service's; whatever ends the service, no process, socket or
+temporary file of it is left; the address is said once it answers.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from rollweave.backends.base import EngineBackend
+from rollweave.core.core import Core
+from rollweave.core.seats import first_seats
+from rollweave.envs.tasks import TaskSource
+from rollweave.live.clock import RunClock
+from rollweave.live.launch import Episodes, Processes, Programs
+from rollweave.live.recover import Beginning, recover
+from rollweave.live.serving import ServiceWorld
+from rollweave.record.journal import RunJournal
+from rollweave.record.rundir import RunDir
+from rollweave.record.trace import Trace
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.commands import Warn
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
+from rollweave.schema.service import EngineRequest
+from rollweave.service import http
+from rollweave.service.jobs import Jobs
+from rollweave.service.service import Service
+
+COMPACT_S = 60.0
+"""Between two looks whether the journal should begin anew."""
+
+Connect = Callable[[EngineRequest, str], EngineBackend]
+"""Make a registered engine's backend, of this name."""
+
+
+class Host(Protocol):
+    """Who started the service."""
+
+    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+        """It answers at `address`. `stop`, from whatever thread, ends it: when what it accepted is done (True), or at once."""
+
+    def warned(self, command: Warn) -> None:
+        """A component ails."""
+
+    def stopping(self, drain: bool) -> None:
+        """It takes nothing more."""
+
+
+def serve(config: RunConfig, *, host: Host, connect: Connect, inproc: bool = False, programs: Programs | None = None) -> None:
+    """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done, the second at once.
+
+    Raises ConfigError, DiskError, OSError (the port is taken).
+    """
+    if config.model.path is None:
+        raise ConfigError(
+            "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is served by its directory"
+        )
+    token = _token(config)
+    source = TaskSource(config)
+    directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
+    with RunDir.claim(config, resume=directory.config.exists()) as run:
+        start = _Start(config, run, source, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
+        asyncio.run(start.run(host))
+
+
+def _token(config: RunConfig) -> str | None:
+    name = config.serve.token_env
+    if name is not None and not os.environ.get(name):
+        raise ConfigError(f"serve.token_env must name a variable of the environment that is not empty, got {name!r}")
+    loopback = config.serve.host in ("127.0.0.1", "::1", "localhost")
+    if name is None and not loopback:
+        raise ConfigError(f"serve.token_env must be given where serve.host is not this host alone, got {config.serve.host!r}")
+    return os.environ[name] if name is not None else None
+
+
+class _Start:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        source: TaskSource,
+        *,
+        token: str | None,
+        inproc: bool,
+        programs: Programs,
+        connect: Connect,
+    ) -> None:
+        self._config, self._run, self._source, self._token = config, run, source, token
+        self._inproc, self._programs, self._connect = inproc, programs, connect
+
+    async def run(self, host: Host) -> None:
+        config, run = self._config, self._run
+        with contextlib.ExitStack() as stack:
+            if not run.config.exists():
+                run.write_config(config)
+            store = stack.enter_context(TrajectoryStore(run.trajectories))
+            begun = self._recovered(store)
+            clock = RunClock(begun.at)
+            journal = stack.enter_context(RunJournal(run.journal))
+            if begun.resumed:
+                journal.rotate(begun.core.snapshot())
+            run.write_config(config)
+            jobs = Jobs(run.path / "jobs.sqlite")
+            stack.callback(jobs.close)
+            trace = Trace(run.trace)
+            stack.callback(trace.close)
+            service = Service(config, jobs=jobs, source=self._source, store=store)
+            service.on_warning = host.warned
+            world = self._world(begun.core, clock, journal, store, trace, service)
+            try:
+                await self._live(world, service, begun, host)
+            finally:
+                await self._source.close()
+
+    def _recovered(self, store: TrajectoryStore) -> Beginning:
+        begun = recover(self._config, self._run, store)
+        if begun.resumed and not begun.core.state.serving:
+            raise ConfigError(f"run.name: {self._run.path} holds a training run; choose another name for the service")
+        return begun
+
+    def _world(
+        self, core: Core, clock: RunClock, journal: RunJournal, store: TrajectoryStore, trace: Trace, service: Service
+    ) -> ServiceWorld:
+        config = self._config
+        processes = Processes(
+            config,
+            self._run,
+            words=(),
+            inproc=self._inproc,
+            programs=self._programs,
+            on_ready=lambda: None,
+            version=0,
+        )
+
+        def make_engine(seat: EngineSeat, epoch: int) -> EngineBackend:
+            request = service.address(seat.id)
+            if request is not None:
+                return self._connect(request, f"engine {seat.id}.{epoch}")
+            return processes.engine(seat, epoch)
+
+        return ServiceWorld(
+            config,
+            core=core,
+            clock=clock,
+            journal=journal,
+            store=store,
+            trace=trace,
+            make_engine=make_engine,
+            make_episode=Episodes(config, processes.model_dir, self._source, clock).make,
+            customers=service,
+        )
+
+    async def _live(self, world: ServiceWorld, service: Service, begun: Beginning, host: Host) -> None:
+        config = self._config.serve
+        seats = first_seats(self._config) if config.engines == "local" else ()
+        first = WorldLost(engines=seats, missing=begun.missing) if begun.resumed else RunStarted(engines=seats, serving=True)
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        living = asyncio.create_task(world.run(first))
+
+        def stop(drain: bool) -> None:
+            host.stopping(drain)
+            service.close(drain=drain)
+
+        def stop_from_anywhere(drain: bool) -> None:
+            loop.call_soon_threadsafe(stop, drain)
+
+        await asyncio.sleep(0)  # the first event is the world's
+        service.attach(world)
+        app = http.build(service, token=self._token)
+        ready = functools.partial(host.ready, stop=stop_from_anywhere)
+        listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
+        compacting = asyncio.create_task(_compact(world))
+        try:
+            with _signals(service, stop):
+                await asyncio.wait([living, listening], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.set()
+            for task in (compacting, *([] if living.done() else [living])):
+                task.cancel()
+            found = await asyncio.gather(living, listening, compacting, return_exceptions=True)
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
+
+
+async def _compact(world: ServiceWorld) -> None:
+    while True:
+        await asyncio.sleep(COMPACT_S)
+        world.compact()
+
+
+@contextlib.contextmanager
+def _signals(service: Service, stop: Callable[[bool], None]) -> Iterator[None]:
+    """The first SIGINT or SIGTERM drains, a second one cancels what is left. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, lambda: stop(not service.closed))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

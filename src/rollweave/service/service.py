@@ -1,0 +1,377 @@
+"""Rollouts for whoever asks: takes requests, hands them to the core, keeps what came of them.
+
+Invariants: a request that was accepted ends in a result for each member, also if the service is killed and started again on
+the same directory; asking twice with one id is asking once; what waits to begin is bounded.
+"""
+
+import asyncio
+import functools
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from rollweave.core.state import EngineStatus as CoreEngineStatus
+from rollweave.core.state import Stage, State
+from rollweave.envs.tasks import TaskSource
+from rollweave.live.serving import ServiceWorld
+from rollweave.live.tasks import on_thread
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.commands import Deliver, Warn
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError, EnvError, RollweaveError
+from rollweave.schema.events import (
+    EngineRegistered,
+    EngineSeat,
+    EngineWithdrawn,
+    Event,
+    RolloutCancelled,
+    RolloutsSubmitted,
+    RolloutTaken,
+)
+from rollweave.schema.service import (
+    AskedLimits,
+    Completion,
+    EngineRequest,
+    EngineStatus,
+    MemberStatus,
+    RolloutRequest,
+    RolloutStatus,
+)
+from rollweave.schema.work import Limits, Purpose, Task
+from rollweave.service.jobs import Job, Jobs, Result, job_number
+
+STAGES = {
+    Stage.QUEUED: "queued",
+    Stage.INIT: "init",
+    Stage.RUN: "run",
+    Stage.EVAL_QUEUED: "eval",
+    Stage.EVAL: "eval",
+}
+
+KEPT_WARNINGS = 64
+
+
+class RefusedError(RollweaveError):
+    """The service does not do what it was asked for."""
+
+
+class UnknownError(RefusedError):
+    """There is no such rollout, handler or engine."""
+
+
+class ConflictError(RefusedError):
+    """The id is taken by another request."""
+
+
+class FullError(RefusedError):
+    """As many rollouts wait as may."""
+
+
+class ClosedError(RefusedError):
+    """The service is ending."""
+
+
+class Service:
+    """The life of a service between its doors and its world, which is `attach`ed before anything is asked."""
+
+    def __init__(self, config: RunConfig, *, jobs: Jobs, source: TaskSource, store: TrajectoryStore) -> None:
+        self._config, self._jobs, self._source, self._store = config, jobs, source, store
+        self._world: ServiceWorld | None = None
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}
+        self._news = asyncio.Event()
+        self._drawing = asyncio.Lock()
+        self._submitting = 0
+        self._addresses: dict[EngineId, EngineRequest] = {}
+        self._closed = False
+        self.warnings: list[Warn] = []
+        self.on_warning: Callable[[Warn], None] = lambda _: None
+
+    # The world.
+
+    def attach(self, world: ServiceWorld) -> None:
+        """Begin, or go on: what was accepted and the core has not heard of is said again, engines are registered again."""
+        self._world = world
+        for engine_id, blob in self._jobs.engines():
+            self._offer(EngineId(engine_id), msgspec.json.decode(blob, type=EngineRequest))
+        known = self._state.groups
+        for job in self._jobs.unfinished():
+            if job.group_id not in known and not self._jobs.results(job.number):
+                self._post_job(job)
+
+    @property
+    def _live(self) -> ServiceWorld:
+        assert self._world is not None, "the world is attached first"
+        return self._world
+
+    @property
+    def _state(self) -> State:
+        return self._live.core.state
+
+    def _post(self, event: Event) -> None:
+        self._live.pump.post(event)
+
+    def delivered(self, command: Deliver) -> None:
+        """Keep the result's place; then tell the core, and whoever waits."""
+        entry = None
+        if command.started:
+            found = self._store.find([command.trajectory_id]) if command.trajectory_id in self._store else []
+            entry = next((one for one in found if one.attempt == command.attempt), None)
+        keep = self._config.serve.keep
+        result = self._jobs.done(command.trajectory_id, command.attempt, command.stop_reason, entry, keep=keep)
+        self._post(RolloutTaken(trajectory_id=command.trajectory_id))
+        if result is None:
+            return
+        for future in self._waiting.pop(result.job, []):
+            if not future.done():
+                future.set_result(None)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def warned(self, command: Warn) -> None:
+        """Keep the newest, and say it."""
+        self.warnings = [*self.warnings[-KEPT_WARNINGS + 1 :], command]
+        self.on_warning(command)
+
+    # Rollouts.
+
+    async def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutStatus]:
+        """Take all or none. Raises RefusedError, and ConfigError for a task that cannot be drawn."""
+        if self._closed:
+            raise ClosedError("the service is ending")
+        named = [(request.id or f"auto-{secrets.token_hex(8)}", request) for request in requests]
+        new: dict[str, RolloutRequest] = {}
+        for job_id, request in named:
+            former = new.get(job_id)
+            if former is None and (job := self._jobs.find(job_id)) is not None:
+                former = job.request
+            elif former is None:
+                new[job_id] = request
+            if former is not None and former != request:
+                raise ConflictError(f"id must be new, or of an equal request, got {job_id!r} again")
+        count = sum(request.members for request in new.values())
+        room = self._config.serve.queue - len(self._state.init_queue) - self._submitting
+        if count > room:
+            raise FullError(f"at most {self._config.serve.queue} rollouts may wait to begin; there is room for {max(0, room)}")
+        self._submitting += count  # until the core has them in its queue
+        try:
+            drawn = [(job_id, request, await self._task(request)) for job_id, request in new.items()]
+            if self._closed:
+                raise ClosedError("the service is ending")
+            fresh = [one for one in drawn if self._jobs.find(one[0]) is None]  # else somebody else was quicker
+            for job in self._jobs.add(fresh):
+                self._post_job(job)
+        finally:
+            self._submitting -= count
+        return [self.status(job_id, results=False) for job_id, _ in named]
+
+    def _post_job(self, job: Job) -> None:
+        request = job.request
+        self._post(
+            RolloutsSubmitted(
+                group_id=job.group_id,
+                name=request.handler,
+                task=job.task,
+                members=request.members,
+                decoding=request.sampling,
+            )
+        )
+
+    async def _task(self, request: RolloutRequest) -> Task:
+        names = self.handlers()
+        if request.handler not in names:
+            raise UnknownError(f"handler must be one of {', '.join(names)}, got {request.handler!r:.100}")
+        if request.payload is not None:
+            payload = msgspec.json.encode(request.payload).decode()
+            task = self._source.asked(request.handler, payload=payload, seed=request.seed)
+        else:
+            assert request.index is not None, "index or payload"
+            draw = functools.partial(self._source.draw, request.handler, request.index, Purpose.SERVE)
+            async with self._drawing:  # task sources are the user's code, and not thread-safe
+                try:
+                    task = await on_thread(draw, f"draw {request.handler}")
+                except EnvError as error:
+                    raise ConfigError(f"index must be of a task that can be drawn, got {request.index}: {error}") from error
+        return msgspec.structs.replace(task, limits=_bounded(task.limits, request.limits))
+
+    def status(self, job_id: str, *, results: bool) -> RolloutStatus:
+        """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError."""
+        job = self._jobs.find(job_id)
+        if job is None:
+            raise UnknownError(f"there is no rollout {job_id!r:.100}")
+        done = {result.member: result for result in self._jobs.results(job.number)}
+        members = []
+        for number in range(job.request.members):
+            name = TrajectoryId(f"{job.group_id}.{number}")
+            members.append(self._done(done[name], results) if name in done else self._under_way(name))
+        begun = any(member.stage != "queued" for member in members)
+        state = "done" if len(done) == len(members) else "running" if begun else "queued"
+        return RolloutStatus(id=job.id, handler=job.request.handler, state=state, members=tuple(members))
+
+    def _done(self, result: Result, wanted: bool) -> MemberStatus:
+        trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
+        return MemberStatus(
+            id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
+        )
+
+    def _under_way(self, name: TrajectoryId) -> MemberStatus:
+        trajectory = self._state.trajectories.get(name)
+        if trajectory is None:
+            return MemberStatus(id=name, stage="queued", attempt=0)
+        # What is over and not yet noted is about to be.
+        return MemberStatus(id=name, stage=STAGES.get(trajectory.stage, "eval"), attempt=trajectory.attempt)
+
+    async def wait(self, job_id: str, seconds: float) -> RolloutStatus:
+        """`status` with results, once it is done or after `seconds`. Raises UnknownError."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            job = self._jobs.find(job_id)
+            left = deadline - asyncio.get_running_loop().time()
+            if job is None or not job.left or left <= 0:
+                return self.status(job_id, results=True)
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(job.number, []).append(future)
+            try:
+                await asyncio.wait([future], timeout=left)
+            finally:
+                waiting = self._waiting.get(job.number, [])
+                if future in waiting:
+                    waiting.remove(future)
+                if not waiting:
+                    self._waiting.pop(job.number, None)
+
+    def cancel(self, job_id: str) -> RolloutStatus:
+        """Ask for the end of all members; their results say `cancelled`. Raises UnknownError."""
+        status = self.status(job_id, results=False)
+        for member in status.members:
+            if member.stage != "done":
+                self._post(RolloutCancelled(trajectory_id=member.id))
+        return status
+
+    async def completed(self, after: int, *, limit: int, seconds: float) -> list[Completion]:
+        """Members that were done after number `after`: at once, or when there is one, at most `seconds` later."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while True:
+            news, found = self._news, self._jobs.since(after, limit)
+            left = deadline - asyncio.get_running_loop().time()
+            if found or left <= 0 or self._closed:
+                return [
+                    Completion(
+                        number=result.number,
+                        rollout=self._jobs.id_of(result.job) or "",
+                        member=result.member,
+                        stop_reason=result.stop_reason,
+                    )
+                    for result in found
+                ]
+            try:
+                async with asyncio.timeout(left):
+                    await news.wait()
+            except TimeoutError:
+                continue
+
+    def last_completion(self) -> int:
+        """Number of the newest; 0 before the first."""
+        return self._jobs.last()
+
+    def job_of(self, member: TrajectoryId) -> str | None:
+        """The id under which this trajectory was asked for."""
+        return self._jobs.id_of(job_number(member))
+
+    def handlers(self) -> list[str]:
+        """What can be asked for: the task domains of the configuration."""
+        return [task.name for task in self._config.tasks]
+
+    # Engines.
+
+    def address(self, engine_id: EngineId) -> EngineRequest | None:
+        """Where a registered engine is; None for a local one."""
+        return self._addresses.get(engine_id)
+
+    def register(self, request: EngineRequest) -> EngineStatus:
+        """Use this engine from now on. An address that is known already is the same engine."""
+        if self._closed:
+            raise ClosedError("the service is ending")
+        for engine_id, known in self._addresses.items():
+            if known.address == request.address and engine_id in self._state.engines:
+                return self._engine(engine_id)
+        numbers = [int(engine_id.removeprefix("x")) for engine_id in (*self._addresses, *self._registered())]
+        engine_id = EngineId(f"x{max(numbers, default=-1) + 1}")
+        self._jobs.add_engine(engine_id, msgspec.json.encode(request))
+        self._offer(engine_id, request)
+        return self._engine(engine_id)
+
+    def _registered(self) -> list[str]:
+        return [engine_id for engine_id in self._state.engines if engine_id.startswith("x")]
+
+    def _offer(self, engine_id: EngineId, request: EngineRequest) -> None:
+        self._addresses[engine_id] = request
+        self._post(EngineRegistered(engine=EngineSeat(id=engine_id)))
+
+    def withdraw(self, engine_id: EngineId, *, drain: bool) -> None:
+        """Do without it: when its turns are done (`drain`), or at once. Raises UnknownError."""
+        if engine_id not in self._state.engines and engine_id not in self._addresses:
+            raise UnknownError(f"there is no engine {engine_id!r:.100}")
+        self._jobs.remove_engine(engine_id)
+        self._addresses.pop(engine_id, None)
+        self._post(EngineWithdrawn(engine_id=engine_id, drain=drain))
+
+    def engines(self) -> list[EngineStatus]:
+        """All, the local ones first."""
+        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._addresses))]
+
+    def _engine(self, engine_id: EngineId) -> EngineStatus:
+        engine, request = self._state.engines.get(engine_id), self._addresses.get(engine_id)
+        return EngineStatus(
+            id=engine_id,
+            address=request.address if request is not None else "",
+            status=(engine.status if engine is not None else CoreEngineStatus.STARTING).value,
+            version=engine.version if engine is not None else -1,
+            slots=engine.max_slots if engine is not None else 0,
+            running=len(engine.active) if engine is not None else 0,
+            draining=engine is not None and engine.draining,
+            restarts=engine.restarts if engine is not None else 0,
+        )
+
+    # Its state and end.
+
+    @property
+    def closed(self) -> bool:
+        """It takes nothing more."""
+        return self._closed
+
+    def counts(self) -> Mapping[str, int]:
+        """Rollouts by where they are, and turns."""
+        state = self._state
+        return {
+            "queued": len(state.init_queue),
+            "init": len(state.in_init),
+            "run": len(state.in_run),
+            "eval": len(state.in_eval) + len(state.eval_queue),
+            "closing": len(state.closing),
+            "turns_waiting": len(state.turn_queue),
+            "turns_running": sum(len(engine.active) for engine in state.engines.values()),
+            "submitted": state.counters.submitted,
+            "output_tokens": state.counters.output_tokens,
+        }
+
+    def delivered_by_reason(self) -> Mapping[str, int]:
+        """Rollouts that were delivered, by stop reason."""
+        return dict(self._state.counters.delivered)
+
+    def close(self, *, drain: bool) -> None:
+        """Take nothing more, and end."""
+        self._closed = True
+        self._live.stop(drain=drain)
+        self._news.set()
+
+
+def _bounded(limits: Limits, asked: AskedLimits) -> Limits:
+    """The handler's limits, where less was asked for that."""
+    least = {
+        name: min(value, getattr(limits, name))
+        for name in asked.__struct_fields__
+        if (value := getattr(asked, name)) is not None
+    }
+    return msgspec.structs.replace(limits, **least)
