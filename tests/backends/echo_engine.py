@@ -57,7 +57,7 @@ class EchoLoop:
         self._spec, self._reply = spec, reply
         self._inbox: deque[EngineCommand] = deque()
         self._wake = threading.Condition()
-        self._version = -1
+        self._version = spec.version
         self._suspended = False
         self._held: dict[str, GenerateRequest] = {}
         self._queued: list[GenerateRequest] = []
@@ -71,7 +71,7 @@ class EchoLoop:
     def run(self) -> None:
         if self._spec.model == "broken" or (Path(self._spec.model) / "no-engine").exists():
             raise RuntimeError("the fake engine cannot start")
-        self._reply(Ready(version=-1, kv_total_tokens=1000, max_slots=self._spec.max_slots, max_context=500))
+        self._reply(Ready(version=self._version, kv_total_tokens=1000, max_slots=self._spec.max_slots, max_context=500))
         while True:
             with self._wake:
                 while not self._inbox:

@@ -1,0 +1,234 @@
+"""A client of rollout services: submits, waits, tries again, and spreads over several of them.
+
+Invariants: a rollout has one id wherever it is asked for, so asking again is harmless; a service that does not answer loses its
+rollouts to another one; what it was asked for and somebody else has done is cancelled there as soon as it answers again.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
+
+T = TypeVar("T")
+
+POLL_S = 20.0
+"""Of one question whether a rollout is done."""
+
+BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0
+"""Before a first and a later try; doubled each time."""
+
+TRIES = 6
+"""Of a request whose service does not answer, before it counts as dead: ten seconds or so."""
+
+DEAD_S = 15.0
+"""Until a dead service is asked again."""
+
+
+class ServiceError(RollweaveError):
+    """The service refused: `status` is that of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class NoServiceError(RollweaveError):
+    """No service answers."""
+
+
+@dataclass(slots=True)
+class _Server:
+    address: str
+    outstanding: int = 0
+    dead_until: float = 0.0
+    owed: list[str] = field(default_factory=list)  # ids to cancel there, which another service has done
+
+
+class RolloutClient:
+    """`async with RolloutClient(addresses) as client: await client.rollout(...)`. All calls belong to one event loop."""
+
+    def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
+        """Raises ValueError without an address."""
+        several = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not several:
+            raise ValueError("addresses must have at least one, got none")
+        self._servers = [_Server(address.rstrip("/")) for address in dict.fromkeys(several)]
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=POLL_S + 30.0)
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(headers=self._headers, timeout=limits, connector=connector)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def rollout(self, request: RolloutRequest) -> RolloutStatus:
+        """The rollout with its results, once all members are done. Cancelling the call cancels the rollout.
+
+        Raises ServiceError for a request that is refused for good, NoServiceError where no service answers.
+        """
+        if not request.id:
+            request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
+        left: list[_Server] = []
+        while True:
+            server = self._choose(left)
+            server.outstanding += request.members
+            try:
+                found = await self._on(server, request)
+                break
+            except (aiohttp.ClientError, TimeoutError):
+                server.dead_until = _now() + DEAD_S
+                server.owed.append(request.id)
+                left.append(server)
+            except asyncio.CancelledError:
+                with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
+                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", f"/v1/rollouts/{request.id}"), 5.0))
+                raise
+            finally:
+                server.outstanding -= request.members
+        await self._settle()
+        return found
+
+    async def rollouts(self, requests: Iterable[RolloutRequest]) -> AsyncIterator[RolloutStatus]:
+        """All of them at once, each as it is done."""
+        tasks = [asyncio.ensure_future(self.rollout(request)) for request in requests]
+        try:
+            for done in asyncio.as_completed(tasks):
+                yield await done
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def register(self, request: EngineRequest) -> None:
+        """Give every service this engine."""
+        for server in self._servers:
+            await self._send(server, "POST", "/v1/engines", msgspec.json.encode(request))
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        """What each service says of itself, by address; those that do not answer are missing."""
+        found = {}
+        for server in self._servers:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                found[server.address] = msgspec.json.decode(await self._send(server, "GET", "/health"), type=dict[str, Any])
+        return found
+
+    # One service.
+
+    async def _on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
+        """Submit and wait. What fails on the way is tried again here, a few times."""
+        body, path = msgspec.json.encode(request), f"/v1/rollouts/{request.id}"
+        submitted, failures, wait_s = False, 0, BACKOFF_S
+        while True:
+            try:
+                if not submitted:
+                    await self._send(server, "POST", "/v1/rollouts", body)
+                    submitted = True
+                status = msgspec.json.decode(await self._send(server, "GET", f"{path}?wait={POLL_S:g}"), type=RolloutStatus)
+                failures, wait_s = 0, BACKOFF_S
+                if status.state == "done":
+                    return status
+                continue
+            except ServiceError as error:
+                if error.status == 404 and submitted:
+                    submitted = False  # it has begun anew, without its directory
+                elif error.status not in (429, 503):
+                    raise
+                elif error.status == 503:
+                    failures += 1  # it is ending
+            except (aiohttp.ClientError, TimeoutError):
+                failures += 1
+            if failures >= TRIES:
+                raise aiohttp.ClientConnectionError(f"{server.address} does not answer")
+            await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
+            wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+
+    async def _send(self, server: _Server, method: str, path: str, body: bytes | None = None) -> bytes:
+        assert self._session is not None, "the client is entered"
+        async with self._session.request(method, server.address + path, data=body) as response:
+            answer = await response.read()
+            if response.status >= 400:
+                raise ServiceError(response.status, f"{server.address}: {_message(answer)}")
+            return answer
+
+    # All of them.
+
+    def _choose(self, left: list[_Server]) -> _Server:
+        """The one with the least outstanding that answers, and has not just lost this rollout. Raises NoServiceError."""
+        living = [server for server in self._servers if server not in left and server.dead_until <= _now()]
+        wanted = living or [server for server in self._servers if server not in left]
+        if not wanted:
+            raise NoServiceError(f"none of {', '.join(server.address for server in self._servers)} answers")
+        return min(wanted, key=lambda server: server.outstanding)
+
+    async def _settle(self) -> None:
+        """Cancel what a service that answers again still does for nobody."""
+        for server in self._servers:
+            if server.owed and server.dead_until <= _now():
+                owed, server.owed = server.owed, []
+                for job_id in owed:
+                    with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
+                        await self._send(server, "DELETE", f"/v1/rollouts/{job_id}")
+
+
+class Rollouts:
+    """The same for programs without an event loop: `with Rollouts(addresses) as rollouts: rollouts.run(requests)`."""
+
+    def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
+        self._client = RolloutClient(addresses, token=token)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._call(self._client.__aenter__())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._call(self._client.__aexit__(kind, error, trace))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
+        """All of them at once; results in the order of the requests. Errors are those of `RolloutClient.rollout`."""
+
+        async def all_of_them() -> list[RolloutStatus]:
+            return await asyncio.gather(*map(self._client.rollout, requests))
+
+        return self._call(all_of_them())
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(answer)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return answer[:200].decode(errors="replace")

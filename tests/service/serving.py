@@ -1,0 +1,135 @@
+"""A service for tests: real pipeline, real HTTP, echo engines as processes; in a thread of ours, or as a program to be killed.
+
+As a program: `python -m tests.service.serving CONFIG`; it prints its address.
+"""
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rollweave.codec.config import dumps, load
+from rollweave.schema.commands import Warn
+from rollweave.schema.config import RunConfig
+from rollweave.schema.service import EngineRequest
+from rollweave.service import launch
+from tests.live.whole import FAKES, ROOT, make_config
+
+WAIT_S = 60.0
+
+
+def service_config(directory: Path, **sections: Any) -> RunConfig:
+    """Port 0; the game of `tests.live.game`, two echo engines."""
+    serve = {"port": 0, **sections.pop("serve", {})}
+    return make_config(directory, run={"name": "service"}, serve=serve, **sections)
+
+
+def no_engine(request: EngineRequest, name: str) -> NoReturn:
+    raise OSError(f"{name}: nobody is at {request.address}")
+
+
+class Host:
+    def __init__(self) -> None:
+        self.addresses: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
+        self.warnings: list[Warn] = []
+
+    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+        self.addresses.put((address, stop))
+
+    def warned(self, command: Warn) -> None:
+        self.warnings.append(command)
+
+    def stopping(self, drain: bool) -> None:
+        pass
+
+
+class Serving:
+    """A service in a thread. `stop` ends it and waits; what it raised is raised here."""
+
+    def __init__(self, config: RunConfig, *, connect: launch.Connect = no_engine) -> None:
+        self.host = Host()
+        self._error: BaseException | None = None
+        self._connect = connect
+        self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
+        self._thread.start()
+        while True:
+            try:
+                self.address, self._stop = self.host.addresses.get(timeout=0.2)
+                return
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    self.stop()
+                    raise AssertionError("the service ended before it was ready") from None
+
+    def _serve(self, config: RunConfig) -> None:
+        try:
+            launch.serve(config, host=self.host, connect=self._connect, programs=FAKES)
+        except BaseException as error:
+            self._error = error
+
+    def ask_to_stop(self, *, drain: bool = False) -> None:
+        self._stop(drain)
+
+    def stop(self, *, drain: bool = False) -> None:
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # its loop is over
+                self._stop(drain)
+        self.wait()
+
+    def wait(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "the service does not end"
+        if self._error is not None:
+            raise self._error
+
+
+@contextlib.contextmanager
+def serving(config: RunConfig, *, connect: launch.Connect = no_engine) -> Iterator[Serving]:
+    service = Serving(config, connect=connect)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+class Program:
+    """A service in a process of its own."""
+
+    def __init__(self, config: RunConfig) -> None:
+        file = Path(config.run.dir) / "given.toml"
+        file.write_text(dumps(config))
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.service.serving", str(file)], cwd=ROOT, env=env, stdout=subprocess.PIPE
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().decode().strip()
+        assert self.address, "the service ended before it was ready"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._ended()
+
+    def terminate(self) -> int:
+        self.process.terminate()
+        return self._ended()
+
+    def _ended(self) -> int:
+        code = self.process.wait(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+if __name__ == "__main__":
+
+    class Printing(Host):
+        def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+            print(address, flush=True)
+
+    launch.serve(load(sys.argv[1]), host=Printing(), connect=no_engine, programs=FAKES)

@@ -1,0 +1,355 @@
+"""The service as its users meet it: over HTTP, in good and in bad times."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import RolloutRequest
+from rollweave.service.client import NoServiceError, RolloutClient, Rollouts, ServiceError
+from tests.live.whole import pids
+from tests.service.serving import Program, Serving, service_config, serving
+
+
+async def ask(
+    address: str, method: str, path: str, body: Any = None, *, raw: bytes | None = None, headers: Any = None
+) -> tuple[int, Any, Any]:
+    """Status, JSON body, headers."""
+    data = io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
+    async with aiohttp.ClientSession() as session, session.request(method, address + path, data=data, headers=headers) as found:
+        text = await found.read()
+        return found.status, json.loads(text) if text and "json" in found.content_type else text, found.headers
+
+
+async def until(address: str, path: str, holds: Callable[[Any], bool]) -> None:
+    """What GET `path` says comes to hold."""
+    while not holds((await ask(address, "GET", path))[1]):  # noqa: ASYNC110 (the service is another thread, or process)
+        await asyncio.sleep(0.01)
+
+
+def gone(config: RunConfig) -> bool:
+    """No process of any life is left."""
+    return all(not Path(f"/proc/{pid}").exists() for pid in pids(config))
+
+
+def game(**fields: Any) -> dict[str, Any]:
+    return {"handler": "game", "index": 1, **fields}
+
+
+async def test_a_rollout_is_done_and_has_its_tokens_and_reward(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="a/1", members=3))
+        assert (status, body["state"], len(body["members"])) == (202, "queued", 3)
+        status, body, _ = await ask(service.address, "GET", "/v1/rollouts/a%2F1?wait=30")
+        assert (status, body["state"]) == (200, "done")
+        for member in body["members"]:
+            result = member["result"]
+            assert (member["stop_reason"], result["stop_reason"], result["blame"]) == ("finished", "finished", "none")
+            assert result["reward"] is not None
+            (sequence,) = result["sequences"]
+            assert len(sequence["tokens"]) == len(sequence["logprobs"]) == sequence["segments"][-1]["end"]
+            assert {segment["version"] for segment in sequence["segments"] if segment["kind"] == "output"} == {0}
+        status, body, _ = await ask(service.address, "GET", "/v1/completions")
+        assert {one["rollout"] for one in body["completions"]} == {"a/1"}
+        assert body["next"] == 3
+        assert (await ask(service.address, "GET", "/v1/handlers"))[1] == {"handlers": ["game"]}
+        status, text, _ = await ask(service.address, "GET", "/metrics")
+        assert 'rollweave_delivered_total{stop_reason="finished"} 3' in text.decode()
+
+
+async def test_a_payload_may_be_brought_along(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        body = {"handler": "game", "id": "own", "payload": {"any": [1, "ü"]}, "seed": 7}
+        assert (await ask(service.address, "POST", "/v1/rollouts", body))[0] == 202
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/own?wait=30")
+        task = found["members"][0]["result"]["task"]
+        assert (json.loads(task["payload"]), task["seed"]) == ({"any": [1, "ü"]}, 7)
+
+
+async def test_asking_twice_is_asking_once(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        answers = await asyncio.gather(*(ask(service.address, "POST", "/v1/rollouts", game(id="same")) for _ in range(8)))
+        assert {status for status, _, _ in answers} == {202}
+        assert (await ask(service.address, "GET", "/v1/rollouts/same?wait=30"))[1]["state"] == "done"
+        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="same")))[1]["state"] == "done"
+        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="same", index=2))
+        assert (status, body["error"]["type"]) == (409, "conflict")
+        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 1
+
+
+WRONG = [
+    (b"", 400),
+    (b"{", 400),
+    (b"[]", 400),
+    (b'{"handler": "game"}', 400),
+    (b'{"handler": "game", "index": -1}', 400),
+    (b'{"handler": "game", "index": 1.5}', 400),
+    (b'{"handler": "game", "index": 1, "payload": {}}', 400),
+    (b'{"handler": "game", "index": 1, "members": 0}', 400),
+    (b'{"handler": "game", "index": 1, "members": 1e9}', 400),
+    (b'{"handler": "game", "index": 1, "id": "a b"}', 400),
+    (b'{"handler": "game", "index": 1, "unknown": 1}', 400),
+    (b'{"handler": "game", "index": 1, "sampling": {"top_p": 0}}', 400),
+    (b'{"handler": "game", "index": 1, "sampling": {"temperature": NaN}}', 400),
+    (b'{"handler": "game", "index": 1, "limits": {"time_s": -1}}', 400),
+    (b'{"rollouts": []}', 400),
+    (b'{"rollouts": [{"handler": "game", "index": 1}, {"handler": "no", "index": 1}]}', 404),
+    (b'{"rollouts": [{"handler": "game", "index": 1, "id": "x"}, {"handler": "game", "index": 2, "id": "x"}]}', 409),
+    (b'{"handler": "' + b"\xff" * 9 + b'", "index": 1}', 400),
+    (b'{"handler":' * 2000, 400),
+    (b'{"handler": "game", "payload": {"x": "' + b"x" * (17 << 20) + b'"}}', 413),
+]
+
+
+async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        for raw, wanted in WRONG:
+            status, body, _ = await ask(service.address, "POST", "/v1/rollouts", raw=raw)
+            assert status == wanted, (raw[:80], body)
+            assert body["error"]["message"]
+        for method, path, wanted in (
+            ("GET", "/v1/rollouts/none", 404),
+            ("DELETE", "/v1/rollouts/none", 404),
+            ("GET", "/v1/rollouts/none?wait=soon", 400),
+            ("GET", "/v1/completions?after=-1", 400),
+            ("GET", "/v1/completions?limit=nan", 400),
+            ("DELETE", "/v1/engines/x9", 404),
+            ("DELETE", "/v1/engines/e0?drain=perhaps", 400),
+            ("PATCH", "/v1/rollouts", 405),
+            ("GET", "/v2", 404),
+        ):
+            status, body, _ = await ask(service.address, method, path)
+            assert (status, bool(body["error"]["message"])) == (wanted, True), path
+        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
+
+
+async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2}, serve={"queue": 10})
+    with serving(config) as service:
+        accepted = refused = 0
+        for number in range(40):
+            status, body, headers = await ask(service.address, "POST", "/v1/rollouts", game(id=f"j{number}"))
+            accepted += status == 202
+            refused += status == 429
+            if status == 429:
+                assert (body["error"]["type"], headers["Retry-After"]) == ("full", "1")
+        assert accepted + refused == 40
+        assert 10 <= accepted <= 14
+        batch = {"rollouts": [game(id=f"b{number}") for number in range(11)]}
+        assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == 429
+        assert (await ask(service.address, "GET", "/v1/rollouts/b0"))[0] == 404
+        gate.touch()
+        for number in range(40):
+            status, body, _ = await ask(service.address, "GET", f"/v1/rollouts/j{number}?wait=30")
+            accepted -= status == 200 and body["state"] == "done"
+        assert accepted == 0
+
+
+async def test_a_rollout_can_be_cancelled_in_every_stage(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2})
+    with serving(config) as service:
+        for name in ("running", "waiting"):
+            await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=2))
+        await until(service.address, "/v1/rollouts/running", lambda found: found["members"][0]["stage"] == "run")
+        for name in ("waiting", "running"):
+            assert (await ask(service.address, "DELETE", f"/v1/rollouts/{name}"))[0] == 202
+            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            assert [member["stop_reason"] for member in found["members"]] == ["cancelled", "cancelled"]
+            assert all((member["result"] is None) == (name == "waiting") for member in found["members"])
+        _, health, _ = await ask(service.address, "GET", "/health")
+        assert (health["init"], health["run"], health["closing"], health["turns_running"]) == (0, 0, 0, 0)
+
+
+async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        seen: Counter[str] = Counter()
+
+        async def listen(session: aiohttp.ClientSession, after: str) -> str:
+            async with session.get(service.address + "/v1/events", headers={"Last-Event-ID": after}) as found:
+                async for line in found.content:
+                    if line.startswith(b"id: "):
+                        after = line[4:].decode().strip()
+                    elif line.startswith(b"data: "):
+                        seen[json.loads(line[6:])["rollout"]] += 1
+                        if sum(seen.values()) % 5 == 0:
+                            return after  # the connection breaks
+            return after
+
+        async with aiohttp.ClientSession() as session:
+            after = "0"
+            await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"e{i}") for i in range(20)]})
+            while sum(seen.values()) < 20:
+                after = await listen(session, after)
+        assert seen == {f"e{i}": 1 for i in range(20)}
+
+
+@pytest.mark.parametrize("stage", ["reset", "step", "score"])
+async def test_an_environment_that_fails_is_a_failure_and_no_reward(tmp_path: Path, stage: str) -> None:
+    config = service_config(tmp_path, task={"env": "tests.service.broken:Broken"}, options={"stage": stage})
+    with serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        (member,) = found["members"]
+        wanted = "reward_error" if stage == "score" else "env_error"
+        assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (wanted, None, "environment")
+        assert "broken on purpose" in member["result"]["error"]
+        assert member["attempt"] == config.rollout.retries
+
+
+async def test_a_token_is_wanted_of_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUR_TOKEN", "tschüss")
+    with serving(service_config(tmp_path, serve={"token_env": "OUR_TOKEN"})) as service:
+        for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "tschüss"}):
+            status, body, _ = await ask(service.address, "GET", "/v1/handlers", headers=headers)
+            assert (status, body["error"]["type"]) == (401, "unauthorized")
+        assert (await ask(service.address, "GET", "/health"))[0] == 200
+        assert (await ask(service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}))[0] == 200
+
+
+def test_bad_settings_are_told(tmp_path: Path) -> None:
+    for sections, words in (
+        ({"serve": {"host": "0.0.0.0"}}, "serve.token_env must be given"),
+        ({"serve": {"token_env": "NO_SUCH_VARIABLE"}}, "serve.token_env must name a variable"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Serving(service_config(tmp_path, **sections)).stop()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain: bool) -> None:
+    gate = tmp_path / "gate"
+    config = service_config(tmp_path, options={"wait": str(gate)})
+    service = Serving(config)
+    try:
+        await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"d{i}") for i in range(12)]})
+        await until(service.address, "/health", lambda health: health["run"] > 0)
+        waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/d0?wait=30"))
+        service.ask_to_stop(drain=drain)
+        await until(service.address, "/health", lambda health: health["status"] == "closing")
+        assert not drain or (await ask(service.address, "POST", "/v1/rollouts", game(id="late")))[0] == 503
+        gate.touch()
+        await asyncio.to_thread(service.wait)
+        with contextlib.suppress(aiohttp.ClientError):
+            assert (await waiting)[1]["state"] == "done"
+    finally:
+        gate.touch()
+        service.stop()
+    assert gone(config)
+    with serving(config) as again:  # what was done is still there
+        for number in range(12):
+            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/d{number}")
+            assert found["members"][0]["stop_reason"] == ("finished" if drain else "cancelled")
+
+
+async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 4})
+    for life in range(3):
+        program = Program(config)
+        try:
+            batch = {"rollouts": [game(id=f"k{life}-{i}") for i in range(20)]}
+            assert (await ask(program.address, "POST", "/v1/rollouts", batch))[0] == 202
+            if life == 1:
+                gate.touch()
+                await ask(program.address, "GET", "/v1/rollouts/k0-3?wait=30")
+                gate.unlink()
+        finally:
+            program.kill()
+    gate.touch()
+    program = Program(config)
+    try:
+        for life in range(3):
+            for number in range(20):
+                _, found, _ = await ask(program.address, "GET", f"/v1/rollouts/k{life}-{number}?wait=30")
+                assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "finished")
+                assert found["members"][0]["result"]["reward"] is not None
+        _, body, _ = await ask(program.address, "GET", "/v1/completions?limit=1000")
+        assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
+    finally:
+        assert program.terminate() == 0
+    assert gone(config)
+
+
+async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config) as service:
+        (Path(config.model.path or "") / "kill-engine").touch()
+        await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"e{i}") for i in range(8)]})
+        for number in range(8):
+            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
+            assert found["members"][0]["stop_reason"] == "finished"
+        assert any("restarted" in warning.message for warning in service.host.warnings)
+
+
+# The client.
+
+
+async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
+    """One of two services is killed with rollouts in flight: the other one does them."""
+    gate = tmp_path / "gate"
+    configs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        configs.append(service_config(tmp_path / name, options={"wait": str(gate)}))
+    programs = [Program(config) for config in configs]
+    try:
+        async with RolloutClient([program.address for program in programs]) as client:
+            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(16)]
+            counts = {}
+            while sum(counts.values()) < 16:
+                health = await client.health()
+                counts = {address: found["submitted"] for address, found in health.items()}
+                await asyncio.sleep(0.02)
+            assert sorted(counts.values()) == [8, 8]
+            programs[0].kill()
+            gate.touch()
+            found = await asyncio.gather(*tasks)
+        assert {status.members[0].stop_reason for status in found} == {"finished"}
+    finally:
+        programs[0].process.kill()
+        assert programs[1].terminate() == 0
+
+
+async def test_a_cancelled_call_cancels_the_rollout(tmp_path: Path) -> None:
+    config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
+    with serving(config) as service:
+        async with RolloutClient(service.address) as client:
+            task = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0, id="mine")))
+            await until(service.address, "/health", lambda health: health["run"] > 0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/mine?wait=30")
+        assert found["members"][0]["stop_reason"] == "cancelled"
+
+
+def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service, Rollouts(service.address) as rollouts:
+        found = rollouts.run([RolloutRequest(handler="game", index=index, members=2) for index in range(5)])
+        assert [len(status.members) for status in found] == [2] * 5
+        with pytest.raises(ServiceError, match="handler must be one of game"):
+            rollouts.run([RolloutRequest(handler="none", index=0)])
+
+
+async def test_nobody_there_is_said(unused_tcp_port: int) -> None:
+    async with RolloutClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
+        with pytest.raises(NoServiceError, match=str(unused_tcp_port)):
+            await client.rollout(RolloutRequest(handler="game", index=0))
+
+
+def test_a_directory_is_one_services_alone(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config), pytest.raises(ConfigError, match=f"in use by another controller, process {os.getpid()}"):
+        Serving(config).stop()
