@@ -230,7 +230,7 @@ def _whole(name: str, said: str) -> int:
 
 async def serve(app: web.Application, host: str, port: int, stopped: asyncio.Event, ready: Callable[[str], None]) -> None:
     """Listen until `stopped`; `ready` gets the address. Raises OSError where the port is taken."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollweave.backends.base import EngineBackend
+from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.envs.tasks import TaskSource
@@ -33,6 +34,7 @@ from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
 from rollweave.service.jobs import Jobs
+from rollweave.service.prorl import ProRL
 from rollweave.service.service import Service
 
 COMPACT_S = 60.0
@@ -176,6 +178,7 @@ class _Start:
         await asyncio.sleep(0)  # the first event is the world's
         service.attach(world)
         app = http.build(service, token=self._token)
+        app.add_routes(ProRL(service, codec=ChatCodec.from_directory(Path(self._config.model.path or ""))).table())
         ready = functools.partial(host.ready, stop=stop_from_anywhere)
         listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
         compacting = asyncio.create_task(_compact(world))

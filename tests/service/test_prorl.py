@@ -1,0 +1,95 @@
+"""ProRL's clients' request sequences, replayed: NeMo-Gym's agent, and a NeMo-RL client's set-up and batches."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.service.serving import Serving, service_config, serving
+from tests.service.test_service import ask, until
+
+
+async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]:
+    status, found, _ = await ask(service.address, "POST", path, body if body is not None else {})
+    return status, found
+
+
+def job(number: int, **fields: Any) -> dict[str, Any]:
+    params = {"temperature": 0.7, "top_p": 1.0, "max_iterations": 8, "max_output_tokens": 4, "token_level_generation": True}
+    instance = {"data_source": "game", "instance_id": f"i{number}", "trajectory_id": f"t{number}", "problem": "say anything"}
+    return {"instance": {**instance, **fields.pop("instance", {})}, "sampling_params": params, **fields}
+
+
+async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        assert (await post(service, "/process", job(0)))[0] == 503
+        assert (await post(service, "/clear_llm_server"))[1] == {"status": "Cleared all LLM server addresses"}
+        assert await post(service, "/start") == (200, {"status": "Server started successfully"})
+        status, found = await post(service, "/start")
+        assert (status, set(found)) == (400, {"detail"})  # which its clients take for good
+        await until(service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving")
+        answers = await asyncio.gather(*(post(service, "/process", job(number, job_id="again")) for number in range(6)))
+        for number, (status, found) in enumerate(answers):
+            assert status == 200
+            assert (found["instance_id"], found["trajectory_id"]) == (f"i{number}", f"t{number}")
+            assert (found["success"], found["finish"], found["critical_error"]) == (True, True, None)
+            assert found["timing"]["counted_elapsed"] >= found["timing"]["run_time"] > 0
+            spoken = [message for message in found["messages"] if message["role"] == "assistant"]
+            assert len(spoken) == 2
+            for message in spoken:
+                assert len(message["token_ids"]) == len(message["logprobs"]) > 0
+            first, second = spoken
+            assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
+            assert second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])] == first["token_ids"]
+        _, status_found, _ = await ask(service.address, "GET", "/status")
+        assert (status_found["total"], status_found["active_run"]) == (0, 0)
+        assert await post(service, "/stop") == (200, {"status": "Server stopped successfully"})
+        assert (await post(service, "/process", job(0)))[0] == 503
+
+
+async def test_jobs_are_cancelled_by_name_by_leaving_and_by_the_end(tmp_path: Path) -> None:
+    config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
+    with serving(config) as service:
+        await post(service, "/start")
+        named = asyncio.create_task(post(service, "/process", job(0, job_id="one")))
+        await until(service.address, "/health", lambda health: health["run"] == 1)
+        assert await post(service, "/cancel", {"job_id": "one"}) == (200, {"status": "Job one canceled successfully"})
+        status, found = await named
+        assert (status, found["success"], found["finish"], found["filter"]) == (200, False, False, False)
+        assert (await post(service, "/cancel", {"job_id": "one"}))[0] == 404
+        leaving = asyncio.create_task(post(service, "/process", job(1)))
+        await until(service.address, "/health", lambda health: health["run"] == 1)
+        leaving.cancel()
+        await until(service.address, "/health", lambda health: health["run"] + health["closing"] == 0)
+        waiting = [asyncio.create_task(post(service, "/process", job(number))) for number in range(3)]
+        await until(service.address, "/health", lambda health: health["run"] == 3)
+        await post(service, "/stop")
+        assert [(await task)[1]["success"] for task in waiting] == [False] * 3
+
+
+async def test_what_is_wrong_is_refused_in_its_words(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        await post(service, "/start")
+        for body in (
+            job(0, instance={"data_source": "none"}),
+            {"instance": 1},
+            {},
+            job(0) | {"sampling_params": {"temperature": -1}},
+            job(0) | {"sampling_params": {"max_iterations": "many"}},
+        ):
+            status, found = await post(service, "/process", body)
+            assert (status, set(found)) == (400, {"detail"}), body
+        assert (await post(service, "/add_llm_server", {"address": 5}))[0] == 400
+        assert (await post(service, "/add_llm_server", {}))[0] == 400
+        async with aiohttp.ClientSession() as session, session.post(service.address + "/process", data=b"\xff{") as found:
+            assert found.status == 400
+
+
+async def test_a_failure_is_named_and_filtered(tmp_path: Path) -> None:
+    config = service_config(tmp_path, task={"env": "tests.service.broken:Broken", "tag": "game"}, options={"stage": "reset"})
+    with serving(config) as service:
+        await post(service, "/start")
+        status, found = await post(service, "/process", job(0))
+        assert (status, found["success"], found["critical_error"], found["filter"]) == (200, False, "init", True)
+        assert "broken on purpose" in found["error"]
