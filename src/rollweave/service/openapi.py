@@ -13,6 +13,7 @@ from rollweave.schema.service import (
     RolloutStatus,
 )
 
+TEXT = {"type": "string"}
 _REF = "#/components/schemas/{name}"
 NOUNS = (RolloutRequest, Batch, RolloutStatus, Completion, EngineRequest, EngineStatus)
 
@@ -33,30 +34,29 @@ def document() -> dict[str, Any]:
     completions = _fields({"completions": _list("Completion"), "next": {"type": "integer"}})
     body = {"oneOf": [_ref("RolloutRequest"), _ref("Batch")]}
     either = {"oneOf": [_ref("RolloutStatus"), _fields({"rollouts": _list("RolloutStatus")})]}
+    handlers, engines = _fields({"handlers": {"type": "array", "items": TEXT}}), _fields({"engines": _list("EngineStatus")})
+    many = (400, 404, 409, 413, 429, 503)
+    rollout, engine = _ref("RolloutStatus"), _ref("EngineRequest")
     paths = {
-        "/v1/rollouts": {"post": _operation("Ask for rollouts", 202, either, body=body, errors=(400, 404, 409, 413, 429, 503))},
+        "/v1/rollouts": {"post": _operation("submit", "Ask for rollouts", 202, either, body=body, errors=many)},
         "/v1/rollouts/{id}": {
-            "get": _operation("Status, and results", 200, _ref("RolloutStatus"), parameters=[one, wait], errors=(400, 404)),
-            "delete": _operation("Cancel", 202, _ref("RolloutStatus"), parameters=[one], errors=(404,)),
+            "get": _operation("status", "Status, and results", 200, rollout, parameters=[one, wait], errors=(400, 404)),
+            "delete": _operation("cancel", "Cancel", 202, rollout, parameters=[one], errors=(404,)),
         },
         "/v1/completions": {
-            "get": _operation("What is done (long poll)", 200, completions, parameters=[after, limit, wait], errors=(400,))
-        },
-        "/v1/handlers": {
             "get": _operation(
-                "What can be asked for", 200, _fields({"handlers": {"type": "array", "items": {"type": "string"}}})
+                "completions", "What is done (long poll)", 200, completions, parameters=[after, limit, wait], errors=(400,)
             )
         },
+        "/v1/handlers": {"get": _operation("handlers", "What can be asked for", 200, handlers)},
         "/v1/engines": {
-            "get": _operation("Engines", 200, _fields({"engines": _list("EngineStatus")})),
-            "post": _operation("Register one", 202, _ref("EngineStatus"), body=_ref("EngineRequest"), errors=(400, 413, 503)),
+            "get": _operation("engines", "Engines", 200, engines),
+            "post": _operation("register", "Register one", 202, _ref("EngineStatus"), body=engine, errors=(400, 413, 503)),
         },
         "/v1/engines/{id}": {
-            "delete": _operation(
-                "Do without it", 202, _fields({"engines": _list("EngineStatus")}), parameters=[one, drain], errors=(400, 404)
-            )
+            "delete": _operation("withdraw", "Do without it", 202, engines, parameters=[one, drain], errors=(400, 404))
         },
-        "/health": {"get": _operation("Is it there?", 200, _ref("Health"))},
+        "/health": {"get": _operation("health", "Is it there?", 200, _ref("Health"))},
     }
     return {
         "openapi": "3.1.0",
@@ -68,6 +68,7 @@ def document() -> dict[str, Any]:
 
 
 def _operation(
+    name: str,
     summary: str,
     status: int,
     answer: dict[str, Any],
@@ -78,7 +79,7 @@ def _operation(
 ) -> dict[str, Any]:
     responses = {str(status): _content(summary, answer)}
     responses |= {str(error): _content("Refused", _ref("Error")) for error in (*errors, 401)}
-    made: dict[str, Any] = {"summary": summary, "responses": responses, "parameters": parameters or []}
+    made: dict[str, Any] = {"summary": summary, "operationId": name, "responses": responses, "parameters": parameters or []}
     if body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return made

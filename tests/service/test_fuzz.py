@@ -1,0 +1,23 @@
+"""The API fuzzed from its own description: no 5xx, and every answer is what the description says."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.serving import service_config, serving
+
+
+@pytest.mark.slow
+def test_nothing_that_is_asked_gives_5xx(tmp_path: Path) -> None:
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    with serving(service_config(tmp_path)) as service:
+        command = [Path(sys.executable).parent / "schemathesis", "run", f"{service.address}/openapi.json", "--checks", checks]
+        # Engines that are nowhere would be tried for minutes, and completions be waited for, up to a minute each.
+        excluded = [word for name in ("register", "completions") for word in ("--exclude-operation-id", name)]
+        more = [*excluded, "--max-examples", "50", "--no-color", "--generation-deterministic"]
+        env = {**os.environ, "PYTHONWARNINGS": "ignore"}
+        found = subprocess.run([*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
