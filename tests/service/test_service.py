@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,9 +38,20 @@ async def until(address: str, path: str, holds: Callable[[Any], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def gone(config: RunConfig) -> bool:
-    """No process of any life is left."""
-    return all(not Path(f"/proc/{pid}").exists() for pid in pids(config))
+def ended(config: RunConfig) -> None:
+    """Wait until no process of any life is left: those of a killed one end by themselves, as soon as they see it."""
+    left, deadline = pids(config), time.monotonic() + 30.0
+    while left := [pid for pid in left if _lives(pid)]:
+        assert time.monotonic() < deadline, f"{left} are left"
+        time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    """A zombie does not: whoever adopted it has not looked yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def game(**fields: Any) -> dict[str, Any]:
@@ -246,7 +258,7 @@ async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain
     finally:
         gate.touch()
         service.stop()
-    assert gone(config)
+    ended(config)
     with serving(config) as again:  # what was done is still there
         for number in range(12):
             _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/d{number}")
@@ -279,7 +291,7 @@ async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
         assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
     finally:
         assert program.terminate() == 0
-    assert gone(config)
+    ended(config)
 
 
 async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:

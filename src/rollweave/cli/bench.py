@@ -13,9 +13,11 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-NAMES = ("engine", "demo", "fixed", "multitask", "longtail", "modes", "sim", "truth", "faults", "placement", "scheduling")
-UNTRAINED = ("engine", "sim", "placement", "scheduling")
+SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
+UNTRAINED = ("engine", "sim", "placement", "scheduling", "service")
 """Benches in which nothing is learned, so that seeds mean nothing to them."""
+
+NAMES = (*SEEDED, *UNTRAINED)
 
 
 def bench(
@@ -70,6 +72,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.scheduling import bench_scheduling
 
         return bench_scheduling(quick=quick, say=say)
+    if name == "service":
+        from rollweave.bench.service import bench_service
+
+        return bench_service(quick=quick, say=say)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

@@ -57,10 +57,19 @@ class Host(Protocol):
         """It takes nothing more."""
 
 
-def serve(config: RunConfig, *, host: Host, connect: Connect, inproc: bool = False, programs: Programs | None = None) -> None:
+def serve(
+    config: RunConfig,
+    *,
+    host: Host,
+    connect: Connect,
+    inproc: bool = False,
+    programs: Programs | None = None,
+    observe: Callable[[Service], None] = lambda _: None,
+) -> None:
     """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done, the second at once.
 
-    Raises ConfigError, DiskError, OSError (the port is taken).
+    `observe` gets the service itself, on its loop, for whoever asks without HTTP. Raises ConfigError, DiskError, OSError (the
+    port is taken).
     """
     if config.model.path is None:
         raise ConfigError(
@@ -71,7 +80,7 @@ def serve(config: RunConfig, *, host: Host, connect: Connect, inproc: bool = Fal
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
         start = _Start(config, run, source, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
-        asyncio.run(start.run(host))
+        asyncio.run(start.run(host, observe))
 
 
 def _token(config: RunConfig) -> str | None:
@@ -99,7 +108,7 @@ class _Start:
         self._config, self._run, self._source, self._token = config, run, source, token
         self._inproc, self._programs, self._connect = inproc, programs, connect
 
-    async def run(self, host: Host) -> None:
+    async def run(self, host: Host, observe: Callable[[Service], None]) -> None:
         config, run = self._config, self._run
         with contextlib.ExitStack() as stack:
             if not run.config.exists():
@@ -117,6 +126,7 @@ class _Start:
             stack.callback(trace.close)
             service = Service(config, jobs=jobs, source=self._source, store=store)
             service.on_warning = host.warned
+            observe(service)
             world = self._world(begun.core, clock, journal, store, trace, service)
             try:
                 await self._live(world, service, begun, host)
