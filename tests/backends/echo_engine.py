@@ -177,10 +177,20 @@ def take_fault(model: str, name: str) -> bool:
 
 
 def sign_in(model: str) -> None:
-    """Tell the test our process id."""
+    """Tell the test our process id, and when the kernel started us: ids are used again."""
     if Path(model).is_dir():
+        _, began = process_state(os.getpid())
         with (Path(model) / "pids").open("a") as file:
-            file.write(f"{os.getpid()}\n")
+            file.write(f"{os.getpid()} {began}\n")
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """State and start, in ticks of the kernel; "gone" where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone", -1
+    return fields[0], int(fields[19])
 
 
 def main() -> None:

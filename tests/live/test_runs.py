@@ -1,6 +1,5 @@
 """Whole runs through real processes: what they leave behind, and that every fault ends in a run that accounts for all."""
 
-import contextlib
 import errno
 import json
 import os
@@ -24,7 +23,7 @@ from rollweave.record.trace import ENGINES
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError
-from tests.live.whole import FAKES, ROOT, fault, lines, make_config, pids, replay, run, run_dir, trained, write
+from tests.live.whole import FAKES, ROOT, assert_gone, fault, lines, make_config, pids, replay, run, run_dir, trained, write
 
 
 def assert_trained_once(config: RunConfig) -> None:
@@ -33,21 +32,6 @@ def assert_trained_once(config: RunConfig) -> None:
     assert sorted(steps) == list(range(config.run.steps))
     ids = [trajectory for batch in steps.values() for trajectory in batch]
     assert len(ids) == len(set(ids)) == 4 * config.run.steps
-
-
-def assert_gone(config: RunConfig) -> None:
-    """No child of any life is left. The kernel takes a moment to end them."""
-    deadline = time.monotonic() + 10
-    left = set(pids(config))
-    assert left
-    while left and time.monotonic() < deadline:
-        for pid in list(left):
-            with contextlib.suppress(FileNotFoundError):
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    continue
-            left.remove(pid)
-        time.sleep(0.01)
-    assert not left
 
 
 def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollweave.live.launch import Programs, train
 from rollweave.record.journal import Replay
 from rollweave.record.summary import Summary
 from rollweave.schema.config import RunConfig
+from tests.backends.echo_engine import process_state
 from tests.rollout.worlds import TEMPLATE
 
 FAKES = Programs(engine="tests.backends.echo_engine", trainer="tests.live.fake_trainer")
@@ -89,10 +91,22 @@ def trained(config: RunConfig) -> dict[int, list[str]]:
     return {entry["step"]: entry["ids"] for entry in map(json.loads, log)}
 
 
-def pids(config: RunConfig) -> list[int]:
-    """Every child that ever started."""
+def pids(config: RunConfig) -> list[tuple[int, int]]:
+    """Every child that ever started: its id and when it began (`sign_in`)."""
     assert config.model.path is not None
-    return [int(line) for line in (Path(config.model.path) / "pids").read_text().split()]
+    lines = (Path(config.model.path) / "pids").read_text().splitlines()
+    return [(int(pid), int(began)) for pid, began in map(str.split, lines)]
+
+
+def assert_gone(config: RunConfig) -> None:
+    """No child of any life is left. The kernel takes a moment to end them."""
+    deadline, left = time.monotonic() + 30, pids(config)
+    assert left
+    while left and time.monotonic() < deadline:
+        states = [(process_state(pid), (pid, began)) for pid, began in left]
+        left = [child for (state, began), child in states if began == child[1] and state != "Z"]
+        time.sleep(0.01)
+    assert not left
 
 
 def replay(config: RunConfig) -> Replay:

@@ -5,7 +5,6 @@ import contextlib
 import io
 import json
 import os
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import RolloutRequest
 from rollweave.service.client import NoServiceError, RolloutClient, Rollouts, ServiceError
-from tests.live.whole import pids
+from tests.live.whole import assert_gone
 from tests.service.serving import Program, Serving, service_config, serving
 
 
@@ -36,22 +34,6 @@ async def until(address: str, path: str, holds: Callable[[Any], bool]) -> None:
     """What GET `path` says comes to hold."""
     while not holds((await ask(address, "GET", path))[1]):  # noqa: ASYNC110 (the service is another thread, or process)
         await asyncio.sleep(0.01)
-
-
-def ended(config: RunConfig) -> None:
-    """Wait until no process of any life is left: those of a killed one end by themselves, as soon as they see it."""
-    left, deadline = pids(config), time.monotonic() + 30.0
-    while left := [pid for pid in left if _lives(pid)]:
-        assert time.monotonic() < deadline, f"{left} are left"
-        time.sleep(0.02)
-
-
-def _lives(pid: int) -> bool:
-    """A zombie does not: whoever adopted it has not looked yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def game(**fields: Any) -> dict[str, Any]:
@@ -258,7 +240,7 @@ async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain
     finally:
         gate.touch()
         service.stop()
-    ended(config)
+    assert_gone(config)
     with serving(config) as again:  # what was done is still there
         for number in range(12):
             _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/d{number}")
@@ -291,7 +273,7 @@ async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
         assert len(body["completions"]) == len({one["member"] for one in body["completions"]}) == 60
     finally:
         assert program.terminate() == 0
-    ended(config)
+    assert_gone(config)
 
 
 async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
