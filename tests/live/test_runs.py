@@ -91,7 +91,7 @@ def test_a_killed_engine_fails_its_turns_and_comes_back(tmp_path: Path) -> None:
 
 def test_an_environment_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))  # children are tests' own
+    monkeypatch.syspath_prepend(str(ROOT))  # children are of `tests`, wherever they start
     make_config(tmp_path)
     task = {"env": "tests.live.game:Wanderer"}
     config = make_config(tmp_path, task=task, run={"dir": "here"}, model={"path": "model"})
