@@ -279,7 +279,7 @@ def _annealings(count: int, gpus: int, rounds: int, figures: dict[str, Figure], 
         f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. 3 as placement, trajectories shorter than the mean in runs of {CHUNK}; the paper reports "
         "0.036-0.038 s a placement and 5.0 s in all, on another machine; dp_aggregated_loss_max is a proven bound"
     )
-    conditions["speedup_over_anneal_our_search"] = "Alg. 2 with our own search as placement, as in anneal_ms_…"
+    conditions["speedup_over_anneal_our_search"] = "Alg. 2 with our own search as placement, as in anneal_ms"
 
 
 def _simulations(count: int, gpus: int, figures: dict[str, Figure], conditions: dict[str, Any]) -> None:
