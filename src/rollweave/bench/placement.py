@@ -276,8 +276,9 @@ def _annealings(count: int, gpus: int, rounds: int, figures: dict[str, Figure], 
     figures["anneal_program_ms"] = found["anneal"].ms
     figures["dp_aggregated_loss_max"] = max(one.loss for one in inner["anneal"].runs.results)
     conditions["speedup_over_anneal"] = (
-        f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. 3 as placement, trajectories shorter than the mean in runs of {CHUNK}; the paper reports "
-        "0.036-0.038 s a placement and 5.0 s in all, on another machine; dp_aggregated_loss_max is a proven bound"
+        f"{count} trajectories, {gpus} GPUs, task {DOMAINS[0]}, {rounds} rounds; Alg. 2 with eq. 3 as placement, trajectories "
+        f"shorter than the mean in runs of {CHUNK}; the paper reports 0.036-0.038 s a placement and 5.0 s in all, on another "
+        "machine; dp_aggregated_loss_max is a proven bound"
     )
     conditions["speedup_over_anneal_our_search"] = "Alg. 2 with our own search as placement, as in anneal_ms"
 
