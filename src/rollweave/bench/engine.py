@@ -24,6 +24,7 @@ from rollweave.bench.contract import Figure, Result
 from rollweave.bench.harness import Harness, ProcessHarness
 from rollweave.bench.subjects import Subject, kv_bytes, prompt, random_model, requests_of, subjects
 from rollweave.bench.vllm_peer import MISSING, PeerError, VllmServer, conditions_of, interpreter
+from rollweave.policy.batching import Amounts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import (
@@ -278,12 +279,20 @@ def _worst_logprob(case: Case) -> float:
     # Half the slots, and KV for about half of those: low ranks lose their slots to high ones, and then their blocks.
     tokens = sum(len(request.tokens) + subject.output for request in requests) // 4 // spec.block_tokens * spec.block_tokens
     tight = msgspec.structs.replace(spec, max_slots=COMPARED // 2, kv_tokens=tokens)
-    with Harness(tight) as engine, closing(Publisher(case.scratch)) as publisher:
-        engine.post(*(Add(request=request) for request in requests))
-        _await_output(engine, COMPARED)
-        engine.post(*(Rerank(id=request.id, rank=float(i)) for i, request in enumerate(requests)))
-        _await_output(engine, 2 * COMPARED)
-        engine.post(Abort(id=requests[0].id), Suspend())
+    decoded = 0
+
+    def interfere(amounts: Amounts, seconds: float) -> None:
+        """Between two steps, on the engine's own thread: however busy the machine is, it happens in the midst of the work."""
+        nonlocal decoded
+        before, decoded = decoded, decoded + amounts.decode
+        if before < COMPARED <= decoded:
+            engine.post(*(Rerank(id=request.id, rank=float(i)) for i, request in enumerate(requests)))
+        if before < 2 * COMPARED <= decoded:
+            engine.post(Abort(id=requests[0].id), Suspend())
+
+    with Harness(tight, watch=interfere) as engine, closing(Publisher(case.scratch)) as publisher:
+        engine.post(Suspend(), *(Add(request=request) for request in requests), Resume())
+        engine.expect(Suspended)  # the one before they came
         engine.expect(Suspended)
         engine.post(Load(manifest=publisher.publish(updated.state_dict(), version=1, weights_id=1)), Resume())
         results = engine.results(requests)
@@ -292,12 +301,6 @@ def _worst_logprob(case: Case) -> float:
         raise EngineError(f"the run was to preempt, to recompute and to update in flight, got {stats}")
     models = {-1: model, 1: updated}
     return max(_logprob_error(models, request, result) for request, result in zip(requests, results, strict=True))
-
-
-def _await_output(engine: Harness, tokens: int) -> None:
-    """Wait until the engine has sampled `tokens` tokens in all. Statistics are answered between two steps."""
-    while engine.stats().output_tokens < tokens:
-        pass
 
 
 @torch.inference_mode()
