@@ -59,11 +59,14 @@ class Program:
     waiting: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
     lost: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
     got: list[Call] = field(default_factory=list)
+    prompts: dict[Call, tuple[int, ...]] = field(default_factory=dict)
     keys: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def ask(self, history: tuple[Message, ...]) -> None:
         key = f"k{next(self.keys)}"
-        self.waiting.append((self.recorder.ask(key, history), history, key))
+        call = self.recorder.ask(key, history)
+        self.prompts[call] = call.prompt
+        self.waiting.append((call, history, key))
 
     def answer(self, at: int, ids: list[int], text: str, fate: str) -> None:
         call, history, key = self.waiting.pop(at % len(self.waiting))
@@ -93,19 +96,20 @@ class Program:
         self.histories.append(history)
 
 
-def reference(calls: list[Call]) -> list[list[tuple[int, bool, float, int]]]:
+def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
     """For each sequence, (token, output?, log-prob, version) of each place, from calls in the order of their delivery."""
     found: list[list[tuple[int, bool, float, int]]] = []
-    for call in calls:
+    for call in program.got:
+        prompt = program.prompts[call]
         best: list[tuple[int, bool, float, int]] | None = None
         for sequence in found:
             tokens = [place[0] for place in sequence]
-            if list(call.prompt[: len(tokens)]) == tokens and (best is None or len(tokens) > len(best)):
+            if list(prompt[: len(tokens)]) == tokens and (best is None or len(tokens) > len(best)):
                 best = sequence
         if best is None:
             best = []
             found.append(best)
-        best += [(token, False, 0.0, -1) for token in call.prompt[len(best) :]]
+        best += [(token, False, 0.0, -1) for token in prompt[len(best) :]]
         assert call.result is not None
         for span in call.result.versions:
             for place in range(span.start, span.end):
@@ -167,7 +171,7 @@ def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -
     sampled = sorted(entry for call in program.got if call.result for entry in zip(call.result.tokens, call.result.logprobs))  # noqa: B905
     outputs = sorted((token, logprob) for each in before for token, output, logprob, _ in flat(each) if output)
     assert outputs == sampled
-    assert [flat(sequence) for sequence in before] == reference(program.got)
+    assert [flat(sequence) for sequence in before] == reference(program)
     assert sum(len(sequence.turns) for sequence in before) == len(program.got)
 
 
@@ -200,8 +204,9 @@ def test_what_was_sampled_stands_in_the_prompt_not_what_it_would_be_tokenized_to
     call = recorder.ask("1", [user("say")])
     recorder.answer(call, result([*odd, END]), Message(role="assistant", content="user"))
     # White space around it is not an edit, nor is an answer that never was marked as delivered a foreign one.
+    before = call.prompt
     after = recorder.ask("2", [user("say"), Message(role="assistant", content=" user\n"), user("more")])
-    assert after.prompt[: len(call.prompt) + 5] == (*call.prompt, *odd, END)
+    assert after.prompt[: len(before) + 5] == (*before, *odd, END)
     assert call.state is CallState.DELIVERED
     # A context that was rewritten around it keeps the tokens, and counts them in the other sequence only.
     moved = recorder.ask("3", [user("other"), Message(role="assistant", content="user"), user("more")])
@@ -219,12 +224,13 @@ def test_two_calls_on_one_prefix_share_no_output() -> None:
     said = speak(recorder, recorder.ask("1", [user("q")]), "a", mark=1.0)
     left, right = (recorder.ask(key, [user("q"), said, user(key)]) for key in ("left", "right"))
     speak(recorder, right, "b", mark=2.0)
+    prompt = left.prompt
     speak(recorder, left, "c", mark=3.0)
     first, second = recorder.sequences()
     assert first.tokens[-2:] == (*encode("b"), END)
     assert {round(-value) for value in first.logprobs if value} == {1, 2}
     assert {round(-value) for value in second.logprobs if value} == {3}
-    assert second.tokens[: len(left.prompt)] == left.prompt
+    assert second.tokens[: len(prompt)] == prompt
 
 
 def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:

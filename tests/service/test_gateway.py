@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import yarl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -326,6 +327,19 @@ BODIES = [
     b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
     b'{"model": "m", "tools": [{"type": "function", "function": {"name": "a", "x": "\\udc00"}}], "messages": []}',
 ]
+
+
+async def test_bytes_that_are_no_text_and_no_gzip_are_refused() -> None:
+    async with gateway(Script()) as (_, client):
+        status, answer = await client.post(io.BytesIO(b"not zipped"), **{"Content-Encoding": "gzip"})
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        url = yarl.URL(client.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"GET /s/s/v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert b"401" in await reader.readline()
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_garbage_gets_a_plain_error_and_the_gateway_lives() -> None:

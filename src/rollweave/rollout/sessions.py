@@ -33,25 +33,26 @@ class CallState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request. The last `forced` tokens of `prompt` were put into the agent's mouth and are part of its message."""
+    """One request. `forced` are the last tokens of its prompt, put into the agent's mouth: part of its message.
+
+    `prompt` is empty once the call is in a sequence, which has it: a program's prompts add up to the square of its context.
+    """
 
     number: int
     key: Hashable
+    context: int
+    """A hash of what stands before the agent's message."""
     prompt: tuple[int, ...]
-    forced: int = 0
+    prompt_tokens: int
+    forced: tuple[int, ...] = ()
     state: CallState = CallState.ASKED
     result: GenerateResult | None = None
-
-    @property
-    def context(self) -> tuple[int, ...]:
-        """What stands before the agent's message."""
-        return self.prompt[: len(self.prompt) - self.forced]
 
     @property
     def words(self) -> tuple[int, ...]:
         """The agent's message."""
         assert self.result is not None, "only an answered call has words"
-        return self.prompt[len(self.prompt) - self.forced :] + self.result.tokens
+        return self.forced + self.result.tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +134,14 @@ class SessionRecorder:
         for known in recognised:
             self.deliver(known)  # the program has it, or it could not send it back
         opening = self._codec.literal(forced) if forced else ()
-        call = Call(number=self.calls, key=key, prompt=(*context, *opening), forced=len(opening))
+        call = Call(
+            number=self.calls,
+            key=key,
+            context=hash(context),
+            prompt=context + opening,
+            prompt_tokens=len(context) + len(opening),
+            forced=opening,
+        )
         self.calls += 1
         self._asked.setdefault(key, []).append(call)
         return call
@@ -167,6 +175,7 @@ class SessionRecorder:
             begun = [_Strand()]
             self._strands += begun
         max(begun, key=lambda strand: len(strand.tokens)).take(call.prompt, call.result)
+        call.prompt = ()
 
     def sequences(self) -> tuple[TokenSequence, ...]:
         """What there is to train on, in the order in which the sequences began."""
@@ -179,7 +188,7 @@ class SessionRecorder:
         calls = [call for calls in self._asked.values() for call in calls if call.state in late]
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
 
-    def _context(self, messages: Sequence[Message], tools: Sequence[str]) -> tuple[list[int], list[Call]]:
+    def _context(self, messages: Sequence[Message], tools: Sequence[str]) -> tuple[tuple[int, ...], list[Call]]:
         """The tokens of a conversation and of the opening of the next turn, and the calls whose words are in it."""
         tokens: list[int] = []
         recognised: list[Call] = []
@@ -191,7 +200,8 @@ class SessionRecorder:
                 recognised.append(_best(known, tokens))
                 tokens += recognised[-1].words
                 since = place + 1
-        return tokens + list(self._between(recognised, messages[since:], tools)), recognised
+        tokens += self._between(recognised, messages[since:], tools)
+        return tuple(tokens), recognised
 
     def _between(self, said: Sequence[Call], messages: Sequence[Message], tools: Sequence[str]) -> tuple[int, ...]:
         """The tokens of messages that follow the last of the calls, or begin the conversation."""
@@ -207,7 +217,7 @@ def _best(calls: Sequence[Call], context: list[int]) -> Call:
     """Of calls that said the same, the one that said it here; of several, one that was delivered; else the latest."""
     if len(calls) == 1:
         return calls[0]
-    whole = tuple(context)
+    whole = hash(tuple(context))
     return max(calls, key=lambda call: (call.context == whole, call.state is CallState.DELIVERED, call.number))
 
 

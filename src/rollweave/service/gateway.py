@@ -175,7 +175,7 @@ class Gateway:
             message=message,
             pieces=pieces_of(self._codec, result, length=turn.shown) if ask.stream or ask.logprobs else (),
             finish_reason=finish_reason(message, result.finish),
-            prompt_tokens=len(turn.call.prompt),
+            prompt_tokens=turn.call.prompt_tokens,
             completion_tokens=len(result.tokens),
             cached_tokens=result.cached_tokens,
         )
@@ -244,6 +244,9 @@ async def _in_openai_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         return web.json_response(error.body(), status=error.status, headers=headers)
+    except web.RequestPayloadError as error:
+        text = f"body must be whole and encoded as the headers say, got {error}"
+        return web.json_response(RequestError(400, text).body(), status=400)
     except TimeoutError:
         text = f"body must arrive within {BODY_S:g} s, got less of it"
         return web.json_response(RequestError(408, text).body(), status=408)

@@ -73,7 +73,7 @@ class Session:
 
     def admits(self, token: str) -> bool:
         """Whether this is the session's token."""
-        return hmac.compare_digest(token.encode(), self.token.encode())
+        return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
     @contextlib.asynccontextmanager
     async def turn(self, ask: Ask, key: Hashable, *, repeated: bool, generate: Generate) -> AsyncIterator[Turn]:
