@@ -60,12 +60,14 @@ class Program:
     lost: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
     got: list[Call] = field(default_factory=list)
     prompts: dict[Call, tuple[int, ...]] = field(default_factory=dict)
+    said: list[tuple[tuple[Message, ...], Call]] = field(default_factory=list)
     keys: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def ask(self, history: tuple[Message, ...]) -> None:
         key = f"k{next(self.keys)}"
         call = self.recorder.ask(key, history)
         self.prompts[call] = call.prompt
+        assert self.is_a_prompt_of(call.prompt, history)
         self.waiting.append((call, history, key))
 
     def answer(self, at: int, ids: list[int], text: str, fate: str) -> None:
@@ -75,6 +77,7 @@ class Program:
             return
         words = Message(role="assistant", content=text)
         self.recorder.answer(call, result(ids, mark=1.0 + call.number, cut=len(ids) // 2), words)
+        self.said.append(((*history, words), call))
         if fate == "lost":
             self.recorder.lose(call)
             self.lost.append((call, (*history, words), key))
@@ -90,10 +93,53 @@ class Program:
         else:  # it had shown that it knows the answer already: this is another sample
             self.recorder.drop(again)
 
+    def is_a_prompt_of(self, prompt: tuple[int, ...], history: tuple[Message, ...]) -> bool:
+        """Whether these tokens may stand for the conversation: it goes on with all of the call where it ends, the longest that
+        there is; and from there on, or from its start, the agent's own words are tokens that were sampled, one way or another.
+        """
+        ended = [(len(told), call) for told, call in self.said if same(told, history[: len(told)])]
+        longest = max((length for length, _ in ended), default=0)
+        if not longest:
+            return self.pieces(prompt, (), history)
+        return any(
+            prompt[: len(whole)] == whole and self.pieces(prompt, call.words, history[longest:], at=len(whole))
+            for length, call in ended
+            for whole in [self.prompts[call] + call.words]
+            if length == longest
+        )
+
+    def pieces(self, prompt: tuple[int, ...], words: tuple[int, ...], rest: tuple[Message, ...], at: int = 0) -> bool:
+        """Whether the prompt goes on from `at` with `rest`, the agent's last words being `words` (none: at the start)."""
+        known = [
+            place for place, m in enumerate(rest) if m.role == "assistant" and any(same(t[-1:], (m,)) for t, _ in self.said)
+        ]
+        known = [place for place in known if words or place]
+        gap = rest[: known[0]] if known else rest
+        between = OF.extend(words, gap) if words else OF.start(gap)
+        if prompt[at : at + len(between)] != between:
+            return False
+        at += len(between)
+        if not known:
+            return at == len(prompt)
+        message = rest[known[0]]
+        return any(
+            prompt[at : at + len(call.words)] == call.words
+            and self.pieces(prompt, call.words, rest[known[0] + 1 :], at + len(call.words))
+            for told, call in self.said
+            if same(told[-1:], (message,))
+        )
+
     def take(self, call: Call, history: tuple[Message, ...]) -> None:
         self.recorder.deliver(call)
         self.got.append(call)
         self.histories.append(history)
+
+
+def same(left: tuple[Message, ...], right: tuple[Message, ...]) -> bool:
+    def plain(message: Message) -> tuple[str, str]:
+        return message.role, message.content.strip() if message.role == "assistant" else message.content
+
+    return [plain(message) for message in left] == [plain(message) for message in right]
 
 
 def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
@@ -293,7 +339,8 @@ def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> N
     assert [segment.kind for segment in sequence.segments] == [P, A, B, A]
     assert list(sequence.tokens[sequence.turns[0].start : sequence.turns[0].end]) == tokens
     changed = [*history[:1], Message(role="assistant", content="", tool_calls=(wanted, wanted)), history[2]]
-    assert recorder.ask("3", changed, ("{}",)).prompt[: len(sequence.tokens)] != sequence.tokens
+    assert recorder.ask("3", history, ("{}",)).prompt == sequence.tokens[: sequence.turns[1].start]
+    assert recorder.ask("4", changed, ("{}",)).prompt != sequence.tokens[: sequence.turns[1].start]
 
 
 def test_other_tools_are_another_context() -> None:

@@ -1,9 +1,9 @@
 """What an agent program said and was told in one session, as token sequences to train on. Pure: no clock, no I/O.
 
-The program sends whole conversations, as chat clients do. Wherever it sends back what the agent said in this session, the very
-tokens that were sampled stand in the prompt; the rest is rendered once and cached. So a call that goes on where another ended
-has a prompt that begins with all the tokens of that one, and joins its sequence; any other (a rewritten context, a sub-agent, a
-second call on the same prefix) opens a sequence of its own, to which everything before its own output is prompt.
+The program sends whole conversations, as chat clients do. One that goes on where a call of this session ended has a prompt
+that begins with all tokens of that call, and only what is new is rendered: it joins that call's sequence. Any other (a
+rewritten context, a sub-agent, a second call on the same prefix) opens a sequence of its own, to which everything before its
+own output is prompt; there too, the sampled tokens stand wherever the program sends back what the agent said in this session.
 
 Invariants, with "sampled" meaning the tokens of calls whose answer the program has:
 - every sampled token is an output of exactly one sequence, with its log-prob and weight version: nothing is trained on twice;
@@ -13,8 +13,11 @@ Invariants, with "sampled" meaning the tokens of calls whose answer the program 
 """
 
 import enum
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+
+import xxhash
 
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.tools import call_gist
@@ -35,24 +38,32 @@ class CallState(enum.Enum):
 class Call:
     """One request. `forced` are the last tokens of its prompt, put into the agent's mouth: part of its message.
 
-    `prompt` is empty once the call is in a sequence, which has it: a program's prompts add up to the square of its context.
+    `path` is a digest of the conversation. Once the call is in a sequence, up to `end`, its `prompt` is empty: the prompts of a
+    program add up to the square of its context.
     """
 
     number: int
     key: Hashable
-    context: int
-    """A hash of what stands before the agent's message."""
+    path: bytes
     prompt: tuple[int, ...]
     prompt_tokens: int
     forced: tuple[int, ...] = ()
     state: CallState = CallState.ASKED
     result: GenerateResult | None = None
+    strand: "_Strand | None" = None
+    end: int = 0
 
     @property
     def words(self) -> tuple[int, ...]:
         """The agent's message."""
         assert self.result is not None, "only an answered call has words"
         return self.forced + self.result.tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All of the conversation, up to the end of the agent's message."""
+        assert self.result is not None, "only an answered call has an end"
+        return tuple(self.strand.tokens[: self.end]) if self.strand is not None else self.prompt + self.result.tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +115,9 @@ class SessionRecorder:
         self._codec = codec
         self._asked: dict[Hashable, list[Call]] = {}
         self._said: dict[Hashable, list[Call]] = {}
+        """Answered calls by what was said."""
+        self._ended: dict[bytes, list[Call]] = {}
+        """Answered calls by the path of the conversation with what was said."""
         self._strands: list[_Strand] = []
         self.calls = 0
         """Requests that were not repetitions."""
@@ -130,14 +144,15 @@ class SessionRecorder:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
-        context, recognised = self._context(messages, tools)
+        paths = _paths(messages, tools)
+        context, recognised = self._context(messages, tools, paths)
         for known in recognised:
             self.deliver(known)  # the program has it, or it could not send it back
         opening = self._codec.literal(forced) if forced else ()
         call = Call(
             number=self.calls,
             key=key,
-            context=hash(context),
+            path=paths[-1],
             prompt=context + opening,
             prompt_tokens=len(context) + len(opening),
             forced=opening,
@@ -152,6 +167,7 @@ class SessionRecorder:
         _check(result)
         call.result, call.state = result, CallState.ANSWERED
         self._said.setdefault(_gist(message), []).append(call)
+        self._ended.setdefault(_step(call.path, message), []).append(call)
 
     def drop(self, call: Call) -> None:
         """It will not be answered: as if it had not been asked."""
@@ -174,7 +190,9 @@ class SessionRecorder:
         if not begun:
             begun = [_Strand()]
             self._strands += begun
-        max(begun, key=lambda strand: len(strand.tokens)).take(call.prompt, call.result)
+        call.strand = max(begun, key=lambda strand: len(strand.tokens))
+        call.strand.take(call.prompt, call.result)
+        call.end = len(call.strand.tokens)
         call.prompt = ()
 
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -188,16 +206,21 @@ class SessionRecorder:
         calls = [call for calls in self._asked.values() for call in calls if call.state in late]
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
 
-    def _context(self, messages: Sequence[Message], tools: Sequence[str]) -> tuple[tuple[int, ...], list[Call]]:
-        """The tokens of a conversation and of the opening of the next turn, and the calls whose words are in it."""
+    def _context(
+        self, messages: Sequence[Message], tools: Sequence[str], paths: Sequence[bytes]
+    ) -> tuple[tuple[int, ...], list[Call]]:
+        """The tokens of a conversation and of the opening of the next turn, and the calls whose words were put in."""
         tokens: list[int] = []
         recognised: list[Call] = []
-        since = 0
+        since = next((place for place in range(len(messages), 0, -1) if paths[place] in self._ended), 0)
+        if since:
+            recognised.append(_best(self._ended[paths[since]]))
+            tokens += recognised[-1].tokens
         for place, message in enumerate(messages):
-            known = self._said.get(_gist(message)) if message.role == "assistant" and place else None
+            known = self._said.get(_gist(message)) if message.role == "assistant" and place >= max(since, 1) else None
             if known:
                 tokens += self._between(recognised, messages[since:place], tools)
-                recognised.append(_best(known, tokens))
+                recognised.append(_best(known))
                 tokens += recognised[-1].words
                 since = place + 1
         tokens += self._between(recognised, messages[since:], tools)
@@ -208,17 +231,25 @@ class SessionRecorder:
         return self._codec.extend(said[-1].words, messages) if said else self._codec.start(messages, tools)
 
 
-def _gist(message: Message) -> Hashable:
-    """Equal for what programs send back as the same: white space around it and the ids of calls do not count."""
-    return (message.content.strip(), call_gist(message.tool_calls))
+def _gist(message: Message) -> tuple[object, ...]:
+    """Equal for what programs send back as the same: white space around an answer and the ids of its calls do not count."""
+    if message.role != "assistant":
+        return (message.role, message.content, message.tool_call_id, message.name)
+    return (message.role, message.content.strip(), call_gist(message.tool_calls))
 
 
-def _best(calls: Sequence[Call], context: list[int]) -> Call:
-    """Of calls that said the same, the one that said it here; of several, one that was delivered; else the latest."""
-    if len(calls) == 1:
-        return calls[0]
-    whole = hash(tuple(context))
-    return max(calls, key=lambda call: (call.context == whole, call.state is CallState.DELIVERED, call.number))
+def _step(path: bytes, message: Message) -> bytes:
+    return xxhash.xxh3_128_digest(path + repr(_gist(message)).encode())
+
+
+def _paths(messages: Sequence[Message], tools: Sequence[str]) -> list[bytes]:
+    """Digests of the conversation's beginnings: `[place]` is that of the first `place` messages."""
+    return list(itertools.accumulate(messages, _step, initial=repr(tuple(tools)).encode()))
+
+
+def _best(calls: Sequence[Call]) -> Call:
+    """Of calls that said the same: one that was delivered; else the latest."""
+    return max(calls, key=lambda call: (call.state is CallState.DELIVERED, call.number))
 
 
 def _check(result: GenerateResult) -> None:
