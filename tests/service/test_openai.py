@@ -11,7 +11,7 @@ from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.service.gateway import Access
 
-from .real import Turns, checkpoint, engine, logprob_error, served
+from .real import CONTEXT, Turns, checkpoint, engine, logprob_error, served
 from .scripts import TOOL
 
 SHORT: dict[str, Any] = {"model": "any", "max_tokens": 12}
@@ -94,6 +94,22 @@ async def test_a_time_out_of_the_client_cancels_the_turn_and_its_retry_counts(di
             (sequence,) = made.close("s").sequences
     assert stalled.qsize() == 1
     assert len(sequence.turns) == 1
+
+
+async def test_a_program_that_is_ended_ends_its_generation_in_the_engine(directory: Path) -> None:
+    async with engine(directory) as tiny, served(Turns(tiny), directory, "s") as (made, url, access):
+        async with client(url, access["s"]) as openai:
+            call = openai.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "q"}], extra_body={"seed": 1}, max_tokens=CONTEXT
+            )
+            asking = asyncio.create_task(call)  # type: ignore[arg-type]
+            while not (await tiny.stats()).running:
+                assert not asking.done()
+            asking.cancel()
+            while (stats := await tiny.stats()).running:
+                pass
+        assert stats.output_tokens < CONTEXT // 2
+        assert made.close("s").sequences == ()
 
 
 async def test_sessions_at_once_are_apart(directory: Path) -> None:
