@@ -369,3 +369,16 @@ def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:
     with pytest.raises(ValueError, match="must"):
         recorder.answer(call, broken, Message(role="assistant", content="a"))
     assert call.state is CallState.ASKED
+
+
+def test_a_conversation_that_ends_with_the_agents_message_goes_on_with_another_turn() -> None:
+    recorder = SessionRecorder(OF)
+    call = recorder.ask("1", [user("q")])
+    prompt = call.prompt
+    said = speak(recorder, call, "a")
+    again = recorder.ask("2", [user("q"), said])
+    assert again.prompt == (*prompt, *encode("a<|im_end|>\n<|im_start|>assistant\n"))
+    twice = speak(recorder, again, "b")
+    speak(recorder, recorder.ask("3", [user("q"), said, twice, user("r")]), "c")
+    (sequence,) = recorder.sequences()
+    assert len(sequence.turns) == 3

@@ -287,6 +287,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]}, "tools.0.function.name"),
     ({"tool_choice": "required"}, "tools"),
     ({"top_logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),

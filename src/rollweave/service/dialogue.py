@@ -82,7 +82,8 @@ class _Message(_Lenient):
 
 class _Declared(_Lenient):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    name: str = Field(min_length=1)
+    # May be put into the agent's mouth, so it must not be able to spell a special token.
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
 
 
 class _Tool(_Lenient):
