@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import socket
 from typing import Any
 
 import aiohttp
@@ -433,6 +434,30 @@ async def test_a_client_that_goes_away_stops_the_generation(stream: bool) -> Non
         script.free.set()
         assert (await client.post(ask()))[0] == 200
         assert len(made.sequences("s")[0].turns) == 1
+
+
+async def test_an_answer_that_broke_off_is_given_again_and_counts_once() -> None:
+    tokens = encode("a\n") * 10_000
+    script = Script([spoken((*tokens, END)), "other"])
+    body = json.dumps(ask(stream=True, logprobs=True)).encode()
+    async with gateway(script) as (made, client):
+        # Some 6 MB, which is more than both ends of this connection hold: the gateway still writes when the client goes.
+        url, narrow = yarl.URL(client.url), socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        narrow.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(narrow, (url.host, url.port))
+        reader, writer = await asyncio.open_connection(sock=narrow)
+        head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.access.token}\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b"200" in await reader.readline()
+        writer.transport.abort()
+        assert made.sequences("s") == ()
+        again = {"Authorization": f"Bearer {client.access.token}", "X-Stainless-Retry-Count": "1"}
+        async with client.http.post(client.base_url + CHAT, data=body, headers=again) as response:
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        (sequence,) = made.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == (*tokens, END)
+        assert len(script.asked) == 1
 
 
 async def test_a_retry_joins_the_turn_that_is_under_way_and_counts_once() -> None:

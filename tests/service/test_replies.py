@@ -27,7 +27,7 @@ def reply_of(sampled: tuple[int, ...], *, tools: bool, forced: str, stop: tuple[
         created=0,
         model="m",
         message=message,
-        pieces=pieces_of(CODEC, result, length=shown),
+        pieces=pieces_of(CODEC, result, length=shown, logprobs=True),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
         completion_tokens=len(sampled),

@@ -173,7 +173,9 @@ class Gateway:
             created=int(time.time()),
             model=ask.model,
             message=message,
-            pieces=pieces_of(self._codec, result, length=turn.shown) if ask.stream or ask.logprobs else (),
+            pieces=pieces_of(self._codec, result, length=turn.shown, logprobs=ask.logprobs)
+            if ask.stream or ask.logprobs
+            else (),
             finish_reason=finish_reason(message, result.finish),
             prompt_tokens=turn.call.prompt_tokens,
             completion_tokens=len(result.tokens),

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class Piece(Noun, frozen=True, kw_only=True):
-    """Text that one or several tokens show, the smallest of whole characters. `entries` are `(token text, log-prob)`."""
+    """Text that one or several tokens show, the smallest of whole characters. `entries` are their `(text, log-prob)`."""
 
     text: str
     entries: tuple[tuple[str, float], ...]
@@ -56,14 +56,15 @@ def read_turn(
     return Message(role="assistant", content=speech.content, tool_calls=calls), length
 
 
-def pieces_of(codec: ChatCodec, result: GenerateResult, *, length: int) -> tuple[Piece, ...]:
-    """The first `length` characters of the turn's text, in pieces."""
+def pieces_of(codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool) -> tuple[Piece, ...]:
+    """The first `length` characters of the turn's text, in pieces; without `logprobs` they have no entries."""
     found: list[Piece] = []
     entries: list[tuple[str, float]] = []
     for token, logprob, text in zip(result.tokens, result.logprobs, codec.pieces(result.tokens), strict=True):
         if not length:
             break
-        entries.append((codec.decode([token]), logprob))
+        if logprobs:
+            entries.append((codec.decode([token]), logprob))
         if text:
             found.append(Piece(text=text[:length], entries=tuple(entries)))
             length -= len(found[-1].text)
