@@ -11,6 +11,7 @@ alone. (A template whose turns are marked by ordinary text has no such guard.)
 """
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
@@ -21,7 +22,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rollweave.codec.template import ChatError, ChatTemplate, read_json, read_template, special_tokens
-from rollweave.schema.chat import Message
+from rollweave.codec.tools import ToolFormat, calls_of
+from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError
 
 __all__ = ["ChatCodec", "ChatError"]
@@ -79,17 +81,18 @@ class ChatCodec:
             raise ConfigError(f"{path} must be a tokenizer: {error}") from error
         return cls(tokenizer, read_template(directory), name=str(directory), eos=_eos(directory, tokenizer))
 
-    def start(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a conversation's first messages and of the opening of the agent's turn. Raises ChatError."""
-        return self._start(tuple(messages))
+    def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
+        """The tokens of a conversation's first messages and of the opening of the agent's turn. Raises ChatError.
+
+        `tools` are the declarations that the agent is shown, as `ChatTemplate.render` takes them.
+        """
+        return self._start(tuple(messages), tuple(tools))
 
     def extend(self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True) -> tuple[int, ...]:
         """The tokens to append after a turn whose last tokens are `sampled` (the whole turn, or its end).
 
         What is left of the end of turn, `messages`, and with `prompt` the opening of the next turn. Raises ChatError.
         """
-        if not messages:
-            raise ChatError(f"{self._name}: a turn must be followed by at least one message, got none")
         return self._extend(tuple(messages), prompt)[self.ended_by(sampled) :]
 
     def spoken(self, text: str) -> tuple[int, ...]:
@@ -109,6 +112,38 @@ class ChatCodec:
         if end == len(sampled) and sampled and sampled[-1] in self.stop_token_ids:
             end -= 1
         return self.decode(sampled[:end])
+
+    def pieces(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """What each token adds to the text of all: whole characters, so "" for one within a character that others end.
+
+        Joined they are `decode(tokens)`. A character that is never ended is in the last piece.
+        """
+        found, whole = [], self.decode(tokens)
+        since = read = 0
+        for end in range(1, len(tokens) + 1):
+            before, after = self.decode(tokens[since:read]), self.decode(tokens[since:end])
+            if end < len(tokens) and (len(after) <= len(before) or after.endswith("\ufffd")):
+                found.append("")
+            else:
+                found.append(after[len(before) :])
+                since, read = read, end
+        # A tokenizer whose text is not the sum of its windows has no pieces: then all of it comes at the end.
+        return tuple(found) if "".join(found) == whole else (*[""] * (len(tokens) - 1), whole)
+
+    def literal(self, text: str) -> tuple[int, ...]:
+        """The tokens of text put into the agent's mouth: special tokens where it spells them."""
+        return self._encode(text)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the chat template tells the agent to call tools, None where that is not known."""
+        return calls_of(self._template.source)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template tells the agent of its tools."""
+        tool = json.dumps({"type": "function", "function": {"name": "look", "description": "", "parameters": {}}})
+        return self.start((CONTEXT[0],), (tool,)) != self.start((CONTEXT[0],))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of any tokens, special ones included."""
@@ -141,18 +176,38 @@ class ChatCodec:
 
     def _guard(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with what must stay text between OPEN and CLOSE: special tokens, and our own marks."""
+        text = self._guard_text
         return [
-            message
-            if self._guarded.search(message.content) is None
-            else msgspec.structs.replace(message, content=self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", message.content))
+            msgspec.structs.replace(
+                message,
+                content=text(message.content),
+                tool_calls=tuple(
+                    ToolCall(id=text(call.id), name=text(call.name), arguments=self._guard_json(call.arguments))
+                    for call in message.tool_calls
+                ),
+                tool_call_id=text(message.tool_call_id),
+                name=text(message.name),
+            )
             for message in messages
         ]
+
+    def _guard_text(self, text: str) -> str:
+        return self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", text)
+
+    def _guard_json(self, source: str) -> str:
+        """JSON whose strings are guarded, also where it spelled them with escapes; other text is guarded as it is."""
+        try:
+            plain = json.dumps(json.loads(source), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            plain = source
+        return self._guard_text(plain)
 
     def _is_special(self, token: int) -> bool:
         return self._tokenizer.decode([token], skip_special_tokens=True) == ""
 
-    def _render_start(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        return self._encode(self._template.render(self._guard(messages), prompt=True))
+    def _render_start(self, messages: tuple[Message, ...], tools: tuple[str, ...]) -> tuple[int, ...]:
+        guarded = [self._guard_json(tool) for tool in tools]
+        return self._encode(self._template.render(self._guard(messages), prompt=True, tools=guarded))
 
     def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
         return self._encode(self._after_mark((*CONTEXT, *self._guard(messages)), prompt=prompt))

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollweave.codec.chat import ChatCodec
+from rollweave.codec.chat import ChatCodec, ChatError
 from rollweave.schema.chat import Message
 from rollweave.schema.serving import VersionSpan
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
@@ -96,6 +96,8 @@ class Conversation:
         """Append what the environment answered and, unless it is the `last` word, the opening of a turn. Raises ChatError."""
         if not self._acted():
             raise ValueError("observe must follow sampled")
+        if not messages:
+            raise ChatError("a turn must be followed by at least one message, got none")
         turn = self._turns[-1]
         tokens = self._codec.extend(self._tokens[turn.start : turn.end], messages, prompt=not last)
         self._append(tokens, SegmentKind.OBSERVATION)

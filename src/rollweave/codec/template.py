@@ -41,6 +41,7 @@ class ChatTemplate:
     def __init__(self, source: str, *, special: Mapping[str, str], name: str, now: datetime.datetime | None = None) -> None:
         self._special = dict(special)
         self._name = name
+        self.source = source
         moment = now or datetime.datetime.now()
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -53,18 +54,44 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{name}: chat template must be valid Jinja: {error}") from error
 
-    def render(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        """The text of `messages`, with the opening of the assistant's next turn where `prompt`. Raises ChatError."""
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+    def render(self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[str] = ()) -> str:
+        """The text of `messages`, with the opening of the assistant's next turn where `prompt`. Raises ChatError.
+
+        `tools` are JSON objects, each a tool's declaration as OpenAI's `tools` has it.
+        """
+        plain = [_plain(message) for message in messages]
+        offered = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
-                messages=plain, add_generation_prompt=prompt, tools=None, documents=None, **self._special
+                messages=plain, add_generation_prompt=prompt, tools=offered, documents=None, **self._special
             )
         except ChatError:
             raise
         except Exception as error:  # the template is the user's program: whatever it raises is its refusal
             roles = ", ".join(message.role for message in messages)
             raise ChatError(f"{self._name}: chat template cannot render roles {roles}: {error}") from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as Hugging Face's templates know it: the arguments of a tool call are an object where they are one."""
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.name:
+        plain["name"] = message.name
+    return plain
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):  # what a client says that its model said need not be JSON
+        return arguments
 
 
 def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:

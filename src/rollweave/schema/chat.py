@@ -7,8 +7,19 @@ from rollweave.schema.base import Noun
 Role = Literal["system", "user", "assistant", "tool"]
 
 
+class ToolCall(Noun, frozen=True, kw_only=True):
+    """The agent asks for tool `name`. `arguments` is JSON, an object; `id` is what the tool's answer refers to."""
+
+    id: str = ""
+    name: str
+    arguments: str = "{}"
+
+
 class Message(Noun, frozen=True, kw_only=True):
-    """One message of a conversation."""
+    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id` and perhaps `name` are a tool's."""
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""

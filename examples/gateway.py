@@ -1,0 +1,76 @@
+"""Run an agent program behind the gateway, and see what was recorded.
+
+    python examples/gateway.py path/to/checkpoint -- python my_agent.py
+
+The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, as OpenAI's clients look for them. Each sequence is
+printed as a line of JSON: tokens, segments, log-probs, turns.
+"""
+
+import argparse
+import asyncio
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from rollweave.backends.client import EngineClient
+from rollweave.backends.inproc import in_thread
+from rollweave.codec.chat import ChatCodec
+from rollweave.engine.loop import EngineLoop
+from rollweave.schema.base import EngineId
+from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
+from rollweave.service.gateway import Gateway, Recorded, serve
+from rollweave.service.sessions import SessionLimits
+
+KV_TOKENS = 65_536
+
+
+def start_engine(checkpoint: Path, device: str) -> EngineClient:
+    """The embedded engine, in a thread."""
+    model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    model_ready.set_result(None)
+    spec = EngineSpec(id=EngineId("e0"), model=str(checkpoint), device=device, kv_tokens=KV_TOKENS)
+    return EngineClient("engine", in_thread(spec, EngineLoop, model_ready=model_ready), start_s=300.0, reply_s=60.0)
+
+
+async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, Recorded]:
+    """The program's exit status, and what it was told and sampled."""
+    engine, ids = start_engine(checkpoint, device), itertools.count()
+    context = (await engine.ready()).max_context
+
+    async def generate(session: str, tokens: tuple[int, ...], sampling: Sampling) -> GenerateResult:
+        request = GenerateRequest(id=f"{session}-{next(ids)}", tokens=tokens, sampling=sampling)
+        result = await engine.generate(request)
+        # The engine serves its checkpoint, which training calls version 0.
+        versions = tuple(msgspec.structs.replace(span, version=0) for span in result.versions)
+        return msgspec.structs.replace(result, versions=versions)
+
+    gateway = Gateway(ChatCodec.from_directory(checkpoint), generate, model=checkpoint.name)
+    access = gateway.open("main", limits=SessionLimits(context=context))
+    try:
+        async with serve(gateway) as url:
+            env = {**os.environ, "OPENAI_BASE_URL": url + access.path, "OPENAI_API_KEY": access.token}
+            program = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stderr)
+            status = await program.wait()
+            return status, gateway.close("main")
+    finally:
+        await engine.close()
+
+
+def main() -> int:
+    """Exit as the program does."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("command", nargs="+", metavar="command", help="after --")
+    given = parser.parse_args()
+    status, recorded = asyncio.run(record(given.checkpoint, given.command, given.device))
+    for sequence in recorded.sequences:
+        print(msgspec.json.encode(sequence).decode())
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
