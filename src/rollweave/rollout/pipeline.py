@@ -385,7 +385,7 @@ class Pipeline:
             text = f"the active time ran out in turn {turn.number}"
             turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
             return
-        flaw = _flaw(result)
+        flaw = _flaw(result, attempt.command.purpose)
         if flaw:
             self._turn_failed(command, flaw)
             return
@@ -496,10 +496,12 @@ async def _closed(episode: Driver) -> None:
         episode.kill()
 
 
-def _flaw(result: GenerateResult) -> str:
+def _flaw(result: GenerateResult, purpose: Purpose) -> str:
     """What is wrong with an engine's answer, or ""."""
     if result.finish is Finish.ABORTED:
         return "the engine aborted the turn"
+    if result.text_only and purpose is Purpose.TRAIN:
+        return "the engine gives text only, without its tokens and log-probs: it serves evaluation, never training"
     if not result.tokens or len(result.tokens) != len(result.logprobs):
         return f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
     position = 0

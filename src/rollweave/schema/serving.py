@@ -71,6 +71,7 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
     """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache.
 
     `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had one and the engine was not suspended.
+    `text_only`: the engine gave text alone. Its tokens are ours, encoded from the text, its log-probs 0: never trained on.
     """
 
     id: str
@@ -82,6 +83,7 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
     queue_s: float = 0.0
     generate_s: float = 0.0
     preemptions: int = 0
+    text_only: bool = False
     error: str = ""
 
 
