@@ -1,17 +1,22 @@
-"""One suite for every backend: in a thread, in a process, with the fake engine and with ours."""
+"""One suite for every backend: in a thread, in a process, over HTTP, with the fake engine and with ours."""
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 
+from rollweave.backends.base import EngineBackend
 from rollweave.backends.client import EngineClient
+from rollweave.backends.http import HttpEngine, HttpSpec
 from rollweave.backends.inproc import MakeLoop, in_thread
 from rollweave.backends.process import in_process
+from rollweave.backends.server import EngineServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import EngineSpec, Finish, GenerateRequest, KvOver, Sampling
@@ -19,7 +24,7 @@ from rollweave.schema.weights import WeightManifest
 from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, EchoLoop, kv_manifest
 
 ROOT = Path(__file__).parents[2]
-Connect = Callable[..., EngineClient]
+Connect = Callable[..., EngineBackend]
 
 
 def tiny_checkpoint(directory: Path) -> Path:
@@ -68,28 +73,51 @@ KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a
 QUICK = KINDS[:3]
 FAKES = KINDS[:2]
 """Our engine in a process takes seconds to import; one test of it shows that the two halves meet."""
+HTTP = ("fake over HTTP", "ours over HTTP")
+"""An engine in a thread, served to a client. Its weights and KV, and whether it works, are nothing that the client decides."""
+
+
+def over_http(engine: EngineClient) -> HttpEngine:
+    """A client of a server of `engine`. The server begins at once; who asks before it listens waits."""
+    place = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{place.getsockname()[1]}"
+    client = HttpEngine(HttpSpec(name="engine e0", url=url, vocab=128), start_s=60.0, reply_s=20.0)
+    runner = web.AppRunner(EngineServer(engine, model="m").application(), handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def serve() -> None:
+        await runner.setup()
+        await web.SockSite(runner, place).start()
+        await asyncio.wait([client.lost])
+        await runner.cleanup()
+
+    serving = asyncio.ensure_future(serve())
+    client.lost.add_done_callback(lambda _: serving)  # kept until then
+    return client
 
 
 @pytest.fixture
 async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
     """Starts engines, and ends them all."""
-    made: list[EngineClient] = []
+    made: list[EngineClient | HttpEngine] = []
 
-    def start(kind: str, *, broken: bool = False, reply_s: float = 20.0) -> EngineClient:
+    def start(kind: str, *, broken: bool = False, reply_s: float = 20.0) -> EngineClient | HttpEngine:
         path = "broken" if broken else str(model)
         spec = EngineSpec(id=EngineId("e0"), model=path, max_slots=4, kv_tokens=512)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(model_ready.set_result, None)
-        if "thread" in kind:
+        if "process" not in kind:
             link = in_thread(spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready)
         else:
             module = "tests.backends.echo_engine" if "fake" in kind else "rollweave.live.engine_process"
             link = in_process(spec, module=module, log=tmp_path / "logs" / "e0.log", env=environment(), model_ready=model_ready)
-        made.append(EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s))
+        engine = EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s)
+        made.append(engine)
+        if "HTTP" in kind:
+            made.append(over_http(engine))
         return made[-1]
 
     yield start
-    for client in made:
+    for client in reversed(made):
         await client.close()
 
 
@@ -101,7 +129,7 @@ def manifest(version: int, digest: str = "good") -> WeightManifest:
     return WeightManifest(version=version, weights_id=version, location="/nowhere", tensors=(), nbytes=0, digest=digest)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + HTTP)
 async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> None:
     client = connect(kind)
     ready = await client.ready()
@@ -239,6 +267,33 @@ async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> Non
     assert (await waiting).id == "r0"
 
 
+@pytest.mark.parametrize("kind", HTTP)
+async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, kind: str) -> None:
+    """What the tests above and below show of others, without suspending."""
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(EngineError):
+        await client.generate(request("r0", REFUSE if "fake" in kind else 10_000))
+    held = HOLD if "fake" in kind else 5
+    aborted, cancelled, again = (client.generate(request(id, held, count=200)) for id in ("r1", "r2", "r1"))
+    with pytest.raises(EngineError, match="must be unique"):
+        await again
+    cancelled.cancel()
+    client.rerank("r1", 3.0)
+    client.abort("r1")
+    client.abort("unknown")
+    assert (await aborted).finish is Finish.ABORTED
+    assert (await client.generate(request("r2", 5))).id == "r2"
+    left = client.generate(request("r3", held, count=200))
+    client.kill()
+    with pytest.raises(EngineLostError, match="killed"):
+        await left
+    for call in (client.generate(request("r4", 5)), client.stats(), client.suspend(), client.load(manifest(1))):
+        with pytest.raises(EngineLostError):
+            await call
+    client.kill()
+
+
 @pytest.mark.parametrize("kind", QUICK)
 async def test_a_killed_engine_fails_everything_pending_and_later(connect: Connect, kind: str) -> None:
     client = connect(kind)
@@ -268,7 +323,7 @@ async def test_a_killed_engine_fails_everything_pending_and_later(connect: Conne
     client.kill()
 
 
-@pytest.mark.parametrize("kind", QUICK)
+@pytest.mark.parametrize("kind", QUICK + HTTP)
 async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str) -> None:
     client = connect(kind)
     await client.ready()

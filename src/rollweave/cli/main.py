@@ -112,6 +112,37 @@ def reproduce(
 
 
 @app.command()
+def engine(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen at. Whoever reaches it may use the engine.")] = "127.0.0.1",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="Of the CPU.")] = 1,
+    slots: Annotated[int, typer.Option(min=1, help="Requests that run at once; more wait.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = 65536,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Same answers whatever else runs; slower.")] = False,
+) -> None:
+    """Serve CHECKPOINT over HTTP with the embedded engine."""
+    with reported():
+        from rollweave.cli.engine import engine as work
+        from rollweave.schema.base import EngineId
+        from rollweave.schema.serving import EngineSpec
+
+        spec = EngineSpec(
+            id=EngineId("http"),
+            model=str(checkpoint),
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_slots=slots,
+            kv_tokens=kv_tokens,
+            deterministic=deterministic,
+        )
+        work(spec, host=host, port=port)
+
+
+@app.command()
 def doctor() -> None:
     """Check this installation and this machine."""
     with reported():
