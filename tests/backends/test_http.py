@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from rollweave.backends.dialects import DialectName
 from rollweave.backends.http import HttpEngine, HttpSpec
 from rollweave.backends.probe import Logprobs
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
-from rollweave.schema.serving import Finish, GenerateRequest, Sampling
+from rollweave.schema.serving import DialectName, Finish, GenerateRequest, Sampling
 from rollweave.schema.weights import WeightManifest
 from tests.backends.echo_engine import kv_manifest
 from tests.backends.wire import HANG, Exchange, Handle, Wire, prorl, serving
@@ -59,9 +58,9 @@ def first(once: Handle, then: Handle = FINE) -> Handle:
 
 
 async def test_it_is_asked_and_answers() -> None:
-    async with serving(FINE) as wire, connected(wire, max_slots=7, max_context=100) as engine:
+    async with serving(FINE) as wire, connected(wire, slots=7, kv_tokens=700) as engine:
         ready = await engine.ready()
-        assert (ready.version, ready.max_slots, ready.max_context, ready.kv_total_tokens) == (0, 7, 100, 700)
+        assert (ready.version, ready.max_slots, ready.max_context, ready.kv_total_tokens) == (0, 7, 700, 700)
         results = await asyncio.gather(*(engine.generate(request(f"r{number}")) for number in range(20)))
         assert [result.id for result in results] == [f"r{number}" for number in range(20)]
         assert {result.tokens for result in results} == {(6, 7, 8)}
@@ -99,7 +98,7 @@ async def test_no_more_than_its_slots_are_under_way_and_health_gets_through() ->
         await FINE(exchange)
 
     go = asyncio.Event()
-    async with serving(slow) as wire, connected(wire, max_slots=3, check_s=0.01) as engine:
+    async with serving(slow) as wire, connected(wire, slots=3, check_s=0.01) as engine:
         answers = [engine.generate(request(f"r{number}")) for number in range(9)]
         await full.wait()
         stats = await engine.stats()
@@ -163,7 +162,7 @@ async def test_a_time_budget_ends_a_request_that_hangs() -> None:
 
 
 async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
-    async with serving(hang) as wire, connected(wire, max_slots=1) as engine:
+    async with serving(hang) as wire, connected(wire, slots=1) as engine:
         held, waiting = engine.generate(request("r0")), engine.generate(request("r1"))
         await wire.arrived.wait()
         engine.abort("r1")
@@ -373,7 +372,7 @@ async def test_logprobs_that_are_not_those_of_the_sampling_are_never_taken(
 
 @pytest.mark.parametrize(
     ("values", "rule"),
-    [({"url": "ftp://x"}, "must begin with http"), ({"vocab": 0}, "vocab must be at least 1"), ({"max_slots": 0}, "max_slots")],
+    [({"url": "ftp://x"}, "must begin with http"), ({"vocab": 0}, "vocab must be at least 1"), ({"slots": 0}, "slots")],
 )
 def test_what_makes_no_sense_is_refused(values: dict[str, Any], rule: str) -> None:
     with pytest.raises(ValueError, match=rule):

@@ -8,15 +8,13 @@ own server: elsewhere they need a scheduling policy that servers refuse or ignor
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rollweave.backends.answers import AnswerError, CompletionAnswer, ProrlAnswer, SglangAnswer, Span, VllmAnswer, parse, told
 from rollweave.schema.errors import EngineError
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling, VersionSpan
-
-DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
+from rollweave.schema.serving import DialectName, Finish, GenerateRequest, GenerateResult, Sampling, VersionSpan
 
 SEED_BITS = (1 << 63) - 1
 """vLLM takes a seed as a signed 64-bit integer; ours are of any size."""

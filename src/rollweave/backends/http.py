@@ -17,12 +17,13 @@ from uuid import uuid4
 import msgspec
 
 from rollweave.backends.answers import AnswerError, parse
-from rollweave.backends.dialects import DialectName, check, dialect
+from rollweave.backends.dialects import check, dialect
 from rollweave.backends.probe import Logprobs, kind_of, objection, probes
 from rollweave.backends.transport import BODY_S, BusyError, Transport
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
+    DialectName,
     EngineStats,
     Finish,
     GenerateRequest,
@@ -43,8 +44,8 @@ ABORT_S = 2.0
 class HttpSpec(Noun, frozen=True, kw_only=True):
     """Where an engine is, and what cannot be asked of it.
 
-    `vocab` is the size of the model's vocabulary. `max_slots` bounds the requests under way, `max_context` is told to whoever
-    plans; our own server tells both itself. `text_only` admits a server without token ids, for evaluation alone.
+    `vocab` is the size of the model's vocabulary. `slots` bounds the requests under way, `kv_tokens` is told to whoever plans;
+    our own server tells both itself. `text_only` admits a server without token ids, for evaluation alone.
     """
 
     name: str
@@ -52,14 +53,14 @@ class HttpSpec(Noun, frozen=True, kw_only=True):
     vocab: int
     dialect: DialectName = "rollweave"
     model: str = ""
-    max_slots: int = 64
-    max_context: int = 32768
+    slots: int = 64
+    kv_tokens: int = 1 << 20
     text_only: bool = False
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
-        for field in ("vocab", "max_slots", "max_context"):
+        for field in ("vocab", "slots", "kv_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
 
@@ -101,7 +102,7 @@ class HttpEngine:
         self._wire = Transport(spec.name, spec.url, reply_s=reply_s, body_s=body_s)
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[str, _Call] = {}
-        self._slots = asyncio.Semaphore(spec.max_slots)
+        self._slots = asyncio.Semaphore(spec.slots)
         self._logprobs = Logprobs.UNKNOWN
         self._born = time.monotonic()
         self._prompt_tokens = self._cached_tokens = self._output_tokens = self._version = self._running = 0
@@ -118,7 +119,10 @@ class HttpEngine:
         return self._logprobs
 
     async def ready(self) -> Ready:
-        """Wait until the server is healthy and has answered a probe. A server that cannot serve training is lost at once."""
+        """Wait until the server is healthy and has answered a probe. A server that cannot serve training is lost at once.
+
+        Its version is that of weights which are there already: 0 where the server tells none.
+        """
         return await asyncio.shield(self._ready)
 
     def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
@@ -289,12 +293,12 @@ class HttpEngine:
         cold, _ = await self._asked(first)
         hot = cold if cold.text_only else (await self._asked(second))[0]
         self._logprobs = kind_of(cold, hot)
-        slots, context = self._spec.max_slots, self._spec.max_context
+        slots, kv_tokens = self._spec.slots, self._spec.kv_tokens
         if self._dialect.ready_path:
             told = parse(await self._wire.get(self._dialect.ready_path), Ready)
-            return msgspec.structs.replace(told, max_slots=min(slots, told.max_slots))
+            return msgspec.structs.replace(told, version=max(0, told.version), max_slots=min(slots, told.max_slots))
         self._version = cold.versions[-1].version if cold.versions else 0
-        return Ready(version=self._version, kv_total_tokens=slots * context, max_slots=slots, max_context=context)
+        return Ready(version=self._version, kv_total_tokens=kv_tokens, max_slots=slots, max_context=kv_tokens)
 
     def _fail_all(self) -> None:
         """The engine is lost: so is everything that waits for it."""

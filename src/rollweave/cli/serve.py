@@ -5,15 +5,14 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rollweave.backends.base import EngineBackend
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.codec.config import load
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import ModelConfig, RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
+from rollweave.service.engines import connector
 
 SUFFIX = "-service"
 """Of the directory of a service that serves a run's checkpoint, beside the run's."""
@@ -22,7 +21,7 @@ SUFFIX = "-service"
 def serve(path: Path, overrides: Sequence[str], *, inproc: bool) -> None:
     """Serve until a signal ends it."""
     config = of_run(str(path), overrides) if path.is_dir() else load(path, overrides)
-    launch.serve(config, host=_Terminal(config), connect=_connect, inproc=inproc)
+    launch.serve(config, host=_Terminal(config), connect=connector(config), inproc=inproc)
 
 
 def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
@@ -55,7 +54,3 @@ class _Terminal:
 
     def stopping(self, drain: bool) -> None:
         err.print("finishing what was accepted; once more to cancel it" if drain else "cancelling what is left")
-
-
-def _connect(request: EngineRequest, name: str) -> EngineBackend:
-    raise ConfigError(f"{name}: engines behind HTTP are to come, got {request.address}")

@@ -68,10 +68,13 @@ class Conversation:
         turn = self._turns[0]
         return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
-    def sampled(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan]) -> str:
+    def sampled(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan], *, exact: bool = True
+    ) -> str:
         """Take the agent's turn as the engine sampled it, and return its words.
 
-        `versions` must cover the tokens without gaps. Raises ValueError where the result is not consistent in itself.
+        `versions` must cover the tokens without gaps. A turn that is not `exact`, since the engine gave its text alone, is no
+        output: nothing may be trained on it. Raises ValueError where the result is not consistent in itself.
         """
         if self._acted():
             raise ValueError("sampled must be followed by observe, got sampled twice")
@@ -81,8 +84,10 @@ class Conversation:
         if [span.start for span in versions] != ends[:-1] or ends[-1] != len(tokens) or ends != sorted(set(ends)):
             raise ValueError(f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}")
         start = len(self._tokens)
-        for span in versions:
+        for span in versions if exact else ():
             self._append(tokens[span.start : span.end], SegmentKind.OUTPUT, span.version, logprobs[span.start : span.end])
+        if not exact:
+            self._append(tokens, SegmentKind.OBSERVATION)
         self._turns.append(_Turn(start, len(self._tokens), self._state_key))
         text = self._codec.text(tokens)
         self._messages.append(Message(role="assistant", content=text))

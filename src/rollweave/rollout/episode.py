@@ -253,7 +253,7 @@ class Episode:
         self._engine = answer.engine_id
         self._generate_s += result.generate_s
         self._queue_s += max(0.0, self._clock() - asked - result.generate_s)
-        text = conversation.sampled(result.tokens, result.logprobs, result.versions)
+        text = conversation.sampled(result.tokens, result.logprobs, result.versions, exact=not result.text_only)
         return text, result.finish is Finish.LENGTH and room <= self._limits.max_turn_tokens
 
     async def _env_step(self, port: TurnPort, conversation: Conversation, text: str) -> Step:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from rollweave.schema.base import Noun, TrajectoryId
+from rollweave.schema.serving import DialectName
 from rollweave.schema.work import Decoding, Trajectory
 
 ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/@")
@@ -93,10 +94,13 @@ class Completion(Noun, frozen=True, kw_only=True):
 
 
 class EngineRequest(Noun, frozen=True, kw_only=True):
-    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots` turns at once."""
+    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots` turns at once.
+
+    `text_only` admits one that gives no token ids: what it says is no output, so nothing is trained on it.
+    """
 
     address: str
-    dialect: str
+    dialect: DialectName
     slots: int = 64
     kv_tokens: int = 1 << 20
     text_only: bool = False
@@ -104,6 +108,8 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.address.startswith(("http://", "https://")):
             raise ValueError(f"address must begin with http:// or https://, got {self.address!r:.100}")
+        if self.text_only and self.dialect != "completions":
+            raise ValueError(f"text_only must be off unless the dialect is completions, got {self.dialect}")
         for name in ("slots", "kv_tokens"):
             if not 1 <= getattr(self, name) <= 2**31:
                 raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")

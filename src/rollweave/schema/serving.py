@@ -10,6 +10,9 @@ from rollweave.schema.base import EngineId, Noun, Tagged
 from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
+DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
+"""How an engine behind HTTP is spoken to (`backends/dialects.py`)."""
+
 
 class Sampling(Noun, frozen=True, kw_only=True):
     """How to sample. `logprobs` are always those of the sampled token at `temperature` before top-k and top-p cut.
