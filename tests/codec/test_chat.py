@@ -153,6 +153,19 @@ def test_what_ends_a_turn() -> None:
     assert codec("plain").stop == ("\n",)
 
 
+def test_a_turn_that_is_only_text_is_no_output() -> None:
+    of = codec("chatml")
+    conversation = Conversation(of, [say("user", "a")])
+    tokens = of.spoken("hi")
+    assert conversation.sampled(tokens, [0.0] * len(tokens), spans(len(tokens), 0), exact=False) == "hi"
+    conversation.reward(1.0)
+    conversation.observe([say("user", "b")])
+    conversation.sampled([8], [-3.0], spans(1, 0))
+    sequence = conversation.sequence()
+    assert [turn.reward for turn in sequence.turns] == [1.0, 0.0]
+    assert sum(sequence.output_mask()) == 1
+
+
 def test_rewards_and_state_keys_stand_with_their_turns() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [say("user", "a")], state_key="s0")

@@ -195,6 +195,7 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
             GenerateResult(id="r", tokens=(), logprobs=(), versions=(), finish=Finish.ABORTED),
             GenerateResult(id="r", tokens=(1,), logprobs=(), versions=(), finish=Finish.STOP),
             said("hi", version=-1),
+            msgspec.structs.replace(said("hi"), text_only=True),
         ],
         1,
     ):
@@ -204,8 +205,21 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
         assert (await bench.until(TurnFailed, after=seen)).try_number == number
     seen = len(bench.events)
     bench.engine.answer = "hi"
-    bench.turn(0, 4)
-    assert (await bench.until(TurnDone, after=seen)).try_number == 4
+    bench.turn(0, 5)
+    assert (await bench.until(TurnDone, after=seen)).try_number == 5
+    bench.pipeline.cancel(cancel())
+    await bench.idle()
+
+
+async def test_text_alone_may_be_evaluated(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+    bench.init(purpose=Purpose.EVAL)
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    bench.engine.answer = msgspec.structs.replace(said("hi"), text_only=True)
+    bench.turn(0, 0)
+    await bench.until(TurnDone)
     bench.pipeline.cancel(cancel())
     await bench.idle()
 
