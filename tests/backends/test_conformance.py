@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 Connect = Callable[..., EngineBackend]
 
 
-def tiny_checkpoint(directory: Path) -> Path:
-    """A random Qwen3-shaped checkpoint of a few thousand parameters, written without transformers."""
+def tiny_checkpoint(directory: Path, **changes: object) -> Path:
+    """A random Qwen3-shaped checkpoint of a few thousand parameters, written without transformers; `changes` of its config."""
     import torch
     from safetensors.torch import save_file
 
@@ -46,6 +46,7 @@ def tiny_checkpoint(directory: Path) -> Path:
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "eos_token_id": 1,
+        **changes,
     }
     (directory / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

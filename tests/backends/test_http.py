@@ -155,6 +155,38 @@ async def test_aborting_answers_at_once_with_nothing_where_the_server_cannot_be_
         assert (result.id, result.tokens, result.finish) == ("r0", (), Finish.ABORTED)
 
 
+def sglang(tokens: list[int], reason: str) -> dict[str, Any]:
+    pairs = [[-0.5, token, None] for token in tokens]
+    meta = {"finish_reason": {"type": reason}, "output_token_logprobs": pairs, "weight_version": "3"}
+    return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+@pytest.mark.parametrize("ending", ["abort", "budget"])
+async def test_a_server_that_can_be_told_answers_with_what_there_is(ending: str) -> None:
+    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def probed(exchange: Exchange) -> None:
+        exchange.send(sglang([6, 7], "length"))
+
+    async def handle(exchange: Exchange) -> None:
+        if exchange.path == "/abort_request":
+            told.set_result(exchange.asked["rid"])
+            exchange.send({})
+        else:
+            assert await told == exchange.asked["rid"]
+            exchange.send(sglang([6], "abort"))
+
+    async with serving(handle, probed=probed) as wire, connected(wire, dialect="sglang") as engine:
+        answer = engine.generate(request(budget_s=0.05 if ending == "budget" else 0.0))
+        await wire.arrived.wait()
+        if ending == "abort":
+            engine.abort("r0")
+        result = await answer
+        assert (result.id, result.tokens, result.versions[0].version) == ("r0", (6,), 3)
+        assert result.finish is (Finish.ABORTED if ending == "abort" else Finish.TIME)
+        assert len(told.result()) == 32, "SGLang aborts whatever begins so: no id may be the beginning of another"
+
+
 async def test_a_time_budget_ends_a_request_that_hangs() -> None:
     async with serving(hang) as wire, connected(wire) as engine:
         result = await engine.generate(request(budget_s=0.05))
@@ -169,6 +201,19 @@ async def test_a_request_that_waits_for_a_slot_can_be_aborted() -> None:
         assert (await waiting).finish is Finish.ABORTED
         assert not held.done()
         assert len(wire.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "allowed", "rule"),
+    [((), (), "at least one token"), ((100,), (), "got 100 to 100"), ((5, -1), (), "got -1 to 5"), ((5,), (100,), "5 to 100")],
+)
+async def test_tokens_that_would_kill_a_server_are_never_sent(
+    tokens: tuple[int, ...], allowed: tuple[int, ...], rule: str
+) -> None:
+    async with serving(FINE) as wire, connected(wire) as engine:
+        with pytest.raises(EngineError, match=rule):
+            await engine.generate(GenerateRequest(id="r0", tokens=tokens, sampling=Sampling(allowed=allowed)))
+        assert not wire.seen
 
 
 async def test_ids_in_use_are_refused() -> None:

@@ -24,6 +24,7 @@ from rollweave.schema.serving import DialectName, EngineSpec, EngineStats, Finis
 from tests.backends.test_conformance import tiny_checkpoint
 
 VOCAB = 128
+MOST = 30
 OURS: tuple[DialectName, ...] = ("rollweave", "completions", "prorl")
 
 
@@ -76,7 +77,7 @@ async def served(model: Path) -> AsyncIterator[Served]:
     present.set_result(None)
     spec = EngineSpec(id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=2048, deterministic=True)
     engine = EngineClient("engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0)
-    app = EngineServer(engine, model="tiny", text=Letters(), read_s=0.5).application()
+    app = EngineServer(engine, model="tiny", text=Letters(), read_s=0.5, most_requests=MOST).application()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await engine.ready()
     await runner.setup()
@@ -208,6 +209,18 @@ async def test_what_cannot_be_done_is_refused_with_its_reason(
     told, answer = await served.post(path, body)
     assert told == status
     assert reason in answer["detail"]
+
+
+async def test_too_many_requests_are_told_to_come_again(served: Served) -> None:
+    async with served.remote() as remote:
+        await served.engine.suspend()
+        waiting = [remote.generate(GenerateRequest(id=f"r{number}", tokens=(5,))) for number in range(MOST)]
+        await served.until(lambda stats: stats.waiting == MOST)
+        status, answer = await served.post("/generate", {"prompt_ids": [5], "max_tokens": 1})
+        assert (status, answer["detail"]) == (429, "Too Many Requests")
+        late = remote.generate(GenerateRequest(id="late", tokens=(5,)))
+        served.engine.resume()
+        assert len(await asyncio.gather(*waiting, late)) == MOST + 1
 
 
 async def test_a_client_that_never_ends_its_request_is_cut_off(served: Served) -> None:

@@ -232,7 +232,7 @@ class HttpEngine:
         """The checked answer to a request, with the caller's id, and our times where the server tells none."""
         asked = self._loop.time()
         await asyncio.shield(self._ready)
-        if why := objection(self._logprobs, request.sampling):
+        if why := objection(self._logprobs, request.sampling) or self._beyond(request):
             raise EngineError(f"{self._name}: {why}")
         wired = msgspec.structs.replace(request, id=call.wire_id)
         async with self._slots:
@@ -255,6 +255,15 @@ class HttpEngine:
         generate_s = result.generate_s if self._dialect.keeps_time else took_s
         queue_s = max(0.0, self._loop.time() - asked - generate_s)
         return msgspec.structs.replace(result, id=request.id, queue_s=queue_s, generate_s=generate_s)
+
+    def _beyond(self, request: GenerateRequest) -> str:
+        """What is wrong with the request's token ids, or "". One beyond the vocabulary kills vLLM with all that it runs."""
+        tokens, vocab = (*request.tokens, *request.sampling.allowed), self._spec.vocab
+        if request.tokens and 0 <= min(tokens) <= max(tokens) < vocab:
+            return ""
+        if not request.tokens:
+            return "tokens must have at least one token, got none"
+        return f"tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}"
 
     async def _asked(self, request: GenerateRequest) -> tuple[GenerateResult, float]:
         """The checked answer, and the seconds that it took."""

@@ -107,10 +107,19 @@ NEUTRAL: dict[str, Any] = {
 
 
 class EngineServer:
-    """The handlers of one engine. `model` is the name that it goes by; `read_s` is as `READ_S`."""
+    """The handlers of one engine. `model` is the name that it goes by; the limits are as `READ_S` and `MOST_REQUESTS`."""
 
-    def __init__(self, engine: EngineBackend, *, model: str, text: TextCodec | None = None, read_s: float = READ_S) -> None:
-        self._engine, self._model, self._text, self._read_s = engine, model, text, read_s
+    def __init__(
+        self,
+        engine: EngineBackend,
+        *,
+        model: str,
+        text: TextCodec | None = None,
+        read_s: float = READ_S,
+        most_requests: int = MOST_REQUESTS,
+    ) -> None:
+        self._engine, self._model, self._text = engine, model, text
+        self._read_s, self._most_requests = read_s, most_requests
         self._under_way = 0
 
     def application(self) -> web.Application:
@@ -229,7 +238,7 @@ class EngineServer:
 
     async def _generated(self, request: GenerateRequest) -> GenerateResult:
         """Cancelled with its handler, which cancels it at the engine."""
-        if self._under_way >= MOST_REQUESTS:
+        if self._under_way >= self._most_requests:
             raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
         self._under_way += 1
         try:

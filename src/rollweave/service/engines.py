@@ -11,8 +11,8 @@ from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
 from rollweave.service.launch import Connect
 
-START_S = 60.0
-"""Limit to a registered engine's first answer; then the core tries again, less and less often."""
+START_S = 300.0
+"""Limit to a registered engine's first answer, for which it may have to compile; then the core tries again."""
 
 
 def connector(config: RunConfig) -> Connect:
