@@ -155,7 +155,9 @@ def test_completions_ask_for_token_ids() -> None:
 
 def test_completions_of_text_ask_for_nothing_that_is_vllms_alone() -> None:
     asked = said(Completions("m", encode_text=lambda text: [1]))
-    assert {"logprobs", "return_token_ids"}.isdisjoint(asked)
+    assert {"logprobs", "return_token_ids", "min_p", "repetition_penalty", "allowed_token_ids"}.isdisjoint(asked)
+    assert (asked["top_k"], asked["stop_token_ids"]) == (5, [2])
+    assert "top_k" not in said(Completions("m", encode_text=lambda text: [1]), SPEECH)
 
 
 def test_sglang_is_told_every_parameter() -> None:

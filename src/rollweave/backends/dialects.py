@@ -25,6 +25,15 @@ NOT_A_LOGPROB = -9999.0
 ABOVE_ZERO = 1e-3
 """How far rounding may lift a log-prob over 0."""
 
+VLLM_ALONE: dict[str, Any] = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "stop_token_ids": (),
+    "allowed_token_ids": None,
+}
+"""What vLLM has beyond OpenAI, with the values that change nothing."""
+
 T = TypeVar("T")
 
 
@@ -122,6 +131,8 @@ class Completions:
             said["model"] = self._model
         if self._encode_text is None:
             said |= {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        else:  # a server that is not vLLM may refuse what OpenAI does not have, also where it says nothing
+            said = {name: value for name, value in said.items() if name not in VLLM_ALONE or value != VLLM_ALONE[name]}
         return msgspec.json.encode(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
