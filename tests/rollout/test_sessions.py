@@ -361,6 +361,14 @@ def test_other_tools_are_another_context() -> None:
         GenerateResult(
             id="x", tokens=(1,), logprobs=(-1.0,), versions=(VersionSpan(start=0, end=2, version=0),), finish=Finish.STOP
         ),
+        GenerateResult(
+            id="x",
+            tokens=(1,),
+            logprobs=(0.0,),
+            versions=(VersionSpan(start=0, end=1, version=0),),
+            finish=Finish.STOP,
+            text_only=True,
+        ),
     ],
 )
 def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:

@@ -253,6 +253,8 @@ def _best(calls: Sequence[Call]) -> Call:
 
 
 def _check(result: GenerateResult) -> None:
+    if result.text_only:
+        raise ValueError("a result must have the tokens that an engine sampled, got its text alone")
     count = len(result.tokens)
     if not count or len(result.logprobs) != count:
         raise ValueError(f"a result must have one logprob a token and at least one, got {len(result.logprobs)} for {count}")
