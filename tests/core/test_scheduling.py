@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 
+from rollweave.core.core import Core
 from rollweave.policy.priority import OVERTAKES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, TaskId
+from rollweave.schema.work import Limits, Task
 from tests.core.test_core import config
 from tests.core.world import World
 
@@ -116,6 +118,63 @@ def test_a_predictor_that_fails_changes_nothing_but_the_order(kind: type[Long], 
     assert world.core.account().trained == 8
     assert counted.predictions > 0
     assert (counted.predictions_late > 0) == (kind is Mute)
+
+
+class Huge(Long):
+    """A predictor that diverges."""
+
+    def predict(self, command: c.Predict) -> None:
+        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+        self.later(e.PredictionReady(**key, remaining_tokens=self.random.choice([1e12, 1e300])), 0.001)
+
+
+def test_a_prediction_beyond_all_bounds_is_one_of_a_long_trajectory() -> None:
+    """The context summed over so many tokens would be no number that a snapshot can hold."""
+    world = Huge(turns=6, rollout={"scheduling": "trajectory", "groups_per_step": 2, "group_size": 4})
+    world.start()
+    while world.finish is None:
+        world.step()
+        assert Core.restore(world.core.snapshot(), world.config).snapshot() == world.core.snapshot()
+    assert world.finish.error == ""
+
+
+def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
+    """Two residents' environments work for minutes. Their contexts leave no room for others', who run all the same."""
+    hang_s = 60.0
+
+    class Hangs(Long):
+        def join(self, name: str) -> None:
+            self.engine_version.pop(name, None)
+            engine = {"engine_id": EngineId(name), "epoch": self.engine_epoch[name]}
+            self.later(e.EngineJoined(**engine, max_slots=3, kv_total_tokens=26))
+
+        def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
+            turn = self.turns_of[trajectory_id, attempt]
+            if turn == 3 and trajectory_id in ("g0.1", "g0.2"):
+                asked = e.TurnRequested(trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=10)
+                self.later(asked, hang_s)
+            else:
+                super().next_turn(trajectory_id, attempt, after)
+
+        def execute(self, command: c.Command) -> None:
+            if isinstance(command, c.DrawTask):
+                task = Task(id=TaskId("a"), env="a", seed=0, limits=Limits(step_s=2 * hang_s))
+                self.later(e.GroupSubmitted(group_id=command.group_id, task=task), 0.0)
+            else:
+                super().execute(command)
+
+    world = Hangs(turns=20, rollout=ONE_SLOT["rollout"], engines={"count": 1, "max_slots": 3})
+    world.start()
+    waited_s = 0.0
+    while world.finish is None:
+        state = world.core.state
+        idle = bool(state.turn_queue) and not any(engine.active for engine in state.engines.values())
+        before = world.now
+        world.step()
+        waited_s += idle * (world.now - before)
+    assert world.finish.error == ""
+    assert world.core.account().trained == 6
+    assert waited_s < hang_s / 4, "turns wait beside an engine that does nothing"
 
 
 def test_who_outlives_the_estimate_is_ranked_anew_in_the_midst_of_a_turn() -> None:

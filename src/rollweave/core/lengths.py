@@ -22,6 +22,10 @@ KEPT_LENGTHS = 8192
 MEMORY = 0.05
 """Weight of a new value in the means of a task domain: of the last twenty or so."""
 
+LONGEST = 1 << 24
+"""Tokens that a trajectory is believed to sample at most, whatever a predictor says: beyond any model's context, and contexts
+summed over so many tokens are numbers that a snapshot can hold."""
+
 FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
 
 
@@ -142,7 +146,7 @@ def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
     """Whole tokens, so that sums over trajectories do not depend on their order."""
     if not (run.scheduling.predicts or run.scheduling.homes):
         return  # nobody asks
-    trajectory.estimate = max(1, round(tokens))
+    trajectory.estimate = round(max(1.0, min(tokens, LONGEST)))
     growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
     trajectory.occupies = round(occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth))
     if trajectory.predicted < 0:

@@ -115,17 +115,14 @@ class Order:
         """0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)
 
-    def kv_before(self, trajectory: Trajectory, engine_id: EngineId) -> int:
-        """What residents of this engine claim that come before the trajectory: of all, where it is none of them itself."""
+    def before(self, trajectory: Trajectory, engine_id: EngineId) -> list[Place]:
+        """Residents of this engine that come before the trajectory: all, where it is none of them itself."""
         load = self.loads.get(engine_id)
         if load is None:
-            return 0
-        own, total = self._place(trajectory), 0
-        for place in load.residents:
-            if trajectory.resident and trajectory.home == engine_id and place[:3] >= own[:3]:
-                break
-            total += place[3]
-        return total
+            return []
+        if not trajectory.resident or trajectory.home != engine_id:
+            return load.residents
+        return load.residents[: bisect_left(load.residents, self._place(trajectory)[:3])]
 
     def _place(self, trajectory: Trajectory) -> Place:
         level = trajectory.level or 0 if self._by_level else 0
