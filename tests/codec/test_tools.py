@@ -1,6 +1,7 @@
 """Tool calls: what a turn's text says, whatever the text; and how tools and calls stand in a conversation's tokens."""
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ scalar = st.none() | st.booleans() | st.integers() | text
 value = st.recursive(scalar, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3), max_leaves=6)
 calls = st.lists(st.tuples(text.filter(bool), st.dictionaries(text, value, max_size=3)), min_size=1, max_size=3)
 MARKS = ("<tool_call>", "</tool_call>")
+CALL = '{"name": "a", "arguments": {}}'
 
 
 def written(name: str, arguments: Any, *, indent: int | None = None) -> str:
@@ -33,16 +35,20 @@ def test_calls_are_read_as_they_were_written(
     assert speech.content == (before + between * (len(wanted) - 1)).strip()
 
 
-@given(st.lists(text | st.sampled_from([*MARKS, '{"name": "a", "arguments": {}}', '{"name":', "}"]), max_size=8).map("".join))
+@given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
 def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
     speech = Hermes().read(said)
     if not speech.tool_calls:
         assert speech.content == said
-    else:
-        rest = said
-        for piece in (*MARKS, '{"name": "a", "arguments": {}}'):
-            rest = rest.replace(piece, "")
-        assert sorted("".join(speech.content.split())) == sorted("".join(rest.split()))
+        return
+    # What is not in the content is so many whole calls; the last one may lack its closing mark.
+    calls, gone = len(speech.tool_calls), Counter("".join(said.split()))
+    gone.subtract("".join(speech.content.split()))
+    least = Counter(MARKS[0] * calls + MARKS[1] * (calls - 1))
+    assert gone >= least
+    if said.count('{"name":') == said.count(CALL):  # else pieces may have come together to other calls
+        least += Counter("".join(CALL.split()) * calls)
+        assert gone in (least, least + Counter(MARKS[1]))
 
 
 @pytest.mark.parametrize(
