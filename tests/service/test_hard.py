@@ -139,6 +139,27 @@ async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tm
         assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "cancelled")
 
 
+async def test_a_service_that_ended_begins_without_its_past(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    for life in range(2):
+        with serving(config) as service:
+            assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == life
+            await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
+            await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+        run = run_dir(config)
+        replay = Replay(run / "journal.bin", load(run / "config.toml"))
+        assert replay.finish().state.counters.submitted == life + 1
+        assert replay.events == 0
+
+
+def test_a_model_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match=r"must have a tokenizer\.json"):
+        Serving(config).stop()
+    assert not run_dir(config).exists()
+
+
 async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     service = Serving(service_config(tmp_path, options={"wait": str(gate)}))

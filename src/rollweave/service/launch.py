@@ -76,10 +76,10 @@ def serve(
             "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is served by its directory"
         )
     token = _token(config)
-    source = TaskSource(config)
+    source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))  # or nothing is begun
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
-        start = _Start(config, run, source, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
+        start = _Start(config, run, source, codec, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
         asyncio.run(start.run(host, observe))
 
 
@@ -99,13 +99,14 @@ class _Start:
         config: RunConfig,
         run: RunDir,
         source: TaskSource,
+        codec: ChatCodec,
         *,
         token: str | None,
         inproc: bool,
         programs: Programs,
         connect: Connect,
     ) -> None:
-        self._config, self._run, self._source, self._token = config, run, source, token
+        self._config, self._run, self._source, self._codec, self._token = config, run, source, codec, token
         self._inproc, self._programs, self._connect = inproc, programs, connect
 
     async def run(self, host: Host, observe: Callable[[Service], None]) -> None:
@@ -194,7 +195,7 @@ class _Start:
         await asyncio.sleep(0)  # the first event is the world's
         service.go_on()
         app = http.build(service, token=self._token)
-        app.add_routes(ProRL(service, codec=ChatCodec.from_directory(Path(self._config.model.path or ""))).table())
+        app.add_routes(ProRL(service, codec=self._codec).table())
         ready = functools.partial(host.ready, stop=stop_from_anywhere)
         listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
         compacting = asyncio.create_task(_compact(world, service.warned))
