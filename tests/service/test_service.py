@@ -96,6 +96,8 @@ WRONG = [
     (b'{"handler": "game", "index": 1, "sampling": {"top_p": 0}}', 400),
     (b'{"handler": "game", "index": 1, "sampling": {"temperature": NaN}}', 400),
     (b'{"handler": "game", "index": 1, "limits": {"time_s": -1}}', 400),
+    (b'{"handler": "game", "payload": {"x": ' + b"[" * 100 + b"]" * 100 + b"}}", 400),
+    (b'{"handler": "game", "index": 1, "id": ".."}', 400),
     (b'{"rollouts": []}', 400),
     (b'{"rollouts": [{"handler": "game", "index": 1}, {"handler": "no", "index": 1}]}', 404),
     (b'{"rollouts": [{"handler": "game", "index": 1, "id": "x"}, {"handler": "game", "index": 2, "id": "x"}]}', 409),

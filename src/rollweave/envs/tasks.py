@@ -125,7 +125,11 @@ class TaskSource:
         if not isinstance(made, Task):
             raise EnvError(f"{name}: make_task must return a Task, got {type(made).__name__}")
         task_id = TaskId(f"{name}-{split}-{index}")
-        return msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
+        task = msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
+        try:
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)  # as the journal will
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            raise EnvError(f"{name}: make_task must return a Task that can be written down: {error}") from error
 
     def asked(self, name: str, *, payload: str, seed: int) -> Task:
         """A task of domain `name` that somebody brings along: `payload` is JSON that its environment reads."""

@@ -3,6 +3,7 @@
 Invariants: as of `live/world.py`; what is delivered is in the store before anybody hears of it.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
@@ -20,6 +21,7 @@ from rollweave.rollout.pipeline import MakeEpisode, Pipeline
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, Warn
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat, RunStarted, StopRequested, WorldLost
 
 COMPACT_BYTES = 16 << 20
@@ -90,6 +92,8 @@ class ServiceWorld:
                 self.fleet.start(first.engines)
                 await self.pump.run()
                 await self.fleet.close()
+                with contextlib.suppress(DiskError):  # the next life replays it all then
+                    self._journal.rotate(self.core.snapshot())
             finally:
                 self._tasks.cancel_all()
         return self._error

@@ -305,7 +305,9 @@ class ServeConfig(Section):
     host: str = Field("127.0.0.1", description="Address to listen on; others than this host reach it only if it says so.")
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = Field(8300, description="Port; 0: any that is free.")
     token_env: str | None = Field(None, description="Environment variable with the bearer token that requests must carry.")
-    queue: PositiveInt = Field(10_000, description="Rollouts that may wait to begin; more are refused (429).")
+    queue: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
+        10_000, description="Rollouts that may wait to begin; more are refused (429)."
+    )
     engines: Literal["local", "registered"] = Field(
         "local", description="local: [[engines]] on the model's checkpoint, and whatever is registered; registered: only these."
     )

@@ -23,7 +23,7 @@ class AskedLimits(Noun, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"limits.{name} must be a positive number, got {value}")
 
 
@@ -45,6 +45,8 @@ class RolloutRequest(Noun, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.id) > ID_LENGTH or not set(self.id) <= ID_CHARS:
             raise ValueError(f"id must be at most {ID_LENGTH} letters, digits and -_.:/@, got {self.id!r:.100}")
+        if self.id in (".", ".."):  # no path of a URL can end in them
+            raise ValueError(f"id must be more than dots, got {self.id!r}")
         if not 1 <= self.members <= MEMBERS:
             raise ValueError(f"members must be from 1 to {MEMBERS}, got {self.members}")
         if self.index is not None and not 0 <= self.index < 2**53:

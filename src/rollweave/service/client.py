@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import secrets
 import threading
+import urllib.parse
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -98,7 +99,7 @@ class RolloutClient:
                 left.append(server)
             except asyncio.CancelledError:
                 with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", f"/v1/rollouts/{request.id}"), 5.0))
+                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", _path(request.id)), 5.0))
                 raise
             finally:
                 server.outstanding -= request.members
@@ -133,7 +134,7 @@ class RolloutClient:
 
     async def _on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
         """Submit and wait. What fails on the way is tried again here, a few times."""
-        body, path = msgspec.json.encode(request), f"/v1/rollouts/{request.id}"
+        body, path = msgspec.json.encode(request), _path(request.id)
         submitted, failures, wait_s = False, 0, BACKOFF_S
         while True:
             try:
@@ -184,7 +185,7 @@ class RolloutClient:
                 owed, server.owed = server.owed, []
                 for job_id in owed:
                     with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                        await self._send(server, "DELETE", f"/v1/rollouts/{job_id}")
+                        await self._send(server, "DELETE", _path(job_id))
 
 
 class Rollouts:
@@ -225,6 +226,10 @@ class Rollouts:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _path(job_id: str) -> str:
+    return f"/v1/rollouts/{urllib.parse.quote(job_id, safe='')}"
 
 
 def _message(answer: bytes) -> str:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from rollweave.schema.base import EngineId
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
 from rollweave.service.openapi import document
 from rollweave.service.service import ClosedError, ConflictError, FullError, RefusedError, Service, UnknownError
@@ -43,7 +43,20 @@ STATUS: Mapping[type[Exception], int] = {
     FullError: 429,
     ClosedError: 503,
     ConfigError: 400,
+    DiskError: 507,
 }
+
+KIND: Mapping[int, str] = {
+    400: "invalid",
+    401: "unauthorized",
+    404: "unknown",
+    409: "conflict",
+    413: "too_large",
+    429: "full",
+    503: "closed",
+    507: "disk",
+}
+"""`type` of an error."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -105,7 +118,7 @@ class _Routes:
         after = _whole("Last-Event-ID", said) if said else self._service.last_completion()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
-        while not self._service.closed:
+        while not self._service.ended:
             found = await self._service.completed(after, limit=COMPLETIONS, seconds=HEARTBEAT_S)
             lines = [b"id: %d\ndata: %s\n\n" % (one.number, msgspec.json.encode(one)) for one in found]
             try:
@@ -167,9 +180,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """What was refused, as JSON with its status."""
     try:
         return await handler(request)
-    except (RefusedError, ConfigError) as error:
-        status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
-        return problem(status, str(error))
+    except (RefusedError, ConfigError, DiskError) as error:
+        return problem(status_of(error), str(error))
+    except web.RequestPayloadError as error:  # neither compressed nor cut into chunks as its headers say
+        return problem(400, f"the body must be whole: {error}")
     except web.HTTPException as error:
         if error.status < 400:
             raise
@@ -191,10 +205,14 @@ def _authorized(token: str | None) -> Middleware:
 
 def problem(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> web.Response:
     """An error as this API says it."""
-    more = {"Retry-After": str(RETRY_S)} if status in (429, 503) else {}
-    kind = {400: "invalid", 401: "unauthorized", 404: "unknown", 409: "conflict", 413: "too_large", 429: "full", 503: "closed"}
-    body = {"error": {"type": kind.get(status, "refused"), "message": message}}
+    more = {"Retry-After": str(RETRY_S)} if status in (429, 503, 507) else {}
+    body = {"error": {"type": KIND.get(status, "refused"), "message": message}}
     return _json(body, status=status, headers={**more, **(headers or {})})
+
+
+def status_of(error: Exception) -> int:
+    """Of one of the errors in `STATUS`."""
+    return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
 def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

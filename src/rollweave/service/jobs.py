@@ -2,11 +2,12 @@
 
 Invariants: a request is in the file before it is answered with yes; a result's place is in the file before the core is told
 that it was taken; so what a restarted service does not know was never accepted, and what it accepted ends in a result or in
-the core's hands. One process at a time.
+the core's hands; a job is forgotten with the last of its results, never before. One process at a time: the file is locked.
 """
 
+import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import msgspec
 
 from rollweave.rollout.store import Entry
 from rollweave.schema.base import GroupId, TrajectoryId
+from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import Task
 
@@ -29,6 +31,10 @@ CREATE TABLE IF NOT EXISTS results (
 CREATE INDEX IF NOT EXISTS results_of ON results (job);
 CREATE TABLE IF NOT EXISTS engines (id TEXT PRIMARY KEY, request BLOB NOT NULL);
 """
+
+
+_REFUSED = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+"""What SQLite says of a disk, not of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,23 @@ def job_number(member: TrajectoryId) -> int:
 
 
 class Jobs:
-    """Raises `sqlite3.Error` where the disk refuses."""
+    """Everything raises DiskError where the disk refuses; what was being noted then is not."""
 
     def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file that is somebody else's, or damaged."""
+        self._path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.executescript(_SCHEMA)
+        try:
+            # Whoever looks into the file would make us wait in the middle of the event loop.
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            self._db.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSED:
+                raise self._disk_error(error) from error
+            raise ConfigError(f"{path} must be the memory of a service, not damaged and not in use: {error}") from error
 
     def close(self) -> None:
         self._db.close()
@@ -83,84 +99,97 @@ class Jobs:
         with self._transaction():
             for job_id, request, task in requests:
                 row = (job_id, msgspec.json.encode(request), msgspec.json.encode(task), request.members)
-                number = self._db.execute("INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row).lastrowid
+                number = self._execute("INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row).lastrowid
                 assert number is not None, "an inserted row has a number"
                 added.append(Job(number, job_id, request, task, request.members))
         return added
 
     def find(self, job_id: str) -> Job | None:
-        row = self._db.execute("SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        row = self._execute("SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)).fetchone()
         return _job(row) if row is not None else None
 
     def unfinished(self) -> list[Job]:
         """In the order in which they came."""
-        rows = self._db.execute("SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number")
+        rows = self._execute("SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number")
         return [_job(row) for row in rows]
 
     def id_of(self, number: int) -> str | None:
-        row = self._db.execute("SELECT id FROM jobs WHERE number = ?", (number,)).fetchone()
+        row = self._execute("SELECT id FROM jobs WHERE number = ?", (number,)).fetchone()
         return row[0] if row is not None else None
 
     # Results.
 
     def done(self, member: TrajectoryId, attempt: int, stop_reason: str, entry: Entry | None, *, keep: int) -> Result | None:
-        """Note a result, and forget jobs that are older than the newest `keep` results. None if it is known already."""
+        """Note a result, and forget jobs that have none among the newest `keep`. None if it is known, or forgotten."""
         job = job_number(member)
         blob = msgspec.json.encode(entry) if entry is not None else None
         with self._transaction():
-            row = (job, member, attempt, stop_reason, blob)
-            insert = "INSERT OR IGNORE INTO results (job, member, attempt, stop_reason, entry) VALUES (?, ?, ?, ?, ?)"
-            cursor = self._db.execute(insert, row)
+            row = {"job": job, "member": member, "attempt": attempt, "stop_reason": stop_reason, "entry": blob}
+            cursor = self._execute(_NOTE, row)
             if not cursor.rowcount or cursor.lastrowid is None:
                 return None
-            self._db.execute("UPDATE jobs SET left = left - 1 WHERE number = ?", (job,))
+            self._execute("UPDATE jobs SET left = left - 1 WHERE number = ?", (job,))
             oldest = cursor.lastrowid - keep
-            self._db.execute(
-                "DELETE FROM jobs WHERE left = 0 AND number IN (SELECT job FROM results WHERE number <= ?)", (oldest,)
-            )
-            self._db.execute("DELETE FROM results WHERE number <= ?", (oldest,))
+            self._execute(_FORGET_JOBS, (oldest, oldest))
+            self._execute(_FORGET_RESULTS, (oldest,))
         return Result(cursor.lastrowid, job, member, attempt, stop_reason, entry)
 
     def results(self, job: int) -> list[Result]:
-        rows = self._db.execute(f"{_RESULTS} WHERE job = ? ORDER BY number", (job,))
+        rows = self._execute(f"{_RESULTS} WHERE job = ? ORDER BY number", (job,))
         return [_result(row) for row in rows]
 
     def since(self, number: int, limit: int) -> list[Result]:
         """The first `limit` results after number `number`."""
-        rows = self._db.execute(f"{_RESULTS} WHERE number > ? ORDER BY number LIMIT ?", (number, limit))
+        rows = self._execute(f"{_RESULTS} WHERE number > ? ORDER BY number LIMIT ?", (number, limit))
         return [_result(row) for row in rows]
 
     def last(self) -> int:
         """Number of the newest result; 0 before the first."""
-        return int(self._db.execute("SELECT COALESCE(MAX(number), 0) FROM results").fetchone()[0])
+        return int(self._execute("SELECT COALESCE(MAX(number), 0) FROM results").fetchone()[0])
 
     # Engines.
 
     def engines(self) -> Iterator[tuple[str, bytes]]:
         """Id and request of those that are registered."""
-        yield from self._db.execute("SELECT id, request FROM engines ORDER BY id").fetchall()
+        yield from self._execute("SELECT id, request FROM engines ORDER BY id").fetchall()
 
     def add_engine(self, engine_id: str, request: bytes) -> None:
-        self._db.execute("INSERT OR REPLACE INTO engines (id, request) VALUES (?, ?)", (engine_id, request))
+        self._execute("INSERT OR REPLACE INTO engines (id, request) VALUES (?, ?)", (engine_id, request))
 
     def remove_engine(self, engine_id: str) -> None:
-        self._db.execute("DELETE FROM engines WHERE id = ?", (engine_id,))
+        self._execute("DELETE FROM engines WHERE id = ?", (engine_id,))
 
-    def _transaction(self) -> "_Transaction":
-        return _Transaction(self._db)
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # a full disk may have ended it
+                self._execute("ROLLBACK")
+            raise
+
+    def _execute(self, statement: str, values: Sequence[object] | Mapping[str, object] = ()) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            raise self._disk_error(error) from error
+
+    def _disk_error(self, error: sqlite3.Error) -> DiskError:
+        return DiskError(0, f"cannot write {self._path}: {error}")
 
 
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("COMMIT" if kind is None else "ROLLBACK")
-
-
+# An insertion that is ignored would take a number too.
+_NOTE = """
+INSERT INTO results (job, member, attempt, stop_reason, entry) SELECT :job, :member, :attempt, :stop_reason, :entry
+WHERE EXISTS (SELECT 1 FROM jobs WHERE number = :job) AND NOT EXISTS (SELECT 1 FROM results WHERE member = :member)
+"""
+_FORGET_JOBS = """
+DELETE FROM jobs WHERE left = 0 AND number IN (SELECT job FROM results WHERE number <= ?)
+AND NOT EXISTS (SELECT 1 FROM results WHERE job = jobs.number AND number > ?)
+"""
+_FORGET_RESULTS = "DELETE FROM results WHERE number <= ? AND job NOT IN (SELECT number FROM jobs)"
 _RESULTS = "SELECT number, job, member, attempt, stop_reason, entry FROM results"
 
 

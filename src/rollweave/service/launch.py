@@ -29,13 +29,13 @@ from rollweave.record.trace import Trace
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
 from rollweave.service.jobs import Jobs
 from rollweave.service.prorl import ProRL
-from rollweave.service.service import Service
+from rollweave.service.service import Service, is_registered
 
 COMPACT_S = 60.0
 """Between two looks whether the journal should begin anew."""
@@ -76,10 +76,10 @@ def serve(
             "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is served by its directory"
         )
     token = _token(config)
-    source = TaskSource(config)
+    source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))  # or nothing is begun
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
-        start = _Start(config, run, source, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
+        start = _Start(config, run, source, codec, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
         asyncio.run(start.run(host, observe))
 
 
@@ -99,13 +99,14 @@ class _Start:
         config: RunConfig,
         run: RunDir,
         source: TaskSource,
+        codec: ChatCodec,
         *,
         token: str | None,
         inproc: bool,
         programs: Programs,
         connect: Connect,
     ) -> None:
-        self._config, self._run, self._source, self._token = config, run, source, token
+        self._config, self._run, self._source, self._codec, self._token = config, run, source, codec, token
         self._inproc, self._programs, self._connect = inproc, programs, connect
 
     async def run(self, host: Host, observe: Callable[[Service], None]) -> None:
@@ -154,10 +155,15 @@ class _Start:
         )
 
         def make_engine(seat: EngineSeat, epoch: int) -> EngineBackend:
+            if not is_registered(seat.id):
+                return processes.engine(seat, epoch)
             request = service.address(seat.id)
-            if request is not None:
+            if request is None:
+                raise EngineError("it was withdrawn")
+            try:
                 return self._connect(request, f"engine {seat.id}.{epoch}")
-            return processes.engine(seat, epoch)
+            except (RollweaveError, ValueError) as error:  # what somebody said of it is wrong; the service goes on
+                raise EngineError(str(error)) from error
 
         return ServiceWorld(
             config,
@@ -176,6 +182,7 @@ class _Start:
         seats = first_seats(self._config) if config.engines == "local" else ()
         first = WorldLost(engines=seats, missing=begun.missing) if begun.resumed else RunStarted(engines=seats, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        service.attach(world)
         living = asyncio.create_task(world.run(first))
 
         def stop(drain: bool) -> None:
@@ -186,16 +193,17 @@ class _Start:
             loop.call_soon_threadsafe(stop, drain)
 
         await asyncio.sleep(0)  # the first event is the world's
-        service.attach(world)
+        service.go_on()
         app = http.build(service, token=self._token)
-        app.add_routes(ProRL(service, codec=ChatCodec.from_directory(Path(self._config.model.path or ""))).table())
+        app.add_routes(ProRL(service, codec=self._codec).table())
         ready = functools.partial(host.ready, stop=stop_from_anywhere)
         listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
-        compacting = asyncio.create_task(_compact(world))
+        compacting = asyncio.create_task(_compact(world, service.warned))
         try:
             with _signals(service, stop):
                 await asyncio.wait([living, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            service.end()
             stopped.set()
             for task in (compacting, *([] if living.done() else [living])):
                 task.cancel()
@@ -205,10 +213,13 @@ class _Start:
                 raise error
 
 
-async def _compact(world: ServiceWorld) -> None:
+async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:
     while True:
         await asyncio.sleep(COMPACT_S)
-        world.compact()
+        try:
+            world.compact()
+        except DiskError as error:  # the journal goes on as it is
+            warned(Warn(component="journal", message=str(error)))
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def document() -> dict[str, Any]:
     body = {"oneOf": [_ref("RolloutRequest"), _ref("Batch")]}
     either = {"oneOf": [_ref("RolloutStatus"), _fields({"rollouts": _list("RolloutStatus")})]}
     handlers, engines = _fields({"handlers": {"type": "array", "items": TEXT}}), _fields({"engines": _list("EngineStatus")})
-    many = (400, 404, 409, 413, 429, 503)
+    many = (400, 404, 409, 413, 429, 503, 507)
     rollout, engine = _ref("RolloutStatus"), _ref("EngineRequest")
     paths = {
         "/v1/rollouts": {"post": _operation("submit", "Ask for rollouts", 202, either, body=body, errors=many)},
@@ -51,10 +51,10 @@ def document() -> dict[str, Any]:
         "/v1/handlers": {"get": _operation("handlers", "What can be asked for", 200, handlers)},
         "/v1/engines": {
             "get": _operation("engines", "Engines", 200, engines),
-            "post": _operation("register", "Register one", 202, _ref("EngineStatus"), body=engine, errors=(400, 413, 503)),
+            "post": _operation("register", "Register one", 202, _ref("EngineStatus"), body=engine, errors=(400, 413, 503, 507)),
         },
         "/v1/engines/{id}": {
-            "delete": _operation("withdraw", "Do without it", 202, engines, parameters=[one, drain], errors=(400, 404))
+            "delete": _operation("withdraw", "Do without it", 202, engines, parameters=[one, drain], errors=(400, 404, 507))
         },
         "/health": {"get": _operation("health", "Is it there?", 200, _ref("Health"))},
     }

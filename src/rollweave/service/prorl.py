@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollweave.codec.chat import ChatCodec
 from rollweave.schema.base import EngineId
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import AskedLimits, EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
 from rollweave.service.service import RefusedError, Service, UnknownError
@@ -94,6 +94,8 @@ class ProRL:
                 return _json({"detail": str(error)}, status=400)
             except RefusedError as error:
                 return _json({"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503)
+            except DiskError as error:
+                return _json({"detail": str(error)}, status=507)
 
         return guarded
 
@@ -161,6 +163,8 @@ class ProRL:
         ours = f"prorl-{secrets.token_hex(12)}"
         await self._service.submit([_request(body, ours)])
         self._jobs.setdefault(theirs, []).append(ours)
+        if not self._started:  # stopped while the task was drawn
+            self._service.cancel(ours)
         try:
             while True:
                 found = await self._service.wait(ours, POLL_S)

@@ -15,12 +15,11 @@ from rollweave.core.state import EngineStatus as CoreEngineStatus
 from rollweave.core.state import Stage, State
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.serving import ServiceWorld
-from rollweave.live.tasks import on_thread
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError, EnvError, RollweaveError
+from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
     EngineRegistered,
     EngineSeat,
@@ -31,7 +30,6 @@ from rollweave.schema.events import (
     RolloutTaken,
 )
 from rollweave.schema.service import (
-    AskedLimits,
     Completion,
     EngineRequest,
     EngineStatus,
@@ -39,8 +37,9 @@ from rollweave.schema.service import (
     RolloutRequest,
     RolloutStatus,
 )
-from rollweave.schema.work import Limits, Purpose, Task
+from rollweave.schema.work import Task
 from rollweave.service.jobs import Job, Jobs, Result, job_number
+from rollweave.service.tasks import Tasks
 
 STAGES = {
     Stage.QUEUED: "queued",
@@ -77,27 +76,33 @@ class Service:
     """The life of a service between its doors and its world, which is `attach`ed before anything is asked."""
 
     def __init__(self, config: RunConfig, *, jobs: Jobs, source: TaskSource, store: TrajectoryStore) -> None:
-        self._config, self._jobs, self._source, self._store = config, jobs, source, store
+        self._config, self._jobs, self._store = config, jobs, store
+        self._tasks = Tasks(source)
         self._world: ServiceWorld | None = None
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._news = asyncio.Event()
-        self._drawing = asyncio.Lock()
-        self._submitting = 0
+        self._submitting = 0  # members that are accepted, or about to be, and that the core has not heard of
+        self._cancelling: set[str] = set()
         self._addresses: dict[EngineId, EngineRequest] = {}
-        self._closed = False
+        self._offered: set[EngineId] = set()  # that the core has not heard of
+        self._next_engine = 0
+        self._closed = self._ended = False
         self.warnings: list[Warn] = []
         self.on_warning: Callable[[Warn], None] = lambda _: None
 
     # The world.
 
     def attach(self, world: ServiceWorld) -> None:
-        """Begin, or go on: what was accepted and the core has not heard of is said again, engines are registered again."""
+        """Before it lives: a world that lives again begins with what it had delivered and nobody had noted."""
         self._world = world
+
+    def go_on(self) -> None:
+        """Once the world lives: what was accepted and the core has not heard of is said again, engines are registered again."""
         for engine_id, blob in self._jobs.engines():
             self._offer(EngineId(engine_id), msgspec.json.decode(blob, type=EngineRequest))
         known = self._state.groups
         for job in self._jobs.unfinished():
-            if job.group_id not in known and not self._jobs.results(job.number):
+            if job.group_id not in known:
                 self._post_job(job)
 
     @property
@@ -126,8 +131,7 @@ class Service:
         for future in self._waiting.pop(result.job, []):
             if not future.done():
                 future.set_result(None)
-        self._news.set()
-        self._news = asyncio.Event()
+        self._tell()
 
     def warned(self, command: Warn) -> None:
         """Keep the newest, and say it."""
@@ -144,56 +148,54 @@ class Service:
         new: dict[str, RolloutRequest] = {}
         for job_id, request in named:
             former = new.get(job_id)
-            if former is None and (job := self._jobs.find(job_id)) is not None:
-                former = job.request
-            elif former is None:
-                new[job_id] = request
             if former is not None and former != request:
-                raise ConflictError(f"id must be new, or of an equal request, got {job_id!r} again")
+                raise ConflictError(f"id must be new, or of an equal request, got {job_id!r} twice")
+            if former is None and not self._known(job_id, request):
+                new[job_id] = request
         count = sum(request.members for request in new.values())
         room = self._config.serve.queue - len(self._state.init_queue) - self._submitting
         if count > room:
             raise FullError(f"at most {self._config.serve.queue} rollouts may wait to begin; there is room for {max(0, room)}")
-        self._submitting += count  # until the core has them in its queue
+        self._submitting += count
         try:
-            drawn = [(job_id, request, await self._task(request)) for job_id, request in new.items()]
+            drawn = [(job_id, request, await self._asked(request)) for job_id, request in new.items()]
             if self._closed:
                 raise ClosedError("the service is ending")
-            fresh = [one for one in drawn if self._jobs.find(one[0]) is None]  # else somebody else was quicker
+            fresh = [one for one in drawn if not self._known(one[0], one[1])]  # somebody else may have been quicker
             for job in self._jobs.add(fresh):
                 self._post_job(job)
         finally:
             self._submitting -= count
         return [self.status(job_id, results=False) for job_id, _ in named]
 
+    def _known(self, job_id: str, request: RolloutRequest) -> bool:
+        """True if just this was asked for before. Raises ConflictError."""
+        job = self._jobs.find(job_id)
+        if job is not None and job.request != request:
+            raise ConflictError(f"id must be new, or of an equal request, got {job_id!r} again")
+        return job is not None
+
     def _post_job(self, job: Job) -> None:
         request = job.request
-        self._post(
-            RolloutsSubmitted(
-                group_id=job.group_id,
-                name=request.handler,
-                task=job.task,
-                members=request.members,
-                decoding=request.sampling,
-            )
+        event = RolloutsSubmitted(
+            group_id=job.group_id,
+            name=request.handler,
+            task=job.task,
+            members=request.members,
+            decoding=request.sampling,
         )
+        self._submitting += request.members
+        self._live.pump.post(event, functools.partial(self._heard, request.members))
 
-    async def _task(self, request: RolloutRequest) -> Task:
+    def _heard(self, members: int) -> None:
+        """The core has these in its queue."""
+        self._submitting -= members
+
+    async def _asked(self, request: RolloutRequest) -> Task:
         names = self.handlers()
         if request.handler not in names:
             raise UnknownError(f"handler must be one of {', '.join(names)}, got {request.handler!r:.100}")
-        if request.payload is not None:
-            payload = msgspec.json.encode(request.payload).decode()
-            task = self._source.asked(request.handler, payload=payload, seed=request.seed)
-        else:
-            assert request.index is not None, "index or payload"
-            draw = functools.partial(self._source.draw, request.handler, request.index, Purpose.SERVE)
-            async with self._drawing:  # task sources are the user's code, and not thread-safe
-                try:
-                    task = await on_thread(draw, f"draw {request.handler}")
-                except EnvError as error:
-                    raise ConfigError(f"index must be of a task that can be drawn, got {request.index}: {error}") from error
-        return msgspec.structs.replace(task, limits=_bounded(task.limits, request.limits))
+        return await self._tasks.of(request)
 
     def status(self, job_id: str, *, results: bool) -> RolloutStatus:
         """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError."""
@@ -244,9 +246,12 @@ class Service:
     def cancel(self, job_id: str) -> RolloutStatus:
         """Ask for the end of all members; their results say `cancelled`. Raises UnknownError."""
         status = self.status(job_id, results=False)
-        for member in status.members:
-            if member.stage != "done":
-                self._post(RolloutCancelled(trajectory_id=member.id))
+        left = [member.id for member in status.members if member.stage != "done"]
+        if job_id not in self._cancelling and left:  # who asks again and again fills no inbox
+            self._cancelling.add(job_id)
+            for name in left[:-1]:
+                self._post(RolloutCancelled(trajectory_id=name))
+            self._live.pump.post(RolloutCancelled(trajectory_id=left[-1]), lambda: self._cancelling.discard(job_id))
         return status
 
     async def completed(self, after: int, *, limit: int, seconds: float) -> list[Completion]:
@@ -255,7 +260,7 @@ class Service:
         while True:
             news, found = self._news, self._jobs.since(after, limit)
             left = deadline - asyncio.get_running_loop().time()
-            if found or left <= 0 or self._closed:
+            if found or left <= 0 or self._ended:
                 return [
                     Completion(
                         number=result.number,
@@ -293,21 +298,26 @@ class Service:
         """Use this engine from now on. An address that is known already is the same engine."""
         if self._closed:
             raise ClosedError("the service is ending")
-        for engine_id, known in self._addresses.items():
-            if known.address == request.address and engine_id in self._state.engines:
+        for engine_id, known in list(self._addresses.items()):
+            if known.address == request.address and self._is_there(engine_id):
                 return self._engine(engine_id)
-        numbers = [int(engine_id.removeprefix("x")) for engine_id in (*self._addresses, *self._registered())]
-        engine_id = EngineId(f"x{max(numbers, default=-1) + 1}")
+            if known.address == request.address:  # it failed too often, and was removed
+                self._jobs.remove_engine(engine_id)
+                del self._addresses[engine_id]
+        engine_id = EngineId(f"x{self._next_engine}")
         self._jobs.add_engine(engine_id, msgspec.json.encode(request))
         self._offer(engine_id, request)
         return self._engine(engine_id)
 
-    def _registered(self) -> list[str]:
-        return [engine_id for engine_id in self._state.engines if engine_id.startswith("x")]
+    def _is_there(self, engine_id: EngineId) -> bool:
+        return engine_id in self._state.engines or engine_id in self._offered
 
     def _offer(self, engine_id: EngineId, request: EngineRequest) -> None:
         self._addresses[engine_id] = request
-        self._post(EngineRegistered(engine=EngineSeat(id=engine_id)))
+        self._next_engine = max(self._next_engine, int(engine_id.removeprefix("x")) + 1)  # no number comes twice in a life
+        self._offered.add(engine_id)
+        event = EngineRegistered(engine=EngineSeat(id=engine_id))
+        self._live.pump.post(event, functools.partial(self._offered.discard, engine_id))
 
     def withdraw(self, engine_id: EngineId, *, drain: bool) -> None:
         """Do without it: when its turns are done (`drain`), or at once. Raises UnknownError."""
@@ -318,8 +328,8 @@ class Service:
         self._post(EngineWithdrawn(engine_id=engine_id, drain=drain))
 
     def engines(self) -> list[EngineStatus]:
-        """All, the local ones first."""
-        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._addresses))]
+        """All, the local ones first; without those that were removed for their failures."""
+        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._offered))]
 
     def _engine(self, engine_id: EngineId) -> EngineStatus:
         engine, request = self._state.engines.get(engine_id), self._addresses.get(engine_id)
@@ -360,18 +370,26 @@ class Service:
         """Rollouts that were delivered, by stop reason."""
         return dict(self._state.counters.delivered)
 
+    @property
+    def ended(self) -> bool:
+        """Nothing more comes of it."""
+        return self._ended
+
     def close(self, *, drain: bool) -> None:
         """Take nothing more, and end."""
         self._closed = True
         self._live.stop(drain=drain)
-        self._news.set()
+
+    def end(self) -> None:
+        """Its world is over: nobody waits any longer."""
+        self._ended = True
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
 
-def _bounded(limits: Limits, asked: AskedLimits) -> Limits:
-    """The handler's limits, where less was asked for that."""
-    least = {
-        name: min(value, getattr(limits, name))
-        for name in asked.__struct_fields__
-        if (value := getattr(asked, name)) is not None
-    }
-    return msgspec.structs.replace(limits, **least)
+def is_registered(engine_id: EngineId) -> bool:
+    """True for an engine that came by `register`; False for one of our own processes."""
+    return engine_id.startswith("x")

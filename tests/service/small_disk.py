@@ -1,0 +1,70 @@
+"""A service on a disk that is really full: `python -m tests.service.small_disk DIRECTORY`, by itself in a namespace.
+
+Fills the disk up while rollouts are accepted, expects each answer to be 202 or 507 and the service to go on or to end with one
+error, and what was accepted, that alone, to be done once there is room.
+"""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+
+from tests.live.small_disk import BALLAST, DISK_BYTES, fill
+from tests.live.whole import run_dir
+from tests.service.serving import Program, service_config
+from tests.service.test_service import ask, game
+
+MOST = 400
+"""Rollouts of 20 kB each that are asked for: twice what the disk would hold."""
+
+
+async def flood(address: str) -> tuple[set[str], set[str]]:
+    """Ids that were accepted and refused, until there is no answer."""
+    accepted, refused = set(), set()
+    for number in range(MOST):
+        try:
+            body = game(index=None, payload={"x": "x" * 20_000}, id=f"j{number}")
+            status, found, _ = await ask(address, "POST", "/v1/rollouts", body)
+        except aiohttp.ClientError:
+            break
+        assert status in (202, 507), (status, found)
+        (accepted if status == 202 else refused).add(f"j{number}")
+    return accepted, refused
+
+
+async def check(address: str, accepted: set[str], refused: set[str]) -> None:
+    for name in sorted(accepted):
+        _, found, _ = await ask(address, "GET", f"/v1/rollouts/{name}?wait=60")
+        assert found["members"][0]["stop_reason"] == "finished", (name, found)
+    for name in refused:
+        assert (await ask(address, "GET", f"/v1/rollouts/{name}"))[0] == 404
+    _, found, _ = await ask(address, "GET", "/v1/completions?limit=1000")
+    done = [one["rollout"] for one in found["completions"]]
+    assert len(done) == len(set(done))
+    assert accepted <= set(done)
+
+
+def main(directory: Path, spare: int) -> None:
+    config = service_config(directory)
+    disk = run_dir(config)
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)], check=True)
+    program = Program(config)
+    fill(disk, spare)
+    accepted, refused = asyncio.run(flood(program.address))
+    print(len(accepted), "accepted,", len(refused), "refused")
+    (disk / BALLAST).unlink()
+    ended = program.process.poll()
+    if ended is None:
+        program.kill()
+    assert ended in (None, 1), ended
+    subprocess.run(["mount", "-o", f"remount,size={16 * DISK_BYTES}", str(disk)], check=True)
+    program = Program(config)
+    asyncio.run(check(program.address, accepted, refused))
+    assert program.terminate() == 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

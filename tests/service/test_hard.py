@@ -1,0 +1,216 @@
+"""What a service must survive: odd words, races, disks, engines and ends at the wrong moment."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rollweave.backends.base import EngineBackend
+from rollweave.codec.config import load
+from rollweave.record.journal import Replay, RunJournal
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import RolloutCancelled
+from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.service.client import RolloutClient
+from tests.live.test_real_files import can_mount
+from tests.live.whole import ROOT, run_dir
+from tests.service.serving import Program, Serving, service_config, serving
+from tests.service.test_service import ask, game, until
+
+DRAWN = "tests.service.drawn:Drawn"
+
+
+# Words.
+
+
+async def test_ids_of_every_kind_are_found_again(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        async with RolloutClient(service.address) as client:
+            for name in ("step-7/3", "a@b:c", "...", "a/../b", "//", "x" * 200):
+                found = await client.rollout(RolloutRequest(handler="game", index=0, id=name))
+                assert (found.id, found.members[0].stop_reason) == (name, "finished")
+
+
+async def test_numbers_of_every_size_and_bodies_of_every_kind(tmp_path: Path) -> None:
+    huge = b"1" + b"0" * 400
+    with serving(service_config(tmp_path)) as service:
+        for name in (b"max_turns", b"max_tokens", b"max_turn_tokens"):
+            raw = b'{"handler": "game", "index": 1, "limits": {"%s": %s}}' % (name, huge)
+            assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
+        raw = b'{"handler": "game", "id": "nested", "payload": {"x": ' + b"[" * 99 + b"]" * 99 + b"}}"
+        assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/nested?wait=30")
+        assert found["members"][0]["stop_reason"] == "finished"
+        headers = {"Content-Encoding": "gzip"}
+        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", raw=b"not compressed", headers=headers)
+        assert (status, body["error"]["type"]) == (400, "invalid")
+
+
+# Races.
+
+
+async def test_of_different_requests_with_one_id_one_is_taken(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        asked = (ask(service.address, "POST", "/v1/rollouts", game(id="same", index=index)) for index in range(8))
+        answers = [status for status, _, _ in await asyncio.gather(*asked)]
+        assert sorted(answers) == [202] + [409] * 7
+
+
+async def test_no_more_than_may_wait_are_taken_at_once(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"queue": 10, "engines": "registered"})
+    with serving(config) as service:
+        asked = [ask(service.address, "POST", "/v1/rollouts", game(index=None, payload={})) for _ in range(200)]
+        answers = [status for status, _, _ in await asyncio.gather(*asked)]
+        assert (answers.count(202), answers.count(429)) == (10, 190)
+
+
+def drawing(directory: Path, **options: Any) -> Any:
+    options = {"log": str(directory / "log"), "gate": str(directory / "gate"), **options}
+    return service_config(directory, task={"env": DRAWN}, options=options)
+
+
+async def drawn(directory: Path, line: str) -> None:
+    log = directory / "log"
+    while not log.exists() or line not in log.read_text():  # noqa: ASYNC110 (another thread writes it)
+        await asyncio.sleep(0.01)
+
+
+async def test_who_leaves_while_his_task_is_drawn_lets_nobody_in_beside_it(tmp_path: Path) -> None:
+    with serving(drawing(tmp_path)) as service:
+        leaving = asyncio.create_task(ask(service.address, "POST", "/v1/rollouts", game(id="left", index=0)))
+        await drawn(tmp_path, "begin 0")
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        next_one = asyncio.create_task(ask(service.address, "POST", "/v1/rollouts", game(id="next", index=1)))
+        for _ in range(3):  # each answer comes after the service has seen that he left
+            await ask(service.address, "GET", "/health")
+        (tmp_path / "gate").touch()
+        assert (await next_one)[0] == 202
+        assert (tmp_path / "log").read_text().split("\n")[:4] == ["begin 0", "end 0", "begin 1", "end 1"]
+        assert (await ask(service.address, "GET", "/v1/rollouts/left"))[0] == 404
+
+
+async def test_prorls_stop_finds_what_is_being_drawn(tmp_path: Path) -> None:
+    with serving(drawing(tmp_path)) as service:
+        await ask(service.address, "POST", "/start", {})
+        job = {"instance": {"data_source": "game", "index": 0}}
+        waiting = asyncio.create_task(ask(service.address, "POST", "/process", job))
+        await drawn(tmp_path, "begin 0")
+        assert (await ask(service.address, "POST", "/stop", {}))[0] == 200
+        (tmp_path / "gate").touch()
+        status, found, _ = await waiting
+        assert (status, found["success"], found["finish"]) == (200, False, False)
+
+
+@pytest.mark.parametrize("flaw", [{"payload": {"a": 1}}, {"seed": 2**70}])
+async def test_a_task_that_cannot_be_written_down_is_refused(tmp_path: Path, flaw: dict[str, Any]) -> None:
+    with serving(drawing(tmp_path, flaw=flaw)) as service:
+        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(index=1))
+        assert (status, body["error"]["type"]) == (400, "invalid")
+        assert "make_task must return a Task" in body["error"]["message"]
+        assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
+
+
+# Lives.
+
+
+async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"engines": "registered"})
+    program = Program(config)
+    try:
+        await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
+        await until(program.address, "/health", lambda health: health["queued"] == 1)
+    finally:
+        program.kill()
+    run = run_dir(config)
+    core = Replay(run / "journal.bin", load(run / "config.toml")).finish()
+    event = RolloutCancelled(trajectory_id=TrajectoryId("r1.0"))
+    with RunJournal(run / "journal.bin") as journal:  # it is killed between this and what came of it
+        journal.append(1.0, event, core.handle(1.0, event))
+    with serving(config) as service:
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=30")
+        assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "cancelled")
+
+
+async def test_a_service_that_ended_begins_without_its_past(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    for life in range(2):
+        with serving(config) as service:
+            assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == life
+            await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
+            await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+        run = run_dir(config)
+        replay = Replay(run / "journal.bin", load(run / "config.toml"))
+        assert replay.finish().state.counters.submitted == life + 1
+        assert replay.events == 0
+
+
+def test_a_model_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match=r"must have a tokenizer\.json"):
+        Serving(config).stop()
+    assert not run_dir(config).exists()
+
+
+async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    service = Serving(service_config(tmp_path, options={"wait": str(gate)}))
+    try:
+        async with aiohttp.ClientSession() as session, session.get(service.address + "/v1/events?after=0") as stream:
+            await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+            await until(service.address, "/health", lambda health: health["run"] == 1)
+            poll = asyncio.create_task(ask(service.address, "GET", "/v1/completions?wait=60"))
+            service.ask_to_stop(drain=True)
+            await until(service.address, "/health", lambda health: health["status"] == "closing")
+            gate.touch()
+            assert (await stream.content.readline()).startswith(b"id: 1")
+            assert [one["rollout"] for one in (await poll)[1]["completions"]] == ["x"]
+    finally:
+        gate.touch()
+        service.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted")
+@pytest.mark.parametrize("spare", [0, 300_000, 1_000_000])
+def test_on_a_full_disk_nothing_is_accepted_that_is_not_noted(tmp_path: Path, spare: int) -> None:
+    command = ["unshare", "-Urm", sys.executable, "-m", "tests.service.small_disk", str(tmp_path), str(spare)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Engines.
+
+
+def refuse(request: EngineRequest, name: str) -> EngineBackend:
+    raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
+
+
+async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    body = {"address": "http://127.0.0.1:1", "dialect": "none"}
+    for life in range(2):
+        with serving(config, connect=refuse) as service:
+            for _ in range(2):
+                status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
+                assert (status, found["id"][0]) == (202, "x")
+                await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 2)  # the local ones
+            assert any("dialect must be another one" in warning.message for warning in service.host.warnings)
+            await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
+            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
+            assert found["members"][0]["stop_reason"] == "finished"
+
+
+async def test_one_address_is_one_engine(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path, serve={"engines": "registered"})) as service:
+        body = {"address": "http://127.0.0.1:1", "dialect": "none"}
+        found = await asyncio.gather(*(ask(service.address, "POST", "/v1/engines", body) for _ in range(20)))
+        assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}

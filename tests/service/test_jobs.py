@@ -1,0 +1,88 @@
+"""The service's memory: what is noted, forgotten, numbered, and what a disk or a stranger does to it."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.schema.base import TaskId, TrajectoryId
+from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.service import RolloutRequest
+from rollweave.schema.work import Task
+from rollweave.service.jobs import Job, Jobs
+
+TASK = Task(id=TaskId("t"), env="game", seed=0, payload="", tag="game")
+
+
+def add(jobs: Jobs, members: list[int]) -> list[Job]:
+    requests = [RolloutRequest(handler="game", id=f"j{i}", index=i, members=count) for i, count in enumerate(members)]
+    return jobs.add([(request.id, request, TASK) for request in requests])
+
+
+@given(
+    members=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    keep=st.integers(1, 5),
+    order=st.randoms(use_true_random=False),
+    again=st.lists(st.integers(0, 23), max_size=6),
+)
+def test_a_job_is_known_whole_until_none_of_its_results_is_new(
+    members: list[int], keep: int, order: object, again: list[int]
+) -> None:
+    jobs = Jobs(Path(":memory:"))
+    added = add(jobs, members)
+    names = [TrajectoryId(f"{job.group_id}.{number}") for job in added for number in range(job.left)]
+    order.shuffle(names)  # type: ignore[attr-defined]
+    told: list[str] = []
+    for place in again:  # said again, at whatever time
+        names.insert(place, names[place % len(names)])
+    for name in names:
+        result = jobs.done(name, 0, "finished", None, keep=keep)
+        assert (result is None) == (name in told), "told once, also when it is forgotten"
+        if result is not None:
+            told.append(name)
+            assert result.number == len(told), "no gap, no repeat"
+        for job, count in zip(added, members, strict=True):
+            done = [one for one in told if one.startswith(f"{job.group_id}.")]
+            known = jobs.find(job.id)
+            kept = len(done) < count or any(one in told[-keep:] for one in done)
+            assert (known is not None) == kept
+            assert {found.member for found in jobs.results(job.number)} == (set(done) if kept else set())
+            if known is not None:
+                assert known.left == count - len(done)
+    assert all(jobs.id_of(found.job) is not None for found in jobs.since(0, 1000))
+    jobs.close()
+
+
+def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "jobs.sqlite")
+    add(jobs, [1])
+    jobs._db.execute("PRAGMA max_page_count = 1")  # the file is as large as it may be: as a full disk is
+    large = RolloutRequest(handler="game", id="large", payload={"x": "x" * 100_000})
+    for _ in range(2):
+        with pytest.raises(DiskError, match="full"):
+            jobs.add([("large", large, TASK)])
+        assert jobs.find("large") is None
+    jobs._db.execute("PRAGMA max_page_count = 100000")
+    jobs.add([("large", large, TASK)])
+    assert [job.id for job in jobs.unfinished()] == ["j0", "large"]
+    jobs.close()
+
+
+def test_a_file_that_is_damaged_or_anothers_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(b"not a database, and long enough to be looked at" * 100)
+    with pytest.raises(ConfigError, match=r"jobs\.sqlite must be the memory of a service"):
+        Jobs(path)
+    path.unlink()
+    jobs = Jobs(path)
+    add(jobs, [1])
+    stranger = sqlite3.connect(path, timeout=0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):  # it cannot make us wait
+        stranger.execute("BEGIN IMMEDIATE")
+    jobs.close()
+    stranger.execute("BEGIN IMMEDIATE")
+    with pytest.raises(ConfigError, match="not in use"):
+        Jobs(path)
+    stranger.close()
