@@ -1,0 +1,153 @@
+"""A sandbox that runs: its server's channel, and the warden that holds its processes. The same for every back end."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot
+from rollweave.sandbox.channel import Channel
+from rollweave.sandbox.launcher import Born, Launcher
+from rollweave.sandbox.layers import Copy
+from rollweave.schema.errors import SandboxError, SandboxLostError
+
+START_S = 20.0
+"""Seconds for a server to answer: an interpreter's start on a machine that is full."""
+
+ANSWER_S = 10.0
+"""Seconds that a command's answer may take beyond the command's own time."""
+
+MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
+"""What is mounted or written anew in every sandbox: no part of a snapshot."""
+
+
+class Running:
+    """Implements `base.Sandbox`. Made by `started`."""
+
+    def __init__(self, spec: SandboxSpec, launcher: Launcher, born: Born, below: tuple[str, ...]) -> None:
+        self.id, self.spec, self.ready_s = born.id, spec, 0.0
+        self._launcher, self._born, self._below = launcher, born, below
+        self._channel = Channel(born.channel)
+        born.on_gone = self._channel.close
+
+    @property
+    def ended(self) -> str:
+        return self._born.why if self._born.gone.is_set() else ""
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, as the host sees it."""
+        return self._born.pid
+
+    async def call(
+        self, action: str, body: bytes = b"", *, timeout_s: float, action_s: float | None = None, **args: object
+    ) -> tuple[dict[str, Any], bytes]:
+        try:
+            reply = await self._channel.call(action, body, timeout_s=timeout_s, action_s=action_s, **args)
+        except SandboxLostError:
+            # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
+            self.kill()
+            await self._born.gone.wait()
+            raise SandboxLostError(f"the sandbox is gone: {self._born.why}") from None
+        return reply.header, reply.body
+
+    async def exec(
+        self,
+        argv: list[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ExecResult:
+        header, body = await self.call(
+            "exec",
+            stdin,
+            timeout_s=timeout_s + ANSWER_S,
+            argv=argv,
+            cwd=cwd or self.spec.workdir,
+            env=self.spec.environment() | (env or {}),
+            action_s=timeout_s,
+            output_limit=self.spec.limits.output_bytes,
+        )
+        try:
+            split = header.pop("split")
+            fields = {name: header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
+            return msgspec.convert({**fields, "stdout": body[:split], "stderr": body[split:]}, ExecResult)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            self.kill()
+            raise SandboxLostError(f"the sandbox answered what is no result: {error}") from error
+
+    async def read(self, path: str, *, limit: int = MIB) -> bytes:
+        return (await self.call("read", timeout_s=ANSWER_S, path=path, limit=limit))[1]
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self.call("write", data, timeout_s=ANSWER_S, path=path, mode=mode)
+
+    async def snapshot(self) -> Snapshot:
+        if self._born.gone.is_set():
+            raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
+        if self._born.writes < 0:
+            raise SandboxError("this kind of sandbox has no layer of its own to keep")
+        self._born.frozen.clear()
+        self._launcher.tell(self._born, "freeze")
+        await self._born.frozen.wait()
+        try:
+            folder = self._launcher.folder()
+            writes = os.dup(self._born.writes)
+            written = await asyncio.to_thread(_copied, writes, str(folder), self.spec.limits.disk_bytes)
+        except OSError as error:
+            raise SandboxError(f"no snapshot: {error}") from error
+        finally:
+            self._launcher.tell(self._born, "thaw")
+        return Snapshot(spec=self.spec, layers=(str(folder), *self._below), bytes=written)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        self._launcher.tell(self._born, "stop", grace_s=grace_s)
+        await self._end()
+
+    def kill(self) -> None:
+        self._launcher.tell(self._born, "kill")
+
+    async def _end(self) -> None:
+        await self._born.gone.wait()
+        self._born.close_errors()
+        self._born.close_writes()
+
+
+async def started(
+    spec: SandboxSpec, launcher: Launcher, *, below: tuple[str, ...] = (), contained: bool = True, **request: Any
+) -> Running:
+    """Have a sandbox launched and wait until its server answers. Raises SandboxError."""
+    began = time.perf_counter()
+    limits = {"memory_bytes": spec.limits.memory_bytes, "cpu_s": spec.limits.cpu_s, "wall_s": spec.limits.wall_s}
+    born = await launcher.launch(limits=limits, contained=contained, **request)
+    sandbox = Running(spec, launcher, born, below)
+    try:
+        await sandbox.call("ping", timeout_s=START_S)
+    except SandboxError as error:
+        sandbox.kill()
+        await born.gone.wait()
+        raise SandboxError(f"the sandbox did not start: {error}. {born.errors()}".strip()) from error
+    except BaseException:
+        sandbox.kill()
+        raise
+    finally:
+        born.close_errors()
+    launcher.tell(born, "ready")
+    sandbox.ready_s = time.perf_counter() - began
+    return sandbox
+
+
+def _copied(writes: int, folder: str, limit_bytes: int) -> int:
+    """The bytes copied. Closes `writes`."""
+    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        copy = Copy(limit_bytes=limit_bytes, skip=MOUNTED)
+        copy.run(writes, target)
+        return copy.bytes
+    finally:
+        os.close(target)
+        os.close(writes)
