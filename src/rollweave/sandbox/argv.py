@@ -34,11 +34,10 @@ def rlimits(limits: Limits) -> dict[str, int]:
     }
 
 
-def server(limits: Limits, *, python: str = "python3", support: str = SUPPORT) -> list[str]:
-    """The program inside: the server, within its limits."""
-    return [
-        python, "-I", f"{support}/boot.py", json.dumps(rlimits(limits), sort_keys=True), f"{support}/inside", "--fd", str(CHANNEL_FD),
-    ]  # fmt: skip
+def server(limits: dict[str, int], workdir: str, *, python: str = "python3", support: str = SUPPORT) -> list[str]:
+    """The program inside: the server, within the limits of a process."""
+    packed = json.dumps(limits, sort_keys=True)
+    return [python, "-I", f"{support}/boot.py", packed, workdir, f"{support}/inside", "--fd", str(CHANNEL_FD)]
 
 
 def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list[str]:
@@ -52,23 +51,25 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
     argv += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--clearenv"]
     for name, value in spec.environment().items():
         argv += ["--setenv", name, value]
-    return [*argv, "--chdir", spec.workdir, "--", *server(spec.limits, python=python)]
+    return [*argv, "--chdir", spec.workdir, "--", *server(rlimits(spec.limits), spec.workdir, python=python)]
 
 
 def apptainer(spec: SandboxSpec, *, runtime: str, support: str) -> list[str]:
-    """Of Apptainer 1.x, or Singularity: contained, no environment, no home, writes to a tmpfs of the runtime's own size.
+    """Of Apptainer 1.x: contained, no environment, no home, writes to a tmpfs of the runtime's own size (ProRL §3.2.2).
 
-    `support` is the folder on the host that is seen as SUPPORT. Raises ValueError for what the runtime cannot give.
+    `support` is the folder on the host that has boot.py and the server. Raises ValueError for what the runtime cannot give.
     """
     if spec.image == HOST:
         raise ValueError(f"image must be a .sif file or a folder for apptainer, got {HOST!r}")
     for name, value in spec.env.items():
         if "," in value:
             raise ValueError(f"env must have values without a comma for apptainer, got {name}={value!r}")
-    argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--no-privs", "--writable-tmpfs"]
+    argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--writable-tmpfs"]
     argv += ["--fakeroot"] if spec.fakeroot else []
     argv += [] if spec.network else ["--net", "--network", "none"]
-    argv += ["--hostname", spec.hostname, "--bind", f"{support}:{SUPPORT}:ro", "--pwd", spec.workdir]
+    argv += ["--uts", "--hostname", spec.hostname, "--pwd", "/"]
+    for name in ("boot.py", "inside"):
+        argv += ["--bind", f"{support}/{name}:{SUPPORT}/{name}:ro"]
     for name, value in spec.environment().items():
         argv += ["--env", f"{name}={value}"]
-    return [*argv, spec.image, *server(spec.limits)]
+    return [*argv, spec.image, *server(rlimits(spec.limits), spec.workdir)]

@@ -1,10 +1,11 @@
 """The first program in a sandbox: take the limits of a process upon us, then become the server. Python 3.9, stdlib alone.
 
-`python3 -I boot.py LIMITS SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. The limits are set inside, because
-the number of processes counts per user namespace, and inherited by all that the server starts.
+`python3 -I boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. The limits are set inside,
+because the number of processes counts per user namespace, and inherited by all that the server starts.
 """
 
 import json
+import os
 import resource
 import runpy
 import sys
@@ -31,5 +32,7 @@ def volunteer_for_oom() -> None:
 if __name__ == "__main__":
     limit(json.loads(sys.argv[1]))
     volunteer_for_oom()
-    sys.argv = sys.argv[2:]
+    os.makedirs(sys.argv[2], exist_ok=True)
+    os.chdir(sys.argv[2])
+    sys.argv = sys.argv[3:]
     runpy.run_path(sys.argv[0], run_name="__main__")

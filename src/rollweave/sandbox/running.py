@@ -118,12 +118,24 @@ class Running:
 
 
 async def started(
-    spec: SandboxSpec, launcher: Launcher, *, below: tuple[str, ...] = (), contained: bool = True, **request: Any
+    spec: SandboxSpec,
+    launcher: Launcher,
+    *,
+    below: tuple[str, ...] = (),
+    writes: int = -1,
+    contained: bool = True,
+    drop: bool = True,
+    **request: Any,
 ) -> Running:
-    """Have a sandbox launched and wait until its server answers. Raises SandboxError."""
+    """Have a sandbox launched and wait until its server answers. Raises SandboxError.
+
+    `writes` is a descriptor of the folder that has its writes, where no root is staged for it; `contained` says that its
+    processes end with the first one, `drop` that root gives it a uid of its own.
+    """
     began = time.perf_counter()
     limits = {"memory_bytes": spec.limits.memory_bytes, "cpu_s": spec.limits.cpu_s, "wall_s": spec.limits.wall_s}
-    born = await launcher.launch(limits=limits, contained=contained, **request)
+    born = await launcher.launch(limits=limits, contained=contained, drop=drop, **request)
+    born.writes = writes if writes >= 0 else born.writes
     sandbox = Running(spec, launcher, born, below)
     try:
         await sandbox.call("ping", timeout_s=START_S)

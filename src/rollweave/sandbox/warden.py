@@ -122,7 +122,7 @@ class Warden:
     # --- requests ---
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> None:
-        uid = self._free_uid() if os.getuid() == 0 else None
+        uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
         ours = os.getpid()
         try:
             pid = os.fork()
@@ -353,12 +353,13 @@ def main() -> None:
     serve(_no_entrance)
 
 
-def serve(enter: Callable[[dict[str, Any]], None]) -> None:
-    """As `main`, with what becomes a sandbox."""
+def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[], None] = lambda: None) -> None:
+    """As `main`, with what becomes a sandbox, and what is done `before` the first fork."""
     fd, owner, place, kept, *modules = sys.argv[1:]
     os.umask(0o022)
     for module in modules:
         importlib.import_module(module)
+    before()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != int(owner):
@@ -373,7 +374,3 @@ def serve(enter: Callable[[dict[str, Any]], None]) -> None:
 
 def _no_entrance(request: dict[str, Any]) -> None:
     raise ValueError(f"argv must not be empty, got {request['argv']!r}")
-
-
-if __name__ == "__main__":
-    main()
