@@ -37,10 +37,10 @@ ERROR_BYTES = 4096
 class Born:
     """A sandbox that the warden was asked for."""
 
-    def __init__(self, name: str, channel: socket.socket, errors: int) -> None:
+    def __init__(self, name: str, channel: socket.socket, errors: int, writes: int) -> None:
         self.id, self.channel = name, channel
         self.pid = 0
-        self.writes = -1
+        self.writes = writes
         """A descriptor of the folder that has what is written in it; -1 where there is none."""
         self.why = ""
         """Why it is gone, once it is."""
@@ -89,8 +89,13 @@ class Launcher:
         """Where a sandbox's process sees its root mounted, and nobody else does."""
         return f"{self._place}/root"
 
-    async def launch(self, *, argv: Sequence[str], limits: dict[str, float], contained: bool, **more: Any) -> Born:
-        """Ask for a sandbox and wait until its first program is about to run. Raises SandboxError."""
+    async def launch(
+        self, *, argv: Sequence[str], limits: dict[str, float], contained: bool, writes: int = -1, **more: Any
+    ) -> Born:
+        """Ask for a sandbox and wait until its first program is about to run. `writes` is as in Born, which closes it.
+
+        Raises SandboxError.
+        """
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open(), name="open a warden")
         await asyncio.shield(self._opening)
@@ -103,13 +108,13 @@ class Launcher:
             raise SandboxError(f"a sandbox's arguments and environment must have at most {MESSAGE_BYTES} bytes, got {len(message)}")
         ours, theirs = socket.socketpair()
         errors_r, errors_w = os.pipe()
-        born = self._born[name] = Born(name, ours, errors_r)
+        born = self._born[name] = Born(name, ours, errors_r, writes)
         try:
-            await self._send(message, theirs.fileno(), errors_w)
-        finally:
-            theirs.close()
-            os.close(errors_w)
-        try:
+            try:
+                await self._send(message, theirs.fileno(), errors_w)
+            finally:
+                theirs.close()
+                os.close(errors_w)
             await born.staged
         except BaseException:
             self.tell(born, "kill")
@@ -190,7 +195,7 @@ class Launcher:
         match message["event"]:
             case "staged":
                 born.pid = message["pid"]
-                born.writes = fds[0] if fds else -1
+                born.writes = fds[0] if fds else born.writes
                 if not born.staged.done():
                     born.staged.set_result(None)
             case "failed":
@@ -203,6 +208,7 @@ class Launcher:
     def _gone(self, born: Born, why: str) -> None:
         self._born.pop(born.id, None)
         born.why = born.why or why
+        born.close_writes()
         born.gone.set()
         born.frozen.set()
         if not born.staged.done():

@@ -54,9 +54,8 @@ class Plain:
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
         argv = server(limits, here.workdir, python=sys.executable, support=str(HERE))
         writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        return await started(
-            here, self._launcher, argv=argv, env=here.environment(), writes=writes, below=below, contained=False, drop=False
-        )
+        request = {"argv": argv, "env": here.environment(), "contained": False, "drop": False}
+        return await started(here, self._launcher, asked=spec, writes=writes, below=below, **request)
 
 
 def _copied(snapshot: Snapshot, folder: str) -> None:

@@ -19,6 +19,9 @@ START_S = 20.0
 ANSWER_S = 10.0
 """Seconds that a command's answer may take beyond the command's own time."""
 
+WATCHED = ("processes", "memory_bytes", "cpu_s", "wall_s")
+"""Limits of all processes together."""
+
 MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
 """What is mounted or written anew in every sandbox: no part of a snapshot."""
 
@@ -26,9 +29,11 @@ MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
 class Running:
     """Implements `base.Sandbox`. Made by `started`."""
 
-    def __init__(self, spec: SandboxSpec, launcher: Launcher, born: Born, below: tuple[str, ...]) -> None:
+    def __init__(
+        self, spec: SandboxSpec, launcher: Launcher, born: Born, *, asked: SandboxSpec | None, below: tuple[str, ...]
+    ) -> None:
         self.id, self.spec, self.ready_s = born.id, spec, 0.0
-        self._launcher, self._born, self._below = launcher, born, below
+        self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
         self._channel = Channel(born.channel)
         born.on_gone = self._channel.close
 
@@ -102,25 +107,21 @@ class Running:
             raise SandboxError(f"no snapshot: {error}") from error
         finally:
             self._launcher.tell(self._born, "thaw")
-        return Snapshot(spec=self.spec, layers=(str(folder), *self._below), bytes=written)
+        return Snapshot(spec=self._asked, layers=(str(folder), *self._below), bytes=written)
 
     async def stop(self, grace_s: float = 2.0) -> None:
         self._launcher.tell(self._born, "stop", grace_s=grace_s)
-        await self._end()
+        await self._born.gone.wait()
 
     def kill(self) -> None:
         self._launcher.tell(self._born, "kill")
-
-    async def _end(self) -> None:
-        await self._born.gone.wait()
-        self._born.close_errors()
-        self._born.close_writes()
 
 
 async def started(
     spec: SandboxSpec,
     launcher: Launcher,
     *,
+    asked: SandboxSpec | None = None,
     below: tuple[str, ...] = (),
     writes: int = -1,
     contained: bool = True,
@@ -129,14 +130,13 @@ async def started(
 ) -> Running:
     """Have a sandbox launched and wait until its server answers. Raises SandboxError.
 
-    `writes` is a descriptor of the folder that has its writes, where no root is staged for it; `contained` says that its
+    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder that has its writes, where no root is staged for it; `contained` says that its
     processes end with the first one, `drop` that root gives it a uid of its own.
     """
     began = time.perf_counter()
-    limits = {"memory_bytes": spec.limits.memory_bytes, "cpu_s": spec.limits.cpu_s, "wall_s": spec.limits.wall_s}
-    born = await launcher.launch(limits=limits, contained=contained, drop=drop, **request)
-    born.writes = writes if writes >= 0 else born.writes
-    sandbox = Running(spec, launcher, born, below)
+    limits = {name: getattr(spec.limits, name) for name in WATCHED}
+    born = await launcher.launch(limits=limits, contained=contained, writes=writes, drop=drop, **request)
+    sandbox = Running(spec, launcher, born, asked=asked, below=below)
     try:
         await sandbox.call("ping", timeout_s=START_S)
     except SandboxError as error:

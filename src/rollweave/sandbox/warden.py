@@ -50,6 +50,7 @@ class Held:
     uid: int | None
     contained: bool
     """All its processes end with the first one (a PID namespace)."""
+    processes: int
     memory_bytes: int
     cpu_s: float
     ends_at: float
@@ -137,6 +138,7 @@ class Warden:
             pid=pid,
             uid=uid,
             contained=request["contained"],
+            processes=limits["processes"],
             memory_bytes=limits["memory_bytes"],
             cpu_s=limits["cpu_s"],
             ends_at=time.monotonic() + limits["wall_s"],
@@ -306,6 +308,8 @@ def _excess(held: Held, processes: list[Process], now: float) -> str:
     """The limit that a sandbox is beyond, in words."""
     if now >= held.ends_at:
         return "killed: it went beyond limits.wall_s"
+    if len(processes) - len(held.own) > held.processes:  # the kernel does not count those of the host's root
+        return f"killed: it went beyond limits.processes ({len(processes)} of {held.processes})"
     cpu_s = sum(each.cpu_s for each in processes)
     if cpu_s > held.cpu_s:
         return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {held.cpu_s:.1f})"
@@ -358,7 +362,8 @@ def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[], None]
     fd, owner, place, kept, *modules = sys.argv[1:]
     os.umask(0o022)
     for module in modules:
-        importlib.import_module(module)
+        with contextlib.suppress(ImportError):  # what is not installed is not there inside either
+            importlib.import_module(module)
     before()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     kernel.die_with_parent(signal.SIGTERM)

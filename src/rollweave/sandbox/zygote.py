@@ -5,8 +5,6 @@ memory with its siblings. What it gives up against bubblewrap: siblings share th
 that makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
 """
 
-import importlib.util
-
 from rollweave.sandbox.argv import SHM_BYTES, SUPPORT, UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot
 from rollweave.sandbox.launcher import Launcher
@@ -25,8 +23,7 @@ class Zygote:
     name = "zygote"
 
     def __init__(self) -> None:
-        modules = [name for name in PRELOADED if importlib.util.find_spec(name.partition(".")[0]) is not None]
-        self._launcher = Launcher(module=PROCESS, modules=modules)
+        self._launcher = Launcher(module=PROCESS, modules=PRELOADED)
 
     async def start(self, spec: SandboxSpec) -> Running:
         if spec.image != HOST:

@@ -59,6 +59,7 @@ def enter(request: dict[str, Any]) -> NoReturn:
     kernel.set_hostname(inside["hostname"])
     _mount(inside["root"], inside["shm_bytes"])
     kernel.pivot_root(inside["root"])
+    _forget_host_files()
     os.setsid()
     kernel.drop_capabilities()
     kernel.no_new_privileges()
@@ -66,6 +67,7 @@ def enter(request: dict[str, Any]) -> NoReturn:
     server = os.fork()
     if server:
         os.close(CHANNEL)
+        kernel.set_dumpable(0)
         _reap_until(server)
     _serve(inside)
 
@@ -89,6 +91,14 @@ def _mount(root: str, shm_bytes: int) -> None:
     size = f"size={shm_bytes},nr_inodes={shm_bytes // 8192},mode=1777"
     kernel.mount("tmpfs", f"{dev}/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
     kernel.mount("none", dev, flags=read_only | kernel.MS_NOEXEC)
+
+
+def _forget_host_files() -> None:
+    """What is open since before is the host's /dev/null: from here on it is ours."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(nothing, fd)
+    os.close(nothing)
 
 
 def _loopback_up() -> None:
