@@ -5,7 +5,9 @@ processes are limited as everywhere. Nothing here could be tried with the real p
 contract test.
 """
 
+import os
 import shutil
+from pathlib import Path
 
 from rollweave.sandbox.argv import apptainer
 from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
@@ -34,6 +36,8 @@ class Apptainer:
     async def start(self, spec: SandboxSpec) -> Running:
         argv = apptainer(spec, runtime=self._program, support=str(HERE))
         check_image(spec.image)
+        _check_way(spec.image, "image")
+        _check_way(str(HERE), "rollweave's folder")
         # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing on.
         return await started(spec, self._launcher, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
 
@@ -42,3 +46,11 @@ class Apptainer:
 
     async def close(self) -> None:
         await self._launcher.close()
+
+
+def _check_way(path: str, what: str) -> None:
+    """Where we are root the runtime has another uid: raise ValueError where it cannot come there."""
+    if os.getuid() == 0:
+        closed = next((str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001), None)
+        if closed is not None:
+            raise ValueError(f"{what} must be where every user can come for apptainer started by root, got {path!r}: {closed} is closed")

@@ -1,6 +1,7 @@
 """A sandbox that runs: its server's channel, and the warden that holds its processes. The same for every back end."""
 
 import asyncio
+import contextlib
 import os
 import time
 from typing import Any
@@ -18,6 +19,9 @@ START_S = 20.0
 
 ANSWER_S = 10.0
 """Seconds that a command's answer may take beyond the command's own time."""
+
+EXIT_S = 1.0
+"""Seconds from the end of a server's socket to that of its process."""
 
 WATCHED = ("processes", "memory_bytes", "cpu_s", "wall_s")
 """Limits of all processes together."""
@@ -53,6 +57,8 @@ class Running:
             reply = await self._channel.call(action, body, timeout_s=timeout_s, action_s=action_s, **args)
         except SandboxLostError:
             # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
             self.kill()
             await self._born.gone.wait()
             raise SandboxLostError(f"the sandbox is gone: {self._born.why}") from None
@@ -130,8 +136,9 @@ async def started(
 ) -> Running:
     """Have a sandbox launched and wait until its server answers. Raises SandboxError.
 
-    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder that has its writes, where no root is staged for it; `contained` says that its
-    processes end with the first one, `drop` that root gives it a uid of its own.
+    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder that has its
+    writes, where no root is staged for it; `contained` says that its processes end with the first one, `drop` that root gives it
+    a uid of its own.
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
