@@ -155,8 +155,8 @@ def _furnish(root: Root, path: str, owner: int) -> None:
     top = os.open(path, _FOLDER)
     os.fchown(top, owner, owner)
     for name in ("proc", "dev", "sys"):
-        os.close(_made(top, name, owner))
-    temporary = _made(top, "tmp", owner)
+        os.close(made_folder(top, name, owner))
+    temporary = made_folder(top, "tmp", owner)
     os.fchmod(temporary, 0o1777)
     os.close(temporary)
     for target, link in root.links:
@@ -172,11 +172,11 @@ def _furnish(root: Root, path: str, owner: int) -> None:
         os.close(made)
         os.close(folder)
     for source, where in root.binds:
-        target = _made(top, where, owner)
+        target = made_folder(top, where, owner)
         at = f"/proc/self/fd/{target}"  # by descriptor: no name on the way is looked up again
         kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
         os.close(target)
-        target = _made(top, where, owner)  # what is mounted there now
+        target = made_folder(top, where, owner)  # what is mounted there now
         at = f"/proc/self/fd/{target}"
         locked = _locked_flags(at)
         kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
@@ -195,10 +195,10 @@ def _locked_flags(path: str) -> int:
 
 def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
     folder, _, name = path.strip("/").rpartition("/")
-    return (_made(top, folder, owner) if folder else os.dup(top)), name
+    return (made_folder(top, folder, owner) if folder else os.dup(top)), name
 
 
-def _made(top: int, path: str, owner: int) -> int:
+def made_folder(top: int, path: str, owner: int = -1) -> int:
     """A descriptor of a folder below `top`, made where it is missing. What is no folder on the way is replaced by one."""
     here = os.dup(top)
     for name in path.strip("/").split("/"):
@@ -209,7 +209,7 @@ def _made(top: int, path: str, owner: int) -> int:
         if not is_folder:
             remove(name, here)
             os.mkdir(name, 0o755, dir_fd=here)
-            os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)
+            os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)  # -1 leaves it ours
         below = os.open(name, _FOLDER, dir_fd=here)
         os.close(here)
         here = below
@@ -217,7 +217,7 @@ def _made(top: int, path: str, owner: int) -> int:
 
 
 def _make_if_missing(top: int, path: str, owner: int) -> None:
-    """As `_made`, but the image's own links are left as they are."""
+    """As `made_folder`, but the image's own links are left as they are."""
     names = path.strip("/").split("/")
     for count in range(1, len(names) + 1):
         here, name = _parent(top, "/".join(names[:count]), owner)
