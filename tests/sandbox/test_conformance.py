@@ -98,7 +98,7 @@ async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
     while (await sandbox.exec(["sh", "-c", "cat up || true"])).stdout != b"up\n":
         await asyncio.sleep(0.01)
     pid = sandbox.pid  # type: ignore[attr-defined]
-    started = {line.pid: line.started for line in Table.now().below({pid: _started(pid)})}
+    started = _tree(pid)
     assert len(started) >= 2
     await sandbox.stop(grace_s=0.1)
     assert not [line for line in Table.now().below(started) if line.pid in started]
@@ -106,8 +106,9 @@ async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
         await deaf
 
 
-def _started(pid: int) -> int:
-    return Table.now()._processes[pid].started
+def _tree(pid: int) -> dict[int, int]:
+    table = Table.now()
+    return {line.pid: line.started for line in table.below(table.started([pid]))}
 
 
 async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
@@ -172,7 +173,7 @@ async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
 async def test_a_warden_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
     sandbox = await isolating.start(SPEC)
     pid = sandbox.pid  # type: ignore[attr-defined]
-    started = {line.pid: line.started for line in Table.now().below({pid: _started(pid)})}
+    started = _tree(pid)
     isolating._launcher._process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(SandboxLostError):
         await sandbox.exec(["sleep", "100"])

@@ -1,6 +1,7 @@
 """The processes of this machine, read once: who descends from whom, and what each uses. Linux, standard library alone."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -59,6 +60,10 @@ class Table:
                 found[process.pid] = process
                 waiting.extend(self._children.get(process.pid, ()))
         return list(found.values())
+
+    def started(self, pids: Iterable[int]) -> dict[int, int]:
+        """Start times of those that are there."""
+        return {pid: self._processes[pid].started for pid in pids if pid in self._processes}
 
     def _is(self, pid: int, started: int) -> bool:
         return pid in self._processes and self._processes[pid].started == started
