@@ -9,19 +9,24 @@ LIMITS = '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "NOFILE": 1024,
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 
 
+def words(*lines: str, processes: int = 128) -> list[str]:
+    """Of a command line; `_` is a blank in a word, LIMITS what boot.py is told."""
+    limits = LIMITS.replace("128}", f"{processes}}}")
+    return [limits if word == "LIMITS" else word.replace("_", " ") for line in lines for word in line.split()]
+
+
 def test_bubblewrap() -> None:
     spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
     got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
-    assert got == [
-        *("/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid --unshare-net --unshare-uts").split(),
-        *("--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent --new-session --cap-drop ALL").split(),
-        *("--hostname box --seccomp 4 --bind /run/r/root / --proc /proc --ro-bind /proc/sys /proc/sys --dev /dev").split(),
-        *("--size 67108864 --tmpfs /dev/shm --remount-ro /dev --clearenv").split(),
-        *("--setenv", "PATH", PATH, "--setenv", "HOME", "/home/agent", "--setenv", "LANG", "C.UTF-8", "--setenv", "A", "b c"),
-        *("--chdir /project -- /usr/bin/python3 -I /run/rollweave/boot.py").split(),
-        LIMITS,
-        *("/project /run/rollweave/inside --fd 3").split(),
-    ]
+    assert got == words(
+        "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid --unshare-net --unshare-uts",
+        "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent --new-session --cap-drop ALL",
+        "--hostname box --seccomp 4 --bind /run/r/root / --proc /proc --ro-bind /proc/sys /proc/sys --dev /dev",
+        "--size 67108864 --tmpfs /dev/shm --remount-ro /dev --clearenv --setenv PATH",
+        f"{PATH} --setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
+        "--chdir /project -- /usr/bin/python3 -I /run/rollweave/boot.py LIMITS",
+        "/project /run/rollweave/inside --fd 3",
+    )
 
 
 def test_bubblewrap_with_the_hosts_network_as_root() -> None:
@@ -34,16 +39,14 @@ def test_bubblewrap_with_the_hosts_network_as_root() -> None:
 def test_apptainer() -> None:
     spec = SandboxSpec(image="/images/a.sif", env={"A": "b c"}, hostname="box", fakeroot=True, limits=Limits(processes=16))
     got = apptainer(spec, runtime="/usr/bin/apptainer", support="/opt/rollweave")
-    assert got == [
-        *("/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot --net --network none").split(),
-        *("--uts --hostname box --pwd /").split(),
-        *("--bind", "/opt/rollweave/boot.py:/run/rollweave/boot.py:ro"),
-        *("--bind", "/opt/rollweave/inside:/run/rollweave/inside:ro"),
-        *("--env", f"PATH={PATH}", "--env", "HOME=/home/agent", "--env", "LANG=C.UTF-8", "--env", "A=b c"),
-        *("/images/a.sif python3 -I /run/rollweave/boot.py").split(),
-        LIMITS.replace("128}", "16}"),
-        *("/home/agent /run/rollweave/inside --fd 3").split(),
-    ]
+    assert got == words(
+        "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot --net --network none",
+        "--uts --hostname box --bind /opt/rollweave:/run/rollweave:ro --pwd /",
+        f"--env PATH={PATH} --env HOME=/home/agent --env LANG=C.UTF-8 --env A=b_c",
+        "/images/a.sif python3 -I /run/rollweave/boot.py LIMITS",
+        "/home/agent /run/rollweave/inside --fd 3",
+        processes=16,
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 import pytest_asyncio
 
-from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
-from rollweave.sandbox.processes import Table
+from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.processes import Table, started
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 
 from .worlds import ISOLATING, NAMES, SPEC, opened, python
@@ -31,7 +32,13 @@ async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
 async def test_a_program_runs_and_its_result_is_whole(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     result = await sandbox.exec(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\0\xff")
-    assert (result.rc, result.stdout, result.stderr, result.timed_out, result.truncated) == (3, b"in\0\xff", b"err\n", False, False)
+    assert (result.rc, result.stdout, result.stderr, result.timed_out, result.truncated) == (
+        3,
+        b"in\0\xff",
+        b"err\n",
+        False,
+        False,
+    )
     await sandbox.stop()
     assert sandbox.ended == "stopped"
 
@@ -80,14 +87,15 @@ async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
 
 async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
-    polite = asyncio.create_task(sandbox.exec(["sh", "-c", "trap 'echo bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"]))
-    home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
-    while (await sandbox.exec(["sh", "-c", "cat up || true"])).stdout != b"up\n":
-        await asyncio.sleep(0.01)
-    assert home
-    await sandbox.stop(grace_s=20.0)
-    result = (await asyncio.gather(polite, return_exceptions=True))[0]
-    assert isinstance(result, SandboxLostError) or result.stdout == b"bye\n"
+    polite = asyncio.create_task(
+        sandbox.exec(["sh", "-c", "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"])
+    )
+    await _up(sandbox)
+    writes = os.dup(sandbox._born.writes)  # type: ignore[attr-defined]
+    await sandbox.stop(grace_s=60.0)
+    await asyncio.gather(polite, return_exceptions=True)
+    home = "." if backend.name == "plain" else "home/agent"
+    assert _read(writes, f"{home}/bye") == b"bye\n"
     with pytest.raises(SandboxLostError, match="stopped"):
         await sandbox.exec(["true"])
 
@@ -95,20 +103,31 @@ async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
 async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     deaf = asyncio.create_task(sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"]))
-    while (await sandbox.exec(["sh", "-c", "cat up || true"])).stdout != b"up\n":
-        await asyncio.sleep(0.01)
+    await _up(sandbox)
     pid = sandbox.pid  # type: ignore[attr-defined]
-    started = _tree(pid)
-    assert len(started) >= 2
+    tree = _tree(pid)
+    assert len(tree) >= 2
     await sandbox.stop(grace_s=0.1)
-    assert not [line for line in Table.now().below(started) if line.pid in started]
+    assert Table.now().below(tree) == []
     with pytest.raises(SandboxLostError):
         await deaf
 
 
+async def _up(sandbox: Sandbox) -> None:
+    """Return when a command under way has made the file `up`."""
+    assert (await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])).stdout == b"up\n"
+
+
+def _read(folder: int, path: str) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY, dir_fd=folder), "rb") as file:
+            return file.read()
+    finally:
+        os.close(folder)
+
+
 def _tree(pid: int) -> dict[int, int]:
-    table = Table.now()
-    return {line.pid: line.started for line in table.below(table.started([pid]))}
+    return {line.pid: line.started for line in Table.now().below(started([pid]))}
 
 
 async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
@@ -124,7 +143,9 @@ async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
 
 async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
     first = await backend.start(SPEC)
-    await first.exec(["sh", "-c", "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod 4755 b; mkfifo fifo"])
+    await first.exec(
+        ["sh", "-c", "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod 4755 b; mkfifo fifo"]
+    )
     snapshot = await first.snapshot()
     await first.exec(["sh", "-c", "echo changed > a; rm -r d"])
     one, two = await asyncio.gather(backend.branch(snapshot), backend.branch(snapshot))
@@ -173,21 +194,27 @@ async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
 async def test_a_warden_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
     sandbox = await isolating.start(SPEC)
     pid = sandbox.pid  # type: ignore[attr-defined]
-    started = _tree(pid)
+    tree = _tree(pid)
     isolating._launcher._process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
     with pytest.raises(SandboxLostError):
         await sandbox.exec(["sleep", "100"])
-    while Table.now().below(started):
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(_wait_for_the_end_of, tree)
     with pytest.raises(SandboxLostError):
         await isolating.start(SPEC)
+
+
+def _wait_for_the_end_of(tree: dict[int, int]) -> None:
+    while Table.now().below(tree):
+        time.sleep(0.01)
 
 
 async def test_who_one_is_inside(isolating: Backend) -> None:
     agent = await isolating.start(SandboxSpec(hostname="box-1"))
     root = await isolating.start(SandboxSpec(fakeroot=True))
     assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [b"1000", b"box-1", b"/home/agent"]
-    assert (await root.exec(["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"])).stdout.split()[0] == b"0"
+    assert (
+        await root.exec(["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"])
+    ).stdout.split()[0] == b"0"
 
 
 async def test_a_command_that_is_not_there_is_the_commands_failure(backend: Backend) -> None:

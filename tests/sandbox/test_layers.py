@@ -49,7 +49,7 @@ def copied(source: Path, target: Path, *, limit_bytes: int = 1 << 20, skip: froz
     return copy.bytes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 @given(tree=st.dictionaries(NAMES, TREES, max_size=4))
 def test_a_copy_is_the_same_and_follows_no_link(tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
     place = tmp_path_factory.mktemp("copy")

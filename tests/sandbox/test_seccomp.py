@@ -4,7 +4,7 @@ import errno
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.sandbox.seccomp import (
@@ -58,6 +58,7 @@ def expected(machine: str, number: int, args: tuple[int, ...]) -> int:
     return ALLOW
 
 
+@settings(deadline=None)
 @given(
     machine=st.sampled_from(MACHINES),
     number=st.integers(0, 500) | st.integers(0, 2**32 - 1),

@@ -1,7 +1,7 @@
 """Attacks on a sandbox, each tried for real and bounded, so that one which succeeds does no harm.
 
 An attack is a program that runs inside, or something that the host does to what a program inside has prepared. A program says
-itself whether it got out, by the first word of its last line: `held` or `escaped`. One that says neither is an error of ours and
+itself whether it got out, by the first word of its last line: `held` or `escaped`. One that says neither is our error and
 counts as an escape, unless the sandbox was ended for going beyond a limit. The holes were found by review of other sandboxes.
 """
 
@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,9 +146,9 @@ except OSError as error: held(f"{made}: {error}")
 escaped(made)
 """,
     "settings of the kernel": """
-for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/overcommit_memory", "/proc/sysrq-trigger",
-             "/proc/sys/net/ipv4/ip_forward", "/proc/sys/user/max_user_namespaces", "/sys/kernel/uevent_helper", "/proc/kcore",
-             "/sys/fs/cgroup/cgroup.procs", "/proc/self/oom_score_adj_never"):
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/overcommit_memory",
+             "/proc/sysrq-trigger", "/proc/sys/net/ipv4/ip_forward", "/proc/sys/user/max_user_namespaces",
+             "/sys/kernel/uevent_helper", "/proc/kcore", "/sys/fs/cgroup/cgroup.procs"):
     try: os.close(os.open(path, os.O_WRONLY))
     except OSError: continue
     escaped(path)
@@ -246,7 +247,8 @@ for kind, major, minor in ((0o060000, 254, 0), (0o060000, 8, 0), (0o020000, 1, 1
     try: os.mknod(f"/tmp/d{major}-{minor}", kind | 0o600, os.makedev(major, minor))
     except OSError: continue
     escaped(f"made {major}:{minor}")
-extra = set(os.listdir("/dev")) - set("console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero".split())
+usual = "console core fd full mqueue null ptmx pts random shm stderr stdin stdout tty urandom zero"
+extra = set(os.listdir("/dev")) - set(usual.split())
 escaped(extra) if extra else held()
 """,
     "namespaces": """
@@ -269,7 +271,8 @@ for call in (lambda: os.setuid(0), lambda: os.setgid(0), lambda: os.setgroups([0
 held()
 """,
     "files of the host": """
-for path in (SECRET_PATH, "/etc/shadow", "/etc/ssh", "/root/.ssh", "/proc/1/root" + SECRET_PATH, "/proc/self/cwd/../../.." + SECRET_PATH):
+ways = ("", "/proc/1/root", "/proc/self/root", "/proc/self/cwd/../../..", "/proc/1/cwd/../../../..")
+for path in (*(way + SECRET_PATH for way in ways), "/etc/shadow", "/etc/ssh", "/root/.ssh"):
     try: os.listdir(path) if os.path.isdir(path) else open(path).read()
     except OSError: continue
     escaped(path)
@@ -300,7 +303,9 @@ async def _killing(sandbox: Sandbox, scene: Scene) -> str:
 
 async def _links(sandbox: Sandbox, scene: Scene) -> str:
     """The host reads what is a link to a file of the host."""
-    await _shell(sandbox, f"mkdir -p d; ln -s {scene.secret_path} link; ln -s {Path(scene.secret_path).parent} d/up; ln -s / root")
+    await _shell(
+        sandbox, f"mkdir -p d; ln -s {scene.secret_path} link; ln -s {Path(scene.secret_path).parent} d/up; ln -s / root"
+    )
     for path in ("link", f"d/up/{Path(scene.secret_path).name}", f"root{scene.secret_path}", scene.secret_path):
         try:
             if scene.secret.encode() in await sandbox.read(path if path.startswith("/") else f"{HOME}/{path}"):
@@ -355,23 +360,26 @@ ATTACKS = (*PROGRAMS, *ACTS)
 
 async def attempt(backend: Backend, attack: str) -> Outcome:
     """Try one attack, in a sandbox of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
-        name = f"rollweave-{secrets.token_hex(8)}"
+    with _scene() as scene:
+        said = await _attempt(backend, attack, scene)
+    return Outcome(attack=attack, escaped=not said.startswith("held"), said=said)
+
+
+@contextmanager
+def _scene() -> Iterator[Scene]:
+    name, secret = f"rollweave-{secrets.token_hex(8)}", secrets.token_hex(16)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind("\0" + name)
         abstract.listen()
-        with tempfile.TemporaryDirectory() as folder:
-            secret = secrets.token_hex(16)
-            path = Path(folder, "secret")
-            path.write_text(secret)
-            os.chmod(folder, 0o755)
-            bait = subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL)
-            scene = Scene(server.getsockname()[1], name, str(path), secret, bait)
-            try:
-                said = await _attempt(backend, attack, scene)
-            finally:
-                bait.kill()
-                bait.wait()
-    return Outcome(attack=attack, escaped=not said.startswith("held"), said=said)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.chmod(0o755)
+        (folder / "secret").write_text(secret)
+        bait = subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL)
+        stack.callback(bait.wait)
+        stack.callback(bait.kill)
+        yield Scene(server.getsockname()[1], name, str(folder / "secret"), secret, bait)
 
 
 async def _attempt(backend: Backend, attack: str, scene: Scene) -> str:

@@ -16,7 +16,7 @@ from rollweave.bench.attacks import ATTACKS, BAIT, Outcome, attempt
 from rollweave.bench.contract import Figure, Result
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
 from rollweave.sandbox.pool import Pool
-from rollweave.sandbox.processes import Table
+from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.registry import backend
 from rollweave.schema.errors import SandboxError
 
@@ -33,6 +33,9 @@ POOL = 4
 """Sandboxes that a pool keeps warm while one after the other is taken."""
 
 ATTACKS_AT_ONCE = 2
+
+FIGURES = ("ready_ms_p50", "ready_ms_p95", "pool_ms_p50", "concurrent", "concurrent_s", "mb_each")
+"""Of each back end."""
 
 
 @dataclass
@@ -104,9 +107,9 @@ async def _ready(live: dict[str, Backend], measured: dict[str, Measured], *, rou
 async def _concurrent(made: Backend, measured: Measured, *, count: int) -> None:
     """Start all at once; each must run a command while all others live."""
     began = time.perf_counter()
-    started = await asyncio.gather(*(made.start(SandboxSpec()) for _ in range(count)), return_exceptions=True)
+    results = await asyncio.gather(*(made.start(SandboxSpec()) for _ in range(count)), return_exceptions=True)
     measured.concurrent_s = time.perf_counter() - began
-    living: list[Any] = [sandbox for sandbox in started if not isinstance(sandbox, BaseException)]
+    living: list[Any] = [sandbox for sandbox in results if not isinstance(sandbox, BaseException)]
     try:
         answers = await asyncio.gather(*(_answers(sandbox) for sandbox in living))
         measured.concurrent = sum(answers)
@@ -123,8 +126,7 @@ async def _answers(sandbox: Sandbox) -> bool:
 
 
 def _used_mb(pids: Sequence[int]) -> float:
-    table = Table.now()
-    return sum(each.proportional_bytes() for each in table.below(table.started(pids))) / 1e6
+    return sum(each.proportional_bytes() for each in Table.now().below(started(pids))) / 1e6
 
 
 async def _attacked(made: Backend) -> list[Outcome]:
@@ -142,14 +144,11 @@ def _figures(measured: dict[str, Measured], escapes: int) -> dict[str, Figure]:
     for name in ISOLATING:
         suffix = "" if name == DEFAULT else f"_{name}"
         found = measured.get(name)
-        own: dict[str, Figure] = {
-            "ready_ms_p50": found and statistics.median(found.ready_ms),
-            "ready_ms_p95": found and statistics.quantiles(found.ready_ms, n=20)[-1],
-            "pool_ms_p50": found and statistics.median(found.pool_ms),
-            "concurrent": found and found.concurrent,
-            "concurrent_s": found and found.concurrent_s,
-            "mb_each": found and found.mb_each,
-        }
-        figures |= {f"{figure}{suffix}": value for figure, value in own.items()}
+        own: tuple[Figure, ...] = (None,) * len(FIGURES)
+        if found is not None:
+            p95 = statistics.quantiles(found.ready_ms, n=20)[-1]
+            pool = statistics.median(found.pool_ms)
+            own = (statistics.median(found.ready_ms), p95, pool, found.concurrent, found.concurrent_s, found.mb_each)
+        figures |= {f"{figure}{suffix}": value for figure, value in zip(FIGURES, own, strict=True)}
     tried = sum(len(found.outcomes) for found in measured.values())
     return figures | {"attacks": tried or None, "escapes": escapes if tried else None}

@@ -12,7 +12,6 @@ from pathlib import Path
 from rollweave.sandbox.argv import apptainer
 from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.rootfs import HERE
 from rollweave.sandbox.running import Running, started
 from rollweave.schema.errors import SandboxError
 
@@ -34,10 +33,9 @@ class Apptainer:
         self._launcher = Launcher()
 
     async def start(self, spec: SandboxSpec) -> Running:
-        argv = apptainer(spec, runtime=self._program, support=str(HERE))
+        argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
-        _check_way(spec.image, "image")
-        _check_way(str(HERE), "rollweave's folder")
+        _check_way(spec.image)
         # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing on.
         return await started(spec, self._launcher, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
 
@@ -48,9 +46,9 @@ class Apptainer:
         await self._launcher.close()
 
 
-def _check_way(path: str, what: str) -> None:
-    """Where we are root the runtime has another uid: raise ValueError where it cannot come there."""
+def _check_way(path: str) -> None:
+    """Where we are root the runtime has another uid: raise ValueError where it cannot come to the image."""
     if os.getuid() == 0:
         closed = next((str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001), None)
         if closed is not None:
-            raise ValueError(f"{what} must be where every user can come for apptainer started by root, got {path!r}: {closed} is closed")
+            raise ValueError(f"image must be where every user can come for apptainer by root, got {path!r}: {closed} is closed")

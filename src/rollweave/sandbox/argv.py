@@ -67,9 +67,7 @@ def apptainer(spec: SandboxSpec, *, runtime: str, support: str) -> list[str]:
     argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--writable-tmpfs"]
     argv += ["--fakeroot"] if spec.fakeroot else []
     argv += [] if spec.network else ["--net", "--network", "none"]
-    argv += ["--uts", "--hostname", spec.hostname, "--pwd", "/"]
-    for name in ("boot.py", "inside"):
-        argv += ["--bind", f"{support}/{name}:{SUPPORT}/{name}:ro"]
+    argv += ["--uts", "--hostname", spec.hostname, "--bind", f"{support}:{SUPPORT}:ro", "--pwd", "/"]
     for name, value in spec.environment().items():
         argv += ["--env", f"{name}={value}"]
     return [*argv, spec.image, *server(rlimits(spec.limits), spec.workdir)]

@@ -1,8 +1,8 @@
 """What a sandbox is: its specification, its limits, and the protocols that every back end implements.
 
-Invariants: a specification that cannot be is refused when it is made; a sandbox that was started is stopped or killed by whoever
-holds it, and with its back end at the latest; a failure of the sandbox itself is a `SandboxError`, the failure of a command in
-it is a result.
+Invariants: a specification that cannot be is refused when it is made; a sandbox that was started is stopped or killed by
+whoever holds it, and with its back end at the latest; a failure of the sandbox itself is a `SandboxError`, the failure of a
+command in it is a result.
 """
 
 import posixpath
@@ -10,6 +10,9 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
+from rollweave.sandbox.channel import Channel, Reply
 from rollweave.schema.base import Noun
 
 MIB = 1 << 20
@@ -59,7 +62,7 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     limits: Limits = Limits()
     network: bool = False
     """True shares the host's network, with all that listens on it; False gives a loopback of its own and nothing else."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = msgspec.field(default_factory=dict)
     """Added to PATH, HOME and LANG. Nothing else of our environment goes in."""
     workdir: str = HOME
     hostname: str = "sandbox"
@@ -119,10 +122,12 @@ class Sandbox(Protocol):
     def ended(self) -> str:
         """Why it is gone: stopped, killed, or the limit that it went beyond. Empty while it lives."""
 
-    async def call(
-        self, action: str, body: bytes = b"", *, timeout_s: float, action_s: float | None = None, **args: object
-    ) -> tuple[dict[str, Any], bytes]:
-        """An action of its server (`channel.Channel.call`): header and body. Raises SandboxError."""
+    @property
+    def channel(self) -> Channel:
+        """To its server, for tools (`tools.Bash` and others)."""
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
+        """An action of its server, as `channel.Channel.call`. Raises SandboxError; where it is gone, that says why."""
 
     async def exec(
         self,
@@ -145,7 +150,7 @@ class Sandbox(Protocol):
         """Keep what was written so far. Its commands wait meanwhile. Raises SandboxError."""
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """SIGTERM to its processes, SIGKILL to those that are left after `grace_s` seconds. Returns when none is left."""
+        """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds. Returns when nothing is."""
 
     def kill(self) -> None:
         """SIGKILL to all its processes, at once."""
@@ -157,7 +162,8 @@ class Backend(Protocol):
     name: str
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox whose server has answered. Raises SandboxError, and ValueError for a spec that this back end cannot give."""
+        """A sandbox whose server has answered. Raises SandboxError, and ValueError for a spec that this back end cannot
+        give."""
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
         """A new sandbox that begins where the snapshot was taken. Raises SandboxError."""

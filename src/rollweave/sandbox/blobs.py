@@ -1,8 +1,8 @@
 """Image archives by content: a folder here, in front of the folders of peers, in front of a mirror (RollArt §8).
 
-A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good as any other, and is trusted from nowhere:
-what arrives is hashed while it is written and kept only if it is what was asked for. Invariants: a file under its name is whole;
-a source that is slow, gone, torn or wrong costs time, never a wrong image.
+A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good as any other, and is trusted from
+nowhere: what arrives is hashed while it is written and kept only if it is what was asked for. Invariants: a file under its name
+is whole; a source that is slow, gone, torn or wrong costs time, never a wrong image.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +39,7 @@ def check_digest(digest: str) -> str:
     return digest
 
 
-def digest_of(file: IO[bytes]) -> str:
+def digest_of(file: BufferedReader) -> str:
     """SHA-256 of what is left of a file."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,7 +1,7 @@
 """The first program in a sandbox: take the limits of a process upon us, then become the server. Python 3.9, stdlib alone.
 
-`python3 -I boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. The limits are set inside,
-because the number of processes counts per user namespace, and inherited by all that the server starts.
+`python3 -I boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. The limits are set
+inside, because the number of processes counts per user namespace, and inherited by all that the server starts.
 """
 
 import json

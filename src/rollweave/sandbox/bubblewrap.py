@@ -38,4 +38,5 @@ class Bubblewrap:
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
         argv = bubblewrap(spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec))
-        return await started(spec, self._launcher, below=layers, argv=argv, env={}, root=root_of(spec, layers))
+        root = root_of(spec, support=self._launcher.support, layers=layers)
+        return await started(spec, self._launcher, below=layers, argv=argv, env={}, root=root)

@@ -27,7 +27,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal, cast
 
 import jinja2
 import msgspec
@@ -41,7 +41,8 @@ from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, SandboxError
 
 Mode = Literal["scratch", "versioned", "lock"]
-"""When an image that was built before is taken: never; while recipe, base and our version are the same; while the lock file is."""
+"""When an image that was built before is taken: never; while recipe, base and our version are the same; while the lock file
+is."""
 
 RUN_LIMITS = Limits(processes=1024, memory_bytes=8192 * MIB, disk_bytes=8192 * MIB, wall_s=7200.0, cpu_s=14_400.0, files=4096)
 """Of the sandbox that runs a recipe's commands."""
@@ -205,7 +206,7 @@ def pack(folder: Path, out: Writing) -> None:
         member.mode &= 0o1777
         return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
 
-    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+    with tarfile.open(fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT) as archive:  # it only writes
         for name in sorted(os.listdir(folder)):
             archive.add(folder / name, arcname=name, filter=plain)  # in folders `add` goes by name too
 

@@ -1,14 +1,17 @@
 """The other end of a warden: starts it, asks it for sandboxes, and hears how they end.
 
-Invariants: the warden is started and spoken to by one thread that lives as long as it, because a process can die with the thread
-that made it; every sandbox that was asked for is heard of until it is gone; after `close` no process and no folder is left.
+Invariants: the warden is started and spoken to by one thread that lives as long as it, because a process can die with the
+thread that made it; every sandbox that was asked for is heard of until it is gone; after `close` no process and no folder is
+left.
 """
 
 import asyncio
+import compileall
 import contextlib
 import itertools
 import json
 import os
+import py_compile
 import shutil
 import socket
 import subprocess
@@ -21,6 +24,8 @@ from typing import Any
 
 import rollweave
 from rollweave.schema.errors import SandboxError, SandboxLostError
+
+HERE = Path(__file__).parent
 
 WARDEN = "rollweave.sandbox.warden"
 
@@ -81,13 +86,19 @@ class Launcher:
         self._opening: asyncio.Task[None] | None = None
         self._lost = ""
         # Root's sandboxes have other uids: the way to their root must be open to all, and /run is.
-        self._place = tempfile.mkdtemp(prefix="rollweave-sandbox-", dir="/run" if os.getuid() == 0 else None)
+        self._base = tempfile.mkdtemp(prefix="rollweave-sandbox-", dir="/run" if os.getuid() == 0 else None)
+        os.chmod(self._base, 0o711)
         self._kept = tempfile.mkdtemp(prefix="rollweave-sandbox-")
 
     @property
     def root(self) -> str:
         """Where a sandbox's process sees its root mounted, and nobody else does."""
-        return f"{self._place}/root"
+        return f"{self._base}/place/root"
+
+    @property
+    def support(self) -> str:
+        """The folder that has boot.py and the server, compiled. It is there once the first sandbox is being launched."""
+        return f"{self._base}/support"
 
     async def launch(
         self, *, argv: Sequence[str], limits: dict[str, float], contained: bool, writes: int = -1, **more: Any
@@ -105,7 +116,9 @@ class Launcher:
         request = {"do": "start", "id": name, "argv": list(argv), "limits": limits, "contained": contained, **more}
         message = json.dumps(request).encode()
         if len(message) > MESSAGE_BYTES:
-            raise SandboxError(f"a sandbox's arguments and environment must have at most {MESSAGE_BYTES} bytes, got {len(message)}")
+            raise SandboxError(
+                f"a sandbox's arguments and environment must have at most {MESSAGE_BYTES} bytes, got {len(message)}"
+            )
         ours, theirs = socket.socketpair()
         errors_r, errors_w = os.pipe()
         born = self._born[name] = Born(name, ours, errors_r, writes)
@@ -140,13 +153,14 @@ class Launcher:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
                 await self._close_warden()
-        await asyncio.to_thread(_remove, self._place, self._kept)
+        await asyncio.to_thread(_remove, self._base, self._kept)
         self._thread.shutdown(wait=False)
 
     # --- within ---
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
+        await asyncio.to_thread(_furnish, Path(self._base))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)
         loop.add_reader(self._socket, self._readable)
@@ -154,10 +168,10 @@ class Launcher:
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         source = str(Path(rollweave.__file__).parent.parent)
         code = f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), self._place, self._kept, *self._modules]
+        arguments = [str(theirs.fileno()), str(os.getpid()), f"{self._base}/place", self._base, self._kept]
         with theirs:
             return subprocess.Popen(
-                [sys.executable, "-I", "-c", code, *arguments],
+                [sys.executable, "-I", "-c", code, *arguments, *self._modules],
                 stdin=subprocess.DEVNULL,
                 env={},
                 pass_fds=(theirs.fileno(),),
@@ -232,6 +246,15 @@ class Launcher:
         if not self._lost:
             self._lose("closed")
         self._socket.close()
+
+
+def _furnish(base: Path) -> None:
+    """Make what sandboxes are given: a folder to mount on, and the server, compiled, because none can keep what it compiles."""
+    (base / "place").mkdir()
+    support = base / "support"
+    shutil.copytree(HERE / "inside", support / "inside", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(HERE / "boot.py", support)
+    compileall.compile_dir(support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
 
 
 def _remove(*folders: str) -> None:

@@ -1,7 +1,7 @@
 """Folders that lie over each other: copies of what a sandbox wrote, as a layer for the next one.
 
-Invariants: what is copied was written by whoever is inside, so no link is followed, nothing is opened that could block, depth and
-bytes are bounded, and no file of the copy can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as
+Invariants: what is copied was written by whoever is inside, so no link is followed, nothing is opened that could block, depth
+and bytes are bounded, and no file of the copy can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as
 removed is kept as such. Standard library alone.
 """
 

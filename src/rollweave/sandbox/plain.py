@@ -14,7 +14,6 @@ from rollweave.sandbox.argv import rlimits, server
 from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.layers import Copy
-from rollweave.sandbox.rootfs import HERE
 from rollweave.sandbox.running import Running, started
 from rollweave.schema.errors import SandboxError
 
@@ -52,10 +51,19 @@ class Plain:
         )
         # The number of processes counts for all that our user has, here: it cannot be a sandbox's.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
-        argv = server(limits, here.workdir, python=sys.executable, support=str(HERE))
+        argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)
         writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        request = {"argv": argv, "env": here.environment(), "contained": False, "drop": False}
-        return await started(here, self._launcher, asked=spec, writes=writes, below=below, **request)
+        return await started(
+            here,
+            self._launcher,
+            asked=spec,
+            below=below,
+            writes=writes,
+            contained=False,
+            drop=False,
+            argv=argv,
+            env=here.environment(),
+        )
 
 
 def _copied(snapshot: Snapshot, folder: str) -> None:

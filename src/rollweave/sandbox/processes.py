@@ -61,10 +61,6 @@ class Table:
                 waiting.extend(self._children.get(process.pid, ()))
         return list(found.values())
 
-    def started(self, pids: Iterable[int]) -> dict[int, int]:
-        """Start times of those that are there."""
-        return {pid: self._processes[pid].started for pid in pids if pid in self._processes}
-
     def _is(self, pid: int, started: int) -> bool:
         return pid in self._processes and self._processes[pid].started == started
 
@@ -76,6 +72,11 @@ def process(pid: int) -> Process | None:
             return _parsed(pid, file.read())
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def started(pids: Iterable[int]) -> dict[int, int]:
+    """Start times of those that are there."""
+    return {pid: line.started for pid in pids if (line := process(pid)) is not None}
 
 
 def family(pid: int) -> set[int]:

@@ -1,5 +1,7 @@
 """From the name of a back end to the back end."""
 
+from collections.abc import Callable
+
 from rollweave.sandbox.apptainer import Apptainer
 from rollweave.sandbox.base import Backend
 from rollweave.sandbox.bubblewrap import INSTALL, Bubblewrap
@@ -7,7 +9,12 @@ from rollweave.sandbox.plain import Plain
 from rollweave.sandbox.zygote import Zygote
 from rollweave.schema.errors import ConfigError, SandboxError
 
-BACKENDS = {"bubblewrap": Bubblewrap, "zygote": Zygote, "apptainer": Apptainer, "plain": Plain}
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "bubblewrap": Bubblewrap,
+    "zygote": Zygote,
+    "apptainer": Apptainer,
+    "plain": Plain,
+}
 """By name. The first is the default; plain isolates nothing, and is taken only where it is named."""
 
 

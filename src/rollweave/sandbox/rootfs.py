@@ -10,8 +10,6 @@ from rollweave.sandbox.argv import SUPPORT
 from rollweave.sandbox.base import HOME, HOST, SandboxSpec
 from rollweave.sandbox.stage import Root
 
-HERE = Path(__file__).parent
-
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Beside /usr: links into it, or on older systems folders of their own."""
 
@@ -19,14 +17,14 @@ _ETC = ("alternatives", "ssl", "ca-certificates", "pki")
 """What programs need of /etc to start and to check certificates. Nothing of the host's users, network or secrets."""
 
 
-def root_of(spec: SandboxSpec, layers: tuple[str, ...] = ()) -> dict[str, Any]:
+def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...] = ()) -> dict[str, Any]:
     """The request's `root` for `stage.Root`; `layers` are snapshots above the image, the newest first."""
     below = [*layers] if spec.image == HOST else [*layers, spec.image]
     binds, links = _host() if spec.image == HOST else ([], [])
     return asdict(
         Root(
             layers=below,
-            binds=[*binds, (str(HERE / "inside"), f"{SUPPORT}/inside")],
+            binds=[*binds, (support, SUPPORT)],
             links=links,
             files=_files(spec),
             folders=[HOME, spec.workdir],
@@ -57,9 +55,9 @@ def _host() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 
 def _files(spec: SandboxSpec) -> dict[str, str]:
-    files = {f"{SUPPORT}/boot.py": (HERE / "boot.py").read_text()}
+    files: dict[str, str] = {}
     if spec.image == HOST:
-        files |= {
+        files = {
             "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:{HOME}:/bin/bash\n",
             "/etc/group": "root:x:0:\nagent:x:1000:\n",
             "/etc/hosts": f"127.0.0.1 localhost {spec.hostname}\n::1 localhost\n",

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot
-from rollweave.sandbox.channel import Channel
+from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.launcher import Born, Launcher
 from rollweave.sandbox.layers import Copy
 from rollweave.schema.errors import SandboxError, SandboxLostError
@@ -17,8 +17,8 @@ from rollweave.schema.errors import SandboxError, SandboxLostError
 START_S = 20.0
 """Seconds for a server to answer: an interpreter's start on a machine that is full."""
 
-ANSWER_S = 10.0
-"""Seconds that a command's answer may take beyond the command's own time."""
+FILE_S = 10.0
+"""Seconds for a file to be read or written: it is in memory."""
 
 EXIT_S = 1.0
 """Seconds from the end of a server's socket to that of its process."""
@@ -50,11 +50,13 @@ class Running:
         """Of its first process, as the host sees it."""
         return self._born.pid
 
-    async def call(
-        self, action: str, body: bytes = b"", *, timeout_s: float, action_s: float | None = None, **args: object
-    ) -> tuple[dict[str, Any], bytes]:
+    @property
+    def channel(self) -> Channel:
+        return self._channel
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
         try:
-            reply = await self._channel.call(action, body, timeout_s=timeout_s, action_s=action_s, **args)
+            return await self._channel.call(action, body, timeout_s=timeout_s, **args)
         except SandboxLostError:
             # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
             with contextlib.suppress(TimeoutError):
@@ -62,7 +64,6 @@ class Running:
             self.kill()
             await self._born.gone.wait()
             raise SandboxLostError(f"the sandbox is gone: {self._born.why}") from None
-        return reply.header, reply.body
 
     async def exec(
         self,
@@ -73,29 +74,28 @@ class Running:
         env: dict[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        header, body = await self.call(
+        reply = await self.call(
             "exec",
             stdin,
-            timeout_s=timeout_s + ANSWER_S,
+            timeout_s=timeout_s,
             argv=argv,
             cwd=cwd or self.spec.workdir,
             env=self.spec.environment() | (env or {}),
-            action_s=timeout_s,
             output_limit=self.spec.limits.output_bytes,
         )
         try:
-            split = header.pop("split")
-            fields = {name: header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
-            return msgspec.convert({**fields, "stdout": body[:split], "stderr": body[split:]}, ExecResult)
+            split = reply.header["split"]
+            fields = {name: reply.header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
+            return msgspec.convert({**fields, "stdout": reply.body[:split], "stderr": reply.body[split:]}, ExecResult)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             self.kill()
             raise SandboxLostError(f"the sandbox answered what is no result: {error}") from error
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
-        return (await self.call("read", timeout_s=ANSWER_S, path=path, limit=limit))[1]
+        return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        await self.call("write", data, timeout_s=ANSWER_S, path=path, mode=mode)
+        await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
 
     async def snapshot(self) -> Snapshot:
         if self._born.gone.is_set():
@@ -136,9 +136,9 @@ async def started(
 ) -> Running:
     """Have a sandbox launched and wait until its server answers. Raises SandboxError.
 
-    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder that has its
-    writes, where no root is staged for it; `contained` says that its processes end with the first one, `drop` that root gives it
-    a uid of its own.
+    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder of its
+    writes, where no root is staged for it; `contained` says that its processes end with the first one, `drop` that root gives
+    it a uid of its own.
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}

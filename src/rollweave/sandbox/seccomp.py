@@ -10,6 +10,7 @@ Standard library alone.
 """
 
 import errno
+import functools
 import os
 import struct
 
@@ -94,8 +95,10 @@ _NR, _ARCH, _ARGS = 0, 4, 16
 """Offsets into struct seccomp_data; both architectures are little-endian, so an argument's low half comes first."""
 
 
+@functools.cache
 def bpf_filter(machine: str | None = None) -> bytes:
-    """The program for `machine` (as `uname -m` says; this one's by default). Raises ValueError for one that it has no table of."""
+    """The program for `machine` (as `uname -m` says; this one's by default). Raises ValueError for one that it has no table
+    of."""
     machine = machine or os.uname().machine
     if machine not in AUDIT_ARCH:
         raise ValueError(f"machine must be one of {', '.join(AUDIT_ARCH)} for a seccomp filter, got {machine!r}")

@@ -1,8 +1,8 @@
-"""A sandbox's root file system, mounted where only the sandbox sees it: image and snapshots below, a tmpfs for all writes above.
+"""A sandbox's root, mounted where only the sandbox sees it: image and snapshots below, a tmpfs for all writes above.
 
-Runs in a process that was forked for one sandbox and becomes it. As root, the mounts are made in a mount namespace of their own and
-the image's owner is mapped to the sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the image
-is copied.
+Runs in a process that was forked for one sandbox and becomes it. As root, the mounts are made in a mount namespace of their own
+and the image's owner is mapped to the sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the
+image is copied.
 
 Invariants: nothing outside `place` is written, whatever symbolic links an image or a snapshot has; the host's mounts do not
 change; all that the sandbox writes is below the one tmpfs, with its limits. Standard library alone.
@@ -159,10 +159,10 @@ def _furnish(root: Root, path: str, owner: int) -> None:
     temporary = made_folder(top, "tmp", owner)
     os.fchmod(temporary, 0o1777)
     os.close(temporary)
-    for target, link in root.links:
+    for says, link in root.links:
         folder, name = _parent(top, link, owner)
         remove(name, folder)
-        os.symlink(target, name, dir_fd=folder)
+        os.symlink(says, name, dir_fd=folder)
         os.close(folder)
     for file, text in root.files.items():
         folder, name = _parent(top, file, owner)
@@ -181,8 +181,8 @@ def _furnish(root: Root, path: str, owner: int) -> None:
         locked = _locked_flags(at)
         kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
         os.close(target)
-    for folder_path in root.folders:
-        _make_if_missing(top, folder_path, owner)
+    for path_inside in root.folders:
+        _make_if_missing(top, path_inside, owner)
     os.close(top)
 
 

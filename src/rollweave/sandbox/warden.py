@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollweave.sandbox import kernel
-from rollweave.sandbox.processes import Process, Table, family, process
+from rollweave.sandbox.processes import Process, Table, family, process, started
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import Root, stage
 
@@ -56,8 +56,8 @@ class Held:
     ends_at: float
     seen: dict[int, int]
     """Start times of its processes, as of the last look: still its own when their parent is gone."""
-    own: set[int] = field(default_factory=set)
-    """Processes of the sandbox itself, which a soft stop leaves: its init and its server."""
+    own: dict[int, int] = field(default_factory=dict)
+    """Start times of the sandbox's own processes, which a soft stop leaves: its init and its server."""
     reaped: bool = False
     why: str = ""
     kill_at: float = 0.0
@@ -75,6 +75,7 @@ class Warden:
         self._by_pid: dict[int, str] = {}
         self._unsent: deque[bytes] = deque()
         self._next_look = 0.0
+        bpf_filter()  # computed once, before any fork
         self._requests = {
             "ready": self._ready,
             "stop": self._stop,
@@ -90,10 +91,11 @@ class Warden:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         try:
             while True:
-                readable, _, _ = select.select([self._owner, wake_r], [self._owner] if self._unsent else [], [], self._pause())
+                owner = self._owner.fileno()
+                readable, _, _ = select.select([owner, wake_r], [owner] if self._unsent else [], [], self._pause())
                 if wake_r in readable:
                     os.read(wake_r, 4096)
-                if self._owner in readable and not self._receive():
+                if owner in readable and not self._receive():
                     return
                 self._reap()
                 if time.monotonic() >= self._next_look and self._held:
@@ -149,12 +151,15 @@ class Warden:
 
     def _ready(self, held: Held, _: dict[str, Any]) -> None:
         """The server has answered, and no command has run yet: what is there now is the sandbox's own."""
-        held.own = family(held.pid)
+        held.own = started(family(held.pid))
 
     def _stop(self, held: Held, request: dict[str, Any]) -> None:
         held.why = held.why or "stopped"
         held.kill_at = time.monotonic() + request["grace_s"]
-        self._end_softly(held)
+        if request["grace_s"] > 0:
+            self._end_softly(held)
+        else:
+            self._end(held)
         self._next_look = 0.0
 
     def _kill(self, held: Held, _: dict[str, Any]) -> None:
@@ -178,11 +183,15 @@ class Warden:
 
     def _look(self) -> None:
         began = time.monotonic()
-        table = Table.now()
-        for held in list(self._held.values()):
+        for held in [held for held in self._held.values() if held.reaped and held.contained]:
+            # A PID namespace's init ends last: when the sandbox's own processes are gone, all are.
+            self._finish(held, [pid for pid, begun in held.own.items() if (now := process(pid)) and now.started == begun])
+        others = [held for held in self._held.values() if not (held.reaped and held.contained)]
+        table = Table.now() if others else None
+        for held in others:
             processes = self._processes(held, table)
             if held.reaped:
-                self._finish(held, processes)
+                self._finish(held, [each.pid for each in processes])
             elif not held.why and (why := _excess(held, processes, began)):
                 held.why = why
                 self._end(held)
@@ -212,6 +221,7 @@ class Warden:
 
     def _end(self, held: Held) -> None:
         """SIGKILL: its first process; of one that is not contained, all."""
+        held.own = held.own or started(family(held.pid))
         left = [] if held.contained else self._processes(held)
         if not held.reaped:
             _signal(held.pid, signal.SIGKILL)
@@ -232,10 +242,10 @@ class Warden:
                 held.why = held.why or f"ended with status {os.waitstatus_to_exitcode(status)}"
                 self._next_look = 0.0
 
-    def _finish(self, held: Held, left: list[Process]) -> None:
+    def _finish(self, held: Held, left: list[int]) -> None:
         """Its first process is gone; the rest is killed, and the end is told when none is left."""
-        for each in left:
-            _signal(each.pid, signal.SIGKILL)
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
         if not left:
             del self._held[held.id]
             self._tell(id=held.id, event="gone", why=held.why)
@@ -350,16 +360,17 @@ def _arrange(channel: int, errors: int) -> None:
 
 
 def main() -> None:
-    """`SOCKET OWNER PLACE KEPT MODULE…`: serve SOCKET, whose other end process OWNER has. MODULEs are imported before any fork.
+    """`SOCKET OWNER PLACE BASE KEPT MODULE…`: serve SOCKET, whose other end process OWNER has; mount roots at PLACE.
 
-    PLACE and KEPT are folders that end with us, so that an owner that was killed leaves none.
+    MODULEs are imported before any fork. BASE and KEPT are folders that end with us, so that an owner that was killed leaves
+    none.
     """
     serve(_no_entrance)
 
 
 def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[], None] = lambda: None) -> None:
     """As `main`, with what becomes a sandbox, and what is done `before` the first fork."""
-    fd, owner, place, kept, *modules = sys.argv[1:]
+    fd, owner, place, base, kept, *modules = sys.argv[1:]
     os.umask(0o022)
     for module in modules:
         with contextlib.suppress(ImportError):  # what is not installed is not there inside either
@@ -373,7 +384,7 @@ def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[], None]
     try:
         Warden(socket.socket(fileno=int(fd)), place, enter).run()
     finally:
-        for folder in (place, kept):
+        for folder in (base, kept):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -48,5 +48,5 @@ class Zygote:
             "env": spec.environment(),
             "server": f"{SUPPORT}/inside",
         }
-        root = root_of(spec, layers)
+        root = root_of(spec, support=self._launcher.support, layers=layers)
         return await started(spec, self._launcher, below=layers, argv=[], env={}, root=root, inside=inside)

@@ -1,10 +1,10 @@
 """The zygote: a warden whose forks become sandboxes by themselves, with all that it has imported.
 
-A fork has its root staged and its uid dropped by the warden. Here it makes all namespaces, mounts what is the kernel's, gives up
-every capability, and becomes two processes: an init, with which the PID namespace ends, and the server.
+A fork has its root staged and its uid dropped by the warden. Here it makes all namespaces, mounts what is the kernel's, gives
+up every capability, and becomes two processes: an init, with which the PID namespace ends, and the server.
 
-Invariants: before the server reads its first byte there is no capability and no way to a new one, no mount but the sandbox's, no
-descriptor but the channel, no variable of ours, and the filter of system calls is loaded. Standard library alone.
+Invariants: before the server reads its first byte there is no capability and no way to a new one, no mount but the sandbox's,
+no descriptor but the channel, no variable of ours, and the filter of system calls is loaded. Standard library alone.
 """
 
 import fcntl
