@@ -76,10 +76,10 @@ class Born:
 
 
 class Launcher:
-    """One warden. All calls belong to the event loop's thread. `modules` are imported by it before it forks anything."""
+    """One warden, which is `main` of a module. All calls belong to the event loop's thread."""
 
-    def __init__(self, *, module: str = WARDEN, modules: Sequence[str] = ()) -> None:
-        self._module, self._modules = module, modules
+    def __init__(self, *, module: str = WARDEN) -> None:
+        self._module = module
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
         self._ids = itertools.count(1)
         self._born: dict[str, Born] = {}
@@ -171,7 +171,7 @@ class Launcher:
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{self._base}/place", self._base, self._kept]
         with theirs:
             return subprocess.Popen(
-                [sys.executable, "-I", "-c", code, *arguments, *self._modules],
+                [sys.executable, "-I", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
                 env={},
                 pass_fds=(theirs.fileno(),),

@@ -9,7 +9,6 @@ Standard library alone: it imports nothing heavy, and nothing of ours that does.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import select
@@ -360,22 +359,19 @@ def _arrange(channel: int, errors: int) -> None:
 
 
 def main() -> None:
-    """`SOCKET OWNER PLACE BASE KEPT MODULE…`: serve SOCKET, whose other end process OWNER has; mount roots at PLACE.
+    """`SOCKET OWNER PLACE BASE KEPT`: serve SOCKET, whose other end process OWNER has; mount roots at PLACE.
 
-    MODULEs are imported before any fork. BASE and KEPT are folders that end with us, so that an owner that was killed leaves
-    none.
+    BASE and KEPT are folders that end with us, so that an owner that was killed leaves none.
     """
     serve(_no_entrance)
 
 
-def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[], None] = lambda: None) -> None:
-    """As `main`, with what becomes a sandbox, and what is done `before` the first fork."""
-    fd, owner, place, base, kept, *modules = sys.argv[1:]
+def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[str], None] | None = None) -> None:
+    """As `main`, with what becomes a sandbox, and what is done `before` the first fork, given BASE."""
+    fd, owner, place, base, kept = sys.argv[1:]
     os.umask(0o022)
-    for module in modules:
-        with contextlib.suppress(ImportError):  # what is not installed is not there inside either
-            importlib.import_module(module)
-    before()
+    if before is not None:
+        before(base)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != int(owner):

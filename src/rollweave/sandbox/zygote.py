@@ -1,20 +1,17 @@
-"""Sandboxes without another program: forks of a process that has Python, and what an agent imports, loaded already.
+"""Sandboxes without another program: forks of a process that has Python and the server loaded already.
 
 The warden itself is that process (`zygote_process`). So a Python sandbox is ready in milliseconds, and shares its interpreter's
 memory with its siblings. What it gives up against bubblewrap: siblings share the layout of their address space, and the code
 that makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
 """
 
-from rollweave.sandbox.argv import SHM_BYTES, SUPPORT, UID, rlimits
+from rollweave.sandbox.argv import SHM_BYTES, UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import root_of
 from rollweave.sandbox.running import Running, started
 
 PROCESS = "rollweave.sandbox.zygote_process"
-
-PRELOADED = ("rollweave.sandbox.inside.server", "IPython.core.interactiveshell")
-"""Imported before any fork, where they are installed."""
 
 
 class Zygote:
@@ -23,7 +20,7 @@ class Zygote:
     name = "zygote"
 
     def __init__(self) -> None:
-        self._launcher = Launcher(module=PROCESS, modules=PRELOADED)
+        self._launcher = Launcher(module=PROCESS)
 
     async def start(self, spec: SandboxSpec) -> Running:
         if spec.image != HOST:
@@ -46,7 +43,8 @@ class Zygote:
             "rlimits": rlimits(spec.limits),
             "workdir": spec.workdir,
             "env": spec.environment(),
-            "server": f"{SUPPORT}/inside",
         }
-        root = root_of(spec, support=self._launcher.support, layers=layers)
+        support = self._launcher.support
+        root = root_of(spec, support=support, layers=layers)
+        root["binds"].append((support, support))  # the server was loaded from there, and finds its files by it
         return await started(spec, self._launcher, below=layers, argv=[], env={}, root=root, inside=inside)

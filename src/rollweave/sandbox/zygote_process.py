@@ -9,12 +9,12 @@ no descriptor but the channel, no variable of ours, and the filter of system cal
 
 import fcntl
 import gc
+import importlib
 import os
 import runpy
 import signal
 import socket
 import struct
-import sys
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
@@ -127,12 +127,18 @@ def _serve(inside: dict[str, Any]) -> NoReturn:
         os.environ.update(inside["env"])
         os.umask(0o022)
         os.chdir(inside["workdir"])
-        sys.argv = [inside["server"], "--fd", str(CHANNEL)]
-        runpy.run_path(inside["server"], run_name="__main__")
+        importlib.import_module("inside.server").main(["--fd", str(CHANNEL)])
     finally:
         os._exit(1)
 
 
 def main() -> None:
     """As `warden.main`."""
-    serve(enter, before=gc.freeze)
+    serve(enter, before=_load)
+
+
+def _load(base: str) -> None:
+    """Import the server as it will run, and let no garbage collection write to the pages that forks share."""
+    runpy.run_path(f"{base}/support/inside/__main__.py", run_name="zygote")["load"]()
+    importlib.import_module("inside.server")
+    gc.freeze()
