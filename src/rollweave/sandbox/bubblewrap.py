@@ -5,7 +5,7 @@ import shutil
 from rollweave.sandbox.argv import bubblewrap
 from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.rootfs import python_of, root_of
+from rollweave.sandbox.rootfs import layers_of, python_of, root_of
 from rollweave.sandbox.running import Running, started
 from rollweave.schema.errors import SandboxError
 
@@ -28,7 +28,7 @@ class Bubblewrap:
 
     async def start(self, spec: SandboxSpec) -> Running:
         check_image(spec.image)
-        return await self._started(spec, ())
+        return await self._started(spec, layers_of(spec))
 
     async def branch(self, snapshot: Snapshot) -> Running:
         return await self._started(snapshot.spec, snapshot.layers)

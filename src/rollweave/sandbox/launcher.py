@@ -47,6 +47,8 @@ class Born:
         self.pid = 0
         self.writes = writes
         """A descriptor of the folder that has what is written in it; -1 where there is none."""
+        self.whole = True
+        """That folder has all there is: nothing lies below it."""
         self.why = ""
         """Why it is gone, once it is."""
         self.gone = asyncio.Event()
@@ -208,7 +210,7 @@ class Launcher:
             return
         match message["event"]:
             case "staged":
-                born.pid = message["pid"]
+                born.pid, born.whole = message["pid"], message["whole"]
                 born.writes = fds[0] if fds else born.writes
                 if not born.staged.done():
                     born.staged.set_result(None)

@@ -31,7 +31,7 @@ class Plain:
             raise ValueError(f"image must be {HOST!r} for plain, which has no other, got {spec.image!r}")
         if spec.fakeroot:
             raise ValueError("fakeroot must be false for plain, got true")
-        return await self._started(spec, str(self._launcher.folder()), ())
+        return await self._started(spec, str(self._launcher.folder()))
 
     async def branch(self, snapshot: Snapshot) -> Running:
         folder = str(self._launcher.folder())
@@ -39,12 +39,12 @@ class Plain:
             await asyncio.to_thread(_copied, snapshot, folder)
         except OSError as error:
             raise SandboxError(f"the snapshot cannot be copied: {error}") from error
-        return await self._started(snapshot.spec, folder, snapshot.layers)
+        return await self._started(snapshot.spec, folder)
 
     async def close(self) -> None:
         await self._launcher.close()
 
-    async def _started(self, spec: SandboxSpec, folder: str, below: tuple[str, ...]) -> Running:
+    async def _started(self, spec: SandboxSpec, folder: str) -> Running:
         path = os.environ.get("PATH", os.defpath)
         here = msgspec.structs.replace(
             spec, workdir=folder if spec.workdir == HOME else spec.workdir, env={"PATH": path, "HOME": folder, **spec.env}
@@ -57,7 +57,6 @@ class Plain:
             here,
             self._launcher,
             asked=spec,
-            below=below,
             writes=writes,
             contained=False,
             drop=False,
@@ -69,7 +68,6 @@ class Plain:
 def _copied(snapshot: Snapshot, folder: str) -> None:
     target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Each snapshot of a plain folder is whole: the newest has everything.
         source = os.open(snapshot.layers[0], os.O_RDONLY | os.O_DIRECTORY)
         try:
             Copy(limit_bytes=snapshot.spec.limits.disk_bytes).run(source, target)

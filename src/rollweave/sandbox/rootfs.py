@@ -17,13 +17,17 @@ _ETC = ("alternatives", "ssl", "ca-certificates", "pki")
 """What programs need of /etc to start and to check certificates. Nothing of the host's users, network or secrets."""
 
 
-def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The request's `root` for `stage.Root`; `layers` are snapshots above the image, the newest first."""
-    below = [*layers] if spec.image == HOST else [*layers, spec.image]
+def layers_of(spec: SandboxSpec) -> tuple[str, ...]:
+    """Folders below the writes of a sandbox that begins with its image."""
+    return () if spec.image == HOST else (spec.image,)
+
+
+def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict[str, Any]:
+    """The request's `root` for `stage.Root`; `layers` as `layers_of` gives them, or a snapshot has them."""
     binds, links = _host() if spec.image == HOST else ([], [])
     return asdict(
         Root(
-            layers=below,
+            layers=[*layers],
             binds=[*binds, (support, SUPPORT)],
             links=links,
             files=_files(spec),

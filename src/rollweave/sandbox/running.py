@@ -113,7 +113,8 @@ class Running:
             raise SandboxError(f"no snapshot: {error}") from error
         finally:
             self._launcher.tell(self._born, "thaw")
-        return Snapshot(spec=self._asked, layers=(str(folder), *self._below), bytes=written)
+        below = () if self._born.whole else self._below
+        return Snapshot(spec=self._asked, layers=(str(folder), *below), bytes=written)
 
     async def stop(self, grace_s: float = 2.0) -> None:
         self._launcher.tell(self._born, "stop", grace_s=grace_s)

@@ -20,7 +20,8 @@ INODE_BYTES = 8192
 """Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no size limit counts."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OVERLAY = "index=off,xino=off,metacopy=off,redirect_dir=off"
+_OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = "index=off,xino=off", "metacopy=off,redirect_dir=off", "userxattr"
+"""Every entry of the upper folder is to be what it says; `userxattr` implies that by itself."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Root:
     disk_bytes: int = 1 << 30
 
 
-def stage(root: Root, place: str, uid: int | None) -> int:
+def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
     """Mount a root at `place`/root, for host user `uid` (None: our own, where we are not root).
 
-    `place` is a folder that exists. Returns a descriptor of the folder that has the writes. Raises OSError.
+    `place` is a folder that exists. Returns a descriptor of the folder that has the writes, and
+    whether it has what is below them too. Raises OSError.
     """
     if uid is None:
         enter_user_namespace(kernel.CLONE_NEWNS)
@@ -62,7 +64,7 @@ def stage(root: Root, place: str, uid: int | None) -> int:
         kernel.mount(f"{place}/upper", f"{place}/root", flags=kernel.MS_BIND)
         writes = "upper"
     _furnish(root, f"{place}/root", owner)
-    return os.open(f"{place}/{writes}", _FOLDER)
+    return os.open(f"{place}/{writes}", _FOLDER), not root.layers or writes == "root"
 
 
 def enter_user_namespace(flags: int) -> None:
@@ -91,17 +93,14 @@ def _mount_layers(root: Root, place: str, uid: int | None) -> str:
         else:
             _bind_mapped(layer, target, uid)
     options = f"lowerdir={':'.join(below)},upperdir={place}/upper,workdir={place}/work,{_OVERLAY}"
+    options += f",{_OVERLAY_AS_USER if uid is None else _OVERLAY_AS_ROOT}"
     try:
-        kernel.mount("overlay", f"{place}/root", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, _for_user(options, uid))
+        kernel.mount("overlay", f"{place}/root", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, options)
     except OSError:
         _copy_layers(root, f"{place}/root", os.getuid() if uid is None else uid)
         kernel.mount(f"{place}/root", f"{place}/root", flags=kernel.MS_BIND)
         return "root"
     return "upper"
-
-
-def _for_user(options: str, uid: int | None) -> str:
-    return f"{options},userxattr" if uid is None else options
 
 
 def _copy_layers(root: Root, target: str, owner: int) -> None:

@@ -285,9 +285,9 @@ class Warden:
         try:
             _leave_warden(parent)
             root = request.get("root")
-            writes = [stage(Root(**root), self._place, uid)] if root else []
-            message = json.dumps({"id": request["id"], "event": "staged", "pid": os.getpid()}).encode()
-            socket.send_fds(self._owner, [message], writes)
+            writes, whole = stage(Root(**root), self._place, uid) if root else (None, True)
+            message = {"id": request["id"], "event": "staged", "pid": os.getpid(), "whole": whole}
+            socket.send_fds(self._owner, [json.dumps(message).encode()], [] if writes is None else [writes])
             if uid is not None:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
@@ -299,11 +299,11 @@ class Warden:
                 os.execve(request["argv"][0], request["argv"], request["env"])
             self._enter(request)
         except BaseException as error:
-            message = json.dumps({"id": request["id"], "event": "failed", "why": f"{type(error).__name__}: {error}"}).encode()
+            told = json.dumps({"id": request["id"], "event": "failed", "why": f"{type(error).__name__}: {error}"}).encode()
             try:
-                self._owner.send(message)
+                self._owner.send(told)
             except OSError:
-                os.write(2, message)  # the descriptors are arranged already: the owner reads this one too
+                os.write(2, told)  # the descriptors are arranged already: the owner reads this one too
         finally:
             os._exit(1)
 

@@ -8,7 +8,7 @@ that makes the sandbox is ours alone. For the host's image only, whose interpret
 from rollweave.sandbox.argv import SHM_BYTES, UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot
 from rollweave.sandbox.launcher import Launcher
-from rollweave.sandbox.rootfs import root_of
+from rollweave.sandbox.rootfs import layers_of, root_of
 from rollweave.sandbox.running import Running, started
 
 PROCESS = "rollweave.sandbox.zygote_process"
@@ -25,7 +25,7 @@ class Zygote:
     async def start(self, spec: SandboxSpec) -> Running:
         if spec.image != HOST:
             raise ValueError(f"image must be {HOST!r} for zygote, whose interpreter is the host's, got {spec.image!r}")
-        return await self._started(spec, ())
+        return await self._started(spec, layers_of(spec))
 
     async def branch(self, snapshot: Snapshot) -> Running:
         return await self._started(snapshot.spec, snapshot.layers)
