@@ -18,6 +18,7 @@ from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.registry import backend
+from rollweave.sandbox.tools import IPython
 from rollweave.schema.errors import SandboxError
 
 DEFAULT = "bubblewrap"
@@ -34,7 +35,7 @@ POOL = 4
 
 ATTACKS_AT_ONCE = 2
 
-FIGURES = ("ready_ms_p50", "ready_ms_p95", "pool_ms_p50", "concurrent", "concurrent_s", "mb_each")
+FIGURES = ("ready_ms_p50", "ready_ms_p95", "cell_ms_p50", "pool_ms_p50", "concurrent", "concurrent_s", "mb_each")
 """Of each back end."""
 
 
@@ -43,6 +44,7 @@ class Measured:
     """Of one back end."""
 
     ready_ms: list[float] = field(default_factory=list)
+    cell_ms: list[float] = field(default_factory=list)
     pool_ms: list[float] = field(default_factory=list)
     concurrent: int = 0
     concurrent_s: float = 0.0
@@ -60,6 +62,7 @@ async def _bench(*, quick: bool) -> Result:
     opened: dict[str, Backend] = {}
     conditions: dict[str, Any] = {
         "ready_ms": "from the request until the server inside has answered; back ends take turns, one sandbox at a time",
+        "cell_ms": "from the request until the interpreter inside has answered its first cell, 1 + 1",
         "pool_ms": f"the same, taken from a pool of {POOL} that is full",
         "mb_each": "proportional set size of a sandbox's processes, all alive at once; its files, in memory too, come on top",
         "attacks": f"{len(ATTACKS)} different ones on each back end",
@@ -88,9 +91,12 @@ async def _bench(*, quick: bool) -> Result:
 async def _ready(live: dict[str, Backend], measured: dict[str, Measured], *, rounds: int) -> None:
     for number in range(WARM_UP + rounds):
         for name, made in live.items():
+            began = time.perf_counter()
             sandbox = await made.start(SandboxSpec())
-            if number >= WARM_UP:
+            cell = await IPython(sandbox).run("1 + 1")
+            if number >= WARM_UP and cell.result == "2":
                 measured[name].ready_ms.append(1e3 * sandbox.ready_s)
+                measured[name].cell_ms.append(1e3 * (time.perf_counter() - began))
             await sandbox.stop(grace_s=0.0)
     for name, made in live.items():
         pool = Pool(made, SandboxSpec(), size=POOL)
@@ -148,7 +154,8 @@ def _figures(measured: dict[str, Measured], escapes: int) -> dict[str, Figure]:
         if found is not None:
             p95 = statistics.quantiles(found.ready_ms, n=20)[-1]
             pool = statistics.median(found.pool_ms)
-            own = (statistics.median(found.ready_ms), p95, pool, found.concurrent, found.concurrent_s, found.mb_each)
+            cell = statistics.median(found.cell_ms)
+            own = (statistics.median(found.ready_ms), p95, cell, pool, found.concurrent, found.concurrent_s, found.mb_each)
         figures |= {f"{figure}{suffix}": value for figure, value in zip(FIGURES, own, strict=True)}
     tried = sum(len(found.outcomes) for found in measured.values())
     return figures | {"attacks": tried or None, "escapes": escapes if tried else None}

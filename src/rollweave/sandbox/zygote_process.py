@@ -7,6 +7,7 @@ Invariants: before the server reads its first byte there is no capability and no
 no descriptor but the channel, no variable of ours, and the filter of system calls is loaded. Standard library alone.
 """
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -19,9 +20,14 @@ from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
 from rollweave.sandbox.boot import limit, volunteer_for_oom
+from rollweave.sandbox.inside.__main__ import NAME
+from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.warden import serve
+
+SERVER = f"{NAME}.server"
+"""As the server's folder names itself once it is loaded."""
 
 CHANNEL = 3
 """Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that load one themselves."""
@@ -127,7 +133,7 @@ def _serve(inside: dict[str, Any]) -> NoReturn:
         os.environ.update(inside["env"])
         os.umask(0o022)
         os.chdir(inside["workdir"])
-        importlib.import_module("inside.server").main(["--fd", str(CHANNEL)])
+        importlib.import_module(SERVER).main(["--fd", str(CHANNEL)])
     finally:
         os._exit(1)
 
@@ -140,5 +146,7 @@ def main() -> None:
 def _load(base: str) -> None:
     """Import the server as it will run, and let no garbage collection write to the pages that forks share."""
     runpy.run_path(f"{base}/support/inside/__main__.py", run_name="zygote")["load"]()
-    importlib.import_module("inside.server")
+    importlib.import_module(SERVER)
+    with contextlib.suppress(ImportError):  # where IPython is not installed, cells are plain Python
+        importlib.import_module(PRELOADED)
     gc.freeze()
