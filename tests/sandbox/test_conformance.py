@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.processes import Table, started
+from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 
 from .worlds import ISOLATING, NAMES, SPEC, opened, python
@@ -241,3 +242,14 @@ async def test_a_command_that_is_not_there_is_the_commands_failure(backend: Back
 def test_a_specification_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.convert(wrong, SandboxSpec)
+
+
+async def test_tools_work_inside(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    bash, cells = Bash(sandbox), IPython(sandbox)
+    await bash.run("mkdir -p d && cd d && x=3")
+    assert (await bash.run("basename $PWD; echo $x")).output == "d\n3\n"
+    await cells.run("value = 20")
+    assert (await cells.run("value + 1")).result == "21"
+    with pytest.raises(SandboxLostError):
+        await asyncio.gather(cells.run("import time; time.sleep(60)"), sandbox.stop(grace_s=0.0))

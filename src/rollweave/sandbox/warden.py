@@ -124,6 +124,9 @@ class Warden:
     # --- requests ---
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> None:
+        if len(self._held) == UIDS_EACH:
+            self._tell(id=request["id"], event="gone", why=f"at most {UIDS_EACH} sandboxes may live at once")
+            return
         uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
         ours = os.getpid()
         try:
@@ -366,12 +369,10 @@ def main() -> None:
     serve(_no_entrance)
 
 
-def serve(enter: Callable[[dict[str, Any]], None], *, before: Callable[[str], None] | None = None) -> None:
-    """As `main`, with what becomes a sandbox, and what is done `before` the first fork, given BASE."""
+def serve(enter: Callable[[dict[str, Any]], None]) -> None:
+    """As `main`, with what becomes a sandbox."""
     fd, owner, place, base, kept = sys.argv[1:]
     os.umask(0o022)
-    if before is not None:
-        before(base)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     kernel.die_with_parent(signal.SIGTERM)
     if os.getppid() != int(owner):

@@ -16,18 +16,16 @@ import runpy
 import signal
 import socket
 import struct
+import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
 from rollweave.sandbox.boot import limit, volunteer_for_oom
-from rollweave.sandbox.inside.__main__ import NAME
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.warden import serve
-
-SERVER = f"{NAME}.server"
-"""As the server's folder names itself once it is loaded."""
 
 CHANNEL = 3
 """Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that load one themselves."""
@@ -45,7 +43,7 @@ _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
-def enter(request: dict[str, Any]) -> NoReturn:
+def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
     """Become the sandbox: this process waits for its init, whose child serves. Raises OSError before any of it runs."""
     inside = request["inside"]
     os.close(CHANNEL + 1)
@@ -75,7 +73,7 @@ def enter(request: dict[str, Any]) -> NoReturn:
         os.close(CHANNEL)
         kernel.set_dumpable(0)
         _reap_until(server)
-    _serve(inside)
+    _serve(inside, serve_calls)
 
 
 def _mount(root: str, shm_bytes: int) -> None:
@@ -125,7 +123,7 @@ def _status(wait_status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _serve(inside: dict[str, Any]) -> NoReturn:
+def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
     try:
         limit(inside["rlimits"])
         volunteer_for_oom()
@@ -133,20 +131,23 @@ def _serve(inside: dict[str, Any]) -> NoReturn:
         os.environ.update(inside["env"])
         os.umask(0o022)
         os.chdir(inside["workdir"])
-        importlib.import_module(SERVER).main(["--fd", str(CHANNEL)])
+        serve_calls(["--fd", str(CHANNEL)])
     finally:
         os._exit(1)
 
 
 def main() -> None:
-    """As `warden.main`."""
-    serve(enter, before=_load)
+    """As `warden.main`. The server is loaded from BASE, as it will run."""
+    serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
+    gc.freeze()  # no garbage collection writes to the pages that forks share
+    serve(lambda request: enter(request, serve_calls))
 
 
-def _load(base: str) -> None:
-    """Import the server as it will run, and let no garbage collection write to the pages that forks share."""
-    runpy.run_path(f"{base}/support/inside/__main__.py", run_name="zygote")["load"]()
-    importlib.import_module(SERVER)
-    with contextlib.suppress(ImportError):  # where IPython is not installed, cells are plain Python
+def _loaded(folder: str) -> Callable[[list[str]], None]:
+    """The server's `main`, and IPython beside it where that is installed: elsewhere cells are plain Python."""
+    runpy.run_path(f"{folder}/__main__.py", run_name="zygote")["load"]()
+    package = next(name for name, module in sys.modules.items() if getattr(module, "__path__", None) == [folder])
+    with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
-    gc.freeze()
+    found: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
+    return found
