@@ -53,7 +53,8 @@ class Born:
         """Why it is gone, once it is."""
         self.gone = asyncio.Event()
         self.staged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.frozen = asyncio.Event()
+        self.done = asyncio.Event()
+        """What was asked last, and answers, is done; set too when the sandbox is gone."""
         self.on_gone: Callable[[], None] = lambda: None
         self._errors = errors
 
@@ -145,6 +146,13 @@ class Launcher:
             with contextlib.suppress(RuntimeError):  # the thread was shut down: all is ending
                 self._thread.submit(self._send_now, message, ())
 
+    async def ask(self, born: Born, what: str) -> None:
+        """As `tell`, and wait until it is done, or the sandbox is gone."""
+        if not born.gone.is_set():
+            born.done.clear()
+            self.tell(born, what)
+            await born.done.wait()
+
     def folder(self) -> Path:
         """A new folder of ours, which ends with the warden."""
         return Path(tempfile.mkdtemp(prefix="kept-", dir=self._kept))
@@ -216,8 +224,8 @@ class Launcher:
                     born.staged.set_result(None)
             case "failed":
                 born.why = message["why"]
-            case "frozen":
-                born.frozen.set()
+            case "done":
+                born.done.set()
             case "gone":
                 self._gone(born, message["why"])
 
@@ -226,7 +234,7 @@ class Launcher:
         born.why = born.why or why
         born.close_writes()
         born.gone.set()
-        born.frozen.set()
+        born.done.set()
         if not born.staged.done():
             born.staged.set_exception(SandboxLostError(f"the sandbox did not start: {born.why} {born.errors()}".strip()))
             born.staged.exception()  # whoever waits sees it; nobody has to

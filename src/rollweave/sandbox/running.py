@@ -39,6 +39,7 @@ class Running:
         self.id, self.spec, self.ready_s = born.id, spec, 0.0
         self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
         self._channel = Channel(born.channel)
+        self._keeping = asyncio.Lock()
         born.on_gone = self._channel.close
 
     @property
@@ -102,17 +103,16 @@ class Running:
             raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
         if self._born.writes < 0:
             raise SandboxError("this kind of sandbox has no layer of its own to keep")
-        self._born.frozen.clear()
-        self._launcher.tell(self._born, "freeze")
-        await self._born.frozen.wait()
-        try:
-            folder = self._launcher.folder()
-            writes = os.dup(self._born.writes)
-            written = await asyncio.to_thread(_copied, writes, str(folder), self.spec.limits.disk_bytes)
-        except OSError as error:
-            raise SandboxError(f"no snapshot: {error}") from error
-        finally:
-            self._launcher.tell(self._born, "thaw")
+        async with self._keeping:
+            await self._launcher.ask(self._born, "freeze")
+            try:
+                folder = self._launcher.folder()
+                writes = os.dup(self._born.writes)
+                written = await asyncio.to_thread(_copied, writes, str(folder), self.spec.limits.disk_bytes)
+            except OSError as error:
+                raise SandboxError(f"no snapshot: {error}") from error
+            finally:
+                self._launcher.tell(self._born, "thaw")
         below = () if self._born.whole else self._below
         return Snapshot(spec=self._asked, layers=(str(folder), *below), bytes=written)
 
@@ -147,6 +147,7 @@ async def started(
     sandbox = Running(spec, launcher, born, asked=asked, below=below)
     try:
         await sandbox.call("ping", timeout_s=START_S)
+        await launcher.ask(born, "ready")  # before any command: what is there by then is the sandbox's own
     except SandboxError as error:
         sandbox.kill()
         await born.gone.wait()
@@ -156,7 +157,6 @@ async def started(
         raise
     finally:
         born.close_errors()
-    launcher.tell(born, "ready")
     sandbox.ready_s = time.perf_counter() - began
     return sandbox
 

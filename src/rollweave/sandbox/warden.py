@@ -154,6 +154,7 @@ class Warden:
     def _ready(self, held: Held, _: dict[str, Any]) -> None:
         """The server has answered, and no command has run yet: what is there now is the sandbox's own."""
         held.own = started(family(held.pid))
+        self._tell(id=held.id, event="done")
 
     def _stop(self, held: Held, request: dict[str, Any]) -> None:
         held.why = held.why or "stopped"
@@ -174,7 +175,7 @@ class Warden:
             for each in self._processes(held):
                 if each.pid not in held.own:
                     _signal(each.pid, signal.SIGSTOP)
-        self._tell(id=held.id, event="frozen")
+        self._tell(id=held.id, event="done")
 
     def _thaw(self, held: Held, _: dict[str, Any]) -> None:
         for each in self._processes(held):
