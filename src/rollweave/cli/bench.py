@@ -14,7 +14,7 @@ from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-UNTRAINED = ("engine", "sim", "placement", "scheduling", "service")
+UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "tools", "sandbox")
 """Benches in which nothing is learned, so that seeds mean nothing to them."""
 
 NAMES = (*SEEDED, *UNTRAINED)
@@ -44,7 +44,7 @@ def bench(
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(json_line(result, describe()) + "\n")
-    if result.figures.get("violations"):
+    if result.figures.get("violations") or result.figures.get("escapes"):
         raise typer.Exit(FAILED)
 
 
@@ -76,6 +76,14 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.service import bench_service
 
         return bench_service(quick=quick, say=say)
+    if name == "tools":
+        from rollweave.bench.tools import bench_tools
+
+        return bench_tools(quick=quick)
+    if name == "sandbox":
+        from rollweave.bench.sandbox import bench_sandbox
+
+        return bench_sandbox(quick=quick)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

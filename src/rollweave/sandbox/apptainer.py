@@ -1,0 +1,54 @@
+"""Sandboxes by Apptainer, for clusters that have it and images in its format (ProRL §3.2.2).
+
+The isolation is Apptainer's own: no filter of system calls of ours, and its own size for what is written. Time, CPU, memory and
+processes are limited as everywhere. Nothing here could be tried with the real program so far: its command line is held by a
+contract test.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from rollweave.sandbox.argv import apptainer
+from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
+from rollweave.sandbox.launcher import Launcher
+from rollweave.sandbox.running import Running, started
+from rollweave.schema.errors import SandboxError
+
+PROGRAMS = ("apptainer", "singularity")
+INSTALL = "install Apptainer 1.1 or later (https://apptainer.org), or load its module on a cluster"
+
+
+class Apptainer:
+    """Implements `base.Backend`; a sandbox of it cannot be kept as a snapshot."""
+
+    name = "apptainer"
+
+    def __init__(self) -> None:
+        """Raises SandboxError where it is not installed."""
+        program = next((found for name in PROGRAMS if (found := shutil.which(name))), None)
+        if program is None:
+            raise SandboxError(f"apptainer needs {' or '.join(PROGRAMS)} on PATH: {INSTALL}")
+        self._program = program
+        self._launcher = Launcher()
+
+    async def start(self, spec: SandboxSpec) -> Running:
+        argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
+        check_image(spec.image)
+        _check_way(spec.image)
+        # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing on.
+        return await started(spec, self._launcher, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
+
+    async def branch(self, snapshot: Snapshot) -> Running:
+        raise SandboxError(f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers")
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+
+def _check_way(path: str) -> None:
+    """Where we are root the runtime has another uid: raise ValueError where it cannot come to the image."""
+    if os.getuid() == 0:
+        closed = next((str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001), None)
+        if closed is not None:
+            raise ValueError(f"image must be where every user can come for apptainer by root, got {path!r}: {closed} is closed")

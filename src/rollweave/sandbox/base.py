@@ -1,0 +1,182 @@
+"""What a sandbox is: its specification, its limits, and the protocols that every back end implements.
+
+Invariants: a specification that cannot be is refused when it is made; a sandbox that was started is stopped or killed by
+whoever holds it, and with its back end at the latest; a failure of the sandbox itself is a `SandboxError`, the failure of a
+command in it is a result.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rollweave.sandbox.channel import Channel, Reply
+from rollweave.schema.base import Noun
+
+MIB = 1 << 20
+
+HOST = "host"
+"""The image that is this machine's /usr and Python, read-only, with an empty root, home and /tmp."""
+
+HOME = "/home/agent"
+
+_HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Limits(Noun, frozen=True, kw_only=True):
+    """What a sandbox may use. One that goes beyond memory_bytes, cpu_s or wall_s is killed and says so."""
+
+    processes: int = 128
+    """Processes and threads at once."""
+    memory_bytes: int = 4096 * MIB
+    """Of all processes together, and of the private memory of each."""
+    disk_bytes: int = 1024 * MIB
+    """Of all that is written, and of one file. It is kept in memory (tmpfs)."""
+    cpu_s: float = 3600.0
+    """CPU seconds of all processes together."""
+    wall_s: float = 14_400.0
+    """Seconds from the start."""
+    output_bytes: int = 1 * MIB
+    """Of one command's output; what goes beyond is cut and marked."""
+    files: int = 1024
+    """Open files of each process."""
+
+    def __post_init__(self) -> None:
+        least = {"processes": 4, "memory_bytes": 64 * MIB, "disk_bytes": MIB, "output_bytes": 1024, "files": 32}
+        for field, value in least.items():
+            if getattr(self, field) < value:
+                raise ValueError(f"limits.{field} must be at least {value}, got {getattr(self, field)}")
+        for field in ("cpu_s", "wall_s"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise ValueError(f"limits.{field} must be positive and finite, got {getattr(self, field)}")
+
+
+class SandboxSpec(Noun, frozen=True, kw_only=True):
+    """One sandbox to start."""
+
+    image: str = HOST
+    """HOST, or the absolute path of an image: a folder that is a root file system with python3 (a .sif file for apptainer)."""
+    limits: Limits = Limits()
+    network: bool = False
+    """True shares the host's network, with all that listens on it; False gives a loopback of its own and nothing else."""
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    """Added to PATH, HOME and LANG. Nothing else of our environment goes in."""
+    workdir: str = HOME
+    hostname: str = "sandbox"
+    fakeroot: bool = False
+    """Be uid 0 inside, without any capability of root: for installers that look at the uid only."""
+
+    def __post_init__(self) -> None:
+        if self.image != HOST and not _plain_path(self.image):
+            raise ValueError(f"image must be {HOST!r} or an absolute path without '..', got {self.image!r}")
+        if not _plain_path(self.workdir) or self.workdir == "/" or self.workdir.split("/")[1] in ("proc", "dev", "sys", "run"):
+            raise ValueError(
+                f"workdir must be an absolute path without '..', and not of /proc, /dev, /sys or /run, got {self.workdir!r}"
+            )
+        if not _HOSTNAME.fullmatch(self.hostname):
+            raise ValueError(f"hostname must be lower-case letters, digits and dashes, at most 63, got {self.hostname!r}")
+        for name, value in self.env.items():
+            if not _VARIABLE.fullmatch(name) or "\0" in value:
+                raise ValueError(f"env must have names of letters, digits and _, and values without NUL, got {name!r}")
+
+    def environment(self) -> dict[str, str]:
+        """All variables of a process in the sandbox."""
+        base = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
+        return {**base, **self.env}
+
+
+class ExecResult(Noun, frozen=True, kw_only=True):
+    """A command that ran."""
+
+    rc: int
+    """Exit status; minus the signal's number where a signal ended it."""
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool
+    truncated: bool
+    """Output beyond the limit was dropped."""
+    seconds: float
+
+
+class Snapshot(Noun, frozen=True, kw_only=True):
+    """What was written in a sandbox, kept on the host. `branch` of the same back end starts from it, as often as wanted."""
+
+    spec: SandboxSpec
+    layers: tuple[str, ...]
+    """Folders, the newest first."""
+    bytes: int
+    """Of the newest layer's files."""
+
+
+class Sandbox(Protocol):
+    """One sandbox that was started. All calls belong to the event loop's thread."""
+
+    id: str
+    ready_s: float
+    """Seconds from the request until its server answered."""
+
+    @property
+    def ended(self) -> str:
+        """Why it is gone: stopped, killed, or the limit that it went beyond. Empty while it lives."""
+
+    @property
+    def channel(self) -> Channel:
+        """To its server, for tools (`tools.Bash` and others)."""
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
+        """An action of its server, as `channel.Channel.call`. Raises SandboxError; where it is gone, that says why."""
+
+    async def exec(
+        self,
+        argv: list[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ExecResult:
+        """Run a program. Raises SandboxError; a command that fails or takes too long is a result."""
+
+    async def read(self, path: str, *, limit: int = MIB) -> bytes:
+        """A regular file's bytes. Raises SandboxError where it is none, or longer."""
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Replace a file. Raises SandboxError."""
+
+    async def snapshot(self) -> Snapshot:
+        """Keep what was written so far. Its commands wait meanwhile. Raises SandboxError."""
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds. Returns when nothing is."""
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes, at once."""
+
+
+class Backend(Protocol):
+    """Starts sandboxes of one kind."""
+
+    name: str
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """A sandbox whose server has answered. Raises SandboxError, and ValueError for a spec that this back end cannot
+        give."""
+
+    async def branch(self, snapshot: Snapshot) -> Sandbox:
+        """A new sandbox that begins where the snapshot was taken. Raises SandboxError."""
+
+    async def close(self) -> None:
+        """End all its sandboxes, and remove its snapshots and files."""
+
+
+def check_image(image: str) -> None:
+    """Raise ValueError where `image` is a path at which there is none."""
+    if image != HOST and not Path(image).exists():
+        raise ValueError(f"image must exist, got {image!r}")
+
+
+def _plain_path(path: str) -> bool:
+    return path.startswith("/") and "\0" not in path and posixpath.normpath(path) == path and not path.startswith("//")

@@ -1,0 +1,42 @@
+"""Sandboxes by bubblewrap: the default where it is installed. All namespaces, no capability, a filter of system calls."""
+
+import shutil
+
+from rollweave.sandbox.argv import bubblewrap
+from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
+from rollweave.sandbox.launcher import Launcher
+from rollweave.sandbox.rootfs import layers_of, python_of, root_of
+from rollweave.sandbox.running import Running, started
+from rollweave.schema.errors import SandboxError
+
+PROGRAM = "bwrap"
+INSTALL = "install bubblewrap, version 0.8 or later (apt-get install bubblewrap)"
+
+
+class Bubblewrap:
+    """Implements `base.Backend`."""
+
+    name = "bubblewrap"
+
+    def __init__(self) -> None:
+        """Raises SandboxError where it is not installed."""
+        program = shutil.which(PROGRAM)
+        if program is None:
+            raise SandboxError(f"bubblewrap needs {PROGRAM} on PATH: {INSTALL}")
+        self._program = program
+        self._launcher = Launcher()
+
+    async def start(self, spec: SandboxSpec) -> Running:
+        check_image(spec.image)
+        return await self._started(spec, layers_of(spec))
+
+    async def branch(self, snapshot: Snapshot) -> Running:
+        return await self._started(snapshot.spec, snapshot.layers)
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+        argv = bubblewrap(spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec))
+        root = root_of(spec, support=self._launcher.support, layers=layers)
+        return await started(spec, self._launcher, below=layers, argv=argv, env={}, root=root)

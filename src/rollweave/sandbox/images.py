@@ -1,0 +1,302 @@
+"""Images: root file systems as folders, built once, kept by content, and fetched from peers rather than built again.
+
+A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 templates with the same three modes):
+
+    name = "swe-{{ python }}"
+    base = "/images/debian.tar"          # a folder, an archive, or the digest of an image
+    run = ["pip install -r /lock.txt"]   # each inside a sandbox over what there is so far
+    network = true                       # for these commands
+    lock = "requirements.lock"           # for mode lock
+    [[copy]]
+    source = "requirements.lock"
+    target = "/lock.txt"
+
+Invariants: an image is named by the SHA-256 of its archive; its folder appears whole or not at all; an archive puts nothing
+outside its folder, and nothing in it raises privileges; a command that fails fails the build and leaves no image.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Literal, cast
+
+import jinja2
+import msgspec
+
+import rollweave
+from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
+from rollweave.sandbox.blobs import Blobs, Writing, check_digest, digest_of
+from rollweave.sandbox.layers import Copy
+from rollweave.sandbox.stage import made_folder
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import ConfigError, SandboxError
+
+Mode = Literal["scratch", "versioned", "lock"]
+"""When an image that was built before is taken: never; while recipe, base and our version are the same; while the lock file
+is."""
+
+RUN_LIMITS = Limits(processes=1024, memory_bytes=8192 * MIB, disk_bytes=8192 * MIB, wall_s=7200.0, cpu_s=14_400.0, files=4096)
+"""Of the sandbox that runs a recipe's commands."""
+
+FOLDER_BYTES = 1 << 40
+"""Of what a recipe copies: the user's own files, bounded by the disk."""
+
+
+class CopyStep(Noun, frozen=True, kw_only=True):
+    """A file or folder of the host, and where the image has it."""
+
+    source: str
+    target: str
+
+
+class Recipe(Noun, frozen=True, kw_only=True):
+    """What an image is made of. Relative paths are to the recipe's folder."""
+
+    name: str
+    base: str
+    copy: tuple[CopyStep, ...] = ()
+    run: tuple[str, ...] = ()
+    network: bool = False
+    lock: str | None = None
+
+    def __post_init__(self) -> None:
+        for step in self.copy:
+            if not step.target.startswith("/") or ".." in step.target.split("/") or not step.target.strip("/"):
+                raise ValueError(f"copy.target must be an absolute path without '..', got {step.target!r}")
+
+
+def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recipe:
+    """Render and check a recipe. Raises ConfigError."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
+    try:
+        text = environment.from_string(path.read_text()).render(values or {})
+        return msgspec.convert(tomllib.loads(text), Recipe)
+    except (OSError, jinja2.TemplateError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"recipe {path}: {error}") from error
+
+
+class Images:
+    """Images of this host, in `folder`. Calls may come from several processes: what appears is renamed into place."""
+
+    def __init__(self, folder: Path, blobs: Blobs) -> None:
+        self._folder, self._blobs = folder, blobs
+        for name in ("roots", "built"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: str) -> str:
+        """The folder of an image, for `SandboxSpec.image`; fetched and unpacked if need be. Raises SandboxError, ValueError."""
+        root = self._folder / "roots" / check_digest(digest)
+        if not root.is_dir():
+            with self._new() as made:
+                unpack(self._blobs.get(digest), made)
+                _appear(made, root)
+        return str(root)
+
+    def add(self, source: Path) -> str:
+        """The digest of a folder or an archive, kept as an image. Raises SandboxError."""
+        if source.is_dir():
+            with self._blobs.new() as blob:
+                pack(source, blob)
+                return blob.keep()
+        with self._new() as made:  # through a folder, so that one content has one digest
+            unpack(source, made)
+            return self.add(made)
+
+    async def build(
+        self, recipe: Recipe, *, backend: Backend, mode: Mode = "versioned", relative_to: Path | None = None
+    ) -> str:
+        """The digest of a recipe's image, built or found. `backend` runs its commands.
+
+        Raises SandboxError where a command fails, ConfigError for a recipe that cannot be followed.
+        """
+        here = relative_to or Path.cwd()
+        key = await asyncio.to_thread(self._key, recipe, mode, here)
+        record = self._folder / "built" / key if key else None
+        if record is not None and record.is_file():
+            digest = check_digest(record.read_text())
+            with contextlib.suppress(SandboxError):  # what was built is nowhere any more: it is built again
+                await asyncio.to_thread(self.path, digest)
+                return digest
+        with self._new() as made:
+            await asyncio.to_thread(self._lay, recipe, here, made)
+            await _run(recipe, made, backend)
+            digest = await asyncio.to_thread(self.add, made)
+        if record is not None:
+            _write_atomically(record, digest)
+        return digest
+
+    def _key(self, recipe: Recipe, mode: Mode, here: Path) -> str | None:
+        """What must be the same for an image to be taken that is there; None: none is."""
+        if mode == "scratch":
+            return None
+        if mode == "lock":
+            if recipe.lock is None:
+                raise ConfigError(f"lock must name a file for mode lock, got none in recipe {recipe.name!r}")
+            return _sha256(["lock", recipe.name, _digest_of_path(here / recipe.lock)])
+        copied = [_digest_of_path(here / step.source) for step in recipe.copy]
+        text = msgspec.json.encode(recipe).decode()
+        return _sha256(["versioned", text, self._base(recipe, here), rollweave.__version__, *copied])
+
+    def _base(self, recipe: Recipe, here: Path) -> str:
+        base = here / recipe.base
+        return _digest_of_path(base) if base.exists() else check_digest(recipe.base)
+
+    def _lay(self, recipe: Recipe, here: Path, made: Path) -> None:
+        """The base, and what is copied over it."""
+        base = here / recipe.base
+        if base.is_dir():
+            copy_folder(base, made)
+        else:
+            unpack(base if base.exists() else self._blobs.get(check_digest(recipe.base)), made)
+        top = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for step in recipe.copy:
+                _copy(here / step.source, step.target, top)
+        except OSError as error:
+            raise ConfigError(f"copy.source must be a file or a folder that can be read: {error}") from error
+        finally:
+            os.close(top)
+
+    @contextlib.contextmanager
+    def _new(self) -> Iterator[Path]:
+        """A folder that is gone afterwards, unless it was renamed."""
+        made = Path(tempfile.mkdtemp(dir=self._folder, prefix=".new-"))
+        os.chmod(made, 0o755)
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
+    """Run a recipe's commands over the folder, and put what they wrote into it."""
+    if not recipe.run:
+        return
+    spec = SandboxSpec(image=str(made), fakeroot=True, network=recipe.network, limits=RUN_LIMITS)
+    sandbox = await backend.start(spec)
+    try:
+        for command in recipe.run:
+            result = await sandbox.exec(["sh", "-c", command], cwd="/", timeout_s=RUN_LIMITS.wall_s)
+            if result.rc != 0:
+                output = (result.stdout + result.stderr)[-2000:].decode(errors="replace")
+                raise SandboxError(f"recipe {recipe.name!r}: {command!r} ended with status {result.rc}:\n{output}")
+        snapshot = await sandbox.snapshot()
+    finally:
+        await sandbox.stop(grace_s=0.0)
+    await asyncio.to_thread(copy_folder, Path(snapshot.layers[0]), made)
+    await asyncio.to_thread(shutil.rmtree, snapshot.layers[0])
+
+
+def pack(folder: Path, out: Writing) -> None:
+    """Write a folder as an archive whose bytes depend on names, content, modes and times alone: no owner, one order."""
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        member.mtime = int(member.mtime)
+        member.mode &= 0o1777
+        return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
+
+    with tarfile.open(fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT) as archive:  # it only writes
+        for name in sorted(os.listdir(folder)):
+            archive.add(folder / name, arcname=name, filter=plain)  # in folders `add` goes by name too
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Put an archive's files into a folder that is empty. Raises SandboxError where it is torn, or reaches outside."""
+    inside = os.path.realpath(folder)
+
+    def safe(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+        checked = tarfile.tar_filter(member, path)
+        if checked.islnk() and not os.path.realpath(os.path.join(inside, checked.linkname)).startswith(inside + os.sep):
+            raise tarfile.OutsideDestinationError(checked, checked.linkname)
+        if not (checked.isreg() or checked.isdir() or checked.issym() or checked.islnk()):
+            return None
+        mode = (checked.mode or 0) & 0o1777 | (0o700 if checked.isdir() else 0)
+        return checked.replace(mode=mode, uid=None, gid=None, uname=None, gname=None)  # type: ignore[arg-type]
+
+    try:
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter=safe)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise SandboxError(f"archive {archive} cannot be unpacked: {error}") from error
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Put a folder's content over another's, as layers lie over each other. Raises OSError."""
+    ends = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (source, target)]
+    try:
+        Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(*ends)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+def _copy(source: Path, target: str, top: int) -> None:
+    """Below the open folder `top`, following no link of the image."""
+    folder, _, name = target.strip("/").rpartition("/")
+    if source.is_dir():
+        to = made_folder(top, target)
+        from_ = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(from_, to)
+        finally:
+            os.close(from_)
+            os.close(to)
+        return
+    to = made_folder(top, folder) if folder else os.dup(top)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=to)
+        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=to)
+        with source.open("rb") as data, os.fdopen(made, "wb") as out:
+            shutil.copyfileobj(data, out)
+            os.fchmod(out.fileno(), stat.S_IMODE(os.fstat(data.fileno()).st_mode) & 0o755)
+    finally:
+        os.close(to)
+
+
+def _digest_of_path(path: Path) -> str:
+    """Of a file's bytes, or of a folder's names, kinds, modes and bytes. Raises ConfigError."""
+    try:
+        if not path.is_dir():
+            with path.open("rb") as file:
+                return digest_of(file)
+        entries = []
+        for folder, folders, files in os.walk(path):
+            folders.sort()
+            for name in sorted([*folders, *files]):
+                entry = Path(folder, name)
+                mode = entry.lstat().st_mode
+                content = os.readlink(entry) if stat.S_ISLNK(mode) else _digest_of_path(entry) if stat.S_ISREG(mode) else ""
+                entries.append(f"{entry.relative_to(path)}\0{mode}\0{content}")
+        return _sha256(entries)
+    except OSError as error:
+        raise ConfigError(f"a recipe's files must be there and readable: {error}") from error
+
+
+def _sha256(parts: list[str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _appear(made: Path, root: Path) -> None:
+    try:
+        os.rename(made, root)
+    except OSError:
+        if not root.is_dir():  # else another process was quicker, with the same content
+            raise
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as out:
+        out.write(text)
+    os.rename(out.name, path)

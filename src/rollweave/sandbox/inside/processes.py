@@ -1,0 +1,164 @@
+"""Programs that are started, fed, bounded and, in time, killed by their process group. Python 3.9, stdlib alone.
+
+Invariants: a program is a session of its own; no wait is without a deadline; what a grandchild does with an inherited pipe
+keeps nobody waiting once the program itself has ended; output beyond the bound is read and thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import IO, Any
+
+from .calls import DEFAULT_LIMIT, Call, Refused, Result
+from .frames import BODY_BYTES
+from .streams import CHUNK_BYTES, PIPE_BYTES, Child, Kept, Outbox, Watch, has_ended, read_some
+
+_alive: dict[int, Child] = {}
+_guard = threading.Lock()
+
+
+def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
+    """A program in a session of its own, which `kill_all` knows until it is given to `end`."""
+    with _guard:
+        process = subprocess.Popen(argv, start_new_session=True, **how)
+        _alive[process.pid] = process
+    return process
+
+
+def fork(become: Callable[[], object]) -> Child:
+    """A fork of us, in a session of its own, in which `become` is called, and which then ends. As `start` otherwise.
+
+    Other threads of ours are not there in it, nor what locks they held: `become` must need none of those.
+    """
+    with _guard:
+        pid = os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                become()
+            finally:
+                os._exit(1)
+        process = _alive[pid] = Forked(pid)
+    return process
+
+
+class Forked:
+    """A fork of ours, as `subprocess.Popen` has a program."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def end(process: Child) -> int:
+    """Reap a program, killed by its process group unless it has ended. Its exit status."""
+    with _guard:
+        _alive.pop(process.pid, None)
+        if not has_ended(process):
+            signal_group(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def end_session(process: Child) -> int:
+    """Kill and reap a program and all of its session that is left: its background jobs. Its exit status."""
+    signal_group(process.pid, signal.SIGKILL)
+    for pid in _session(process.pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    return end(process)
+
+
+def signal_group(group: int, number: int) -> None:
+    """A signal to a process group, if it is there. While its leader is an unreaped child of ours, it is no other's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def kill_all() -> None:
+    """Kill every program that was started and has not ended."""
+    with _guard:
+        for process in _alive.values():
+            signal_group(process.pid, signal.SIGKILL)
+            for pid in _session(process.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _session(leader: int) -> list[int]:
+    """Processes whose session is that of `leader`: field 6 of /proc/PID/stat, after a name that may hold anything."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+                if int(file.read().rpartition(b")")[2].split()[3]) == leader:
+                    found.append(int(entry))
+    return found
+
+
+def execute(call: Call) -> Result:
+    """`exec`: run `argv` in `cwd`, with `env` added to ours and the body as standard input; the body of the reply is `split`
+    bytes of standard output, then standard error, each cut after `output_limit` bytes. After `timeout_s` it is killed."""
+    argv, cwd, env = call.texts("argv"), call.optional("cwd"), call.mapping("env")
+    if not argv:
+        raise Refused("argv must have at least a program, got []")
+    limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
+    deadline = call.deadline()
+    pipe = subprocess.PIPE
+    process = start(
+        argv,
+        cwd=cwd,
+        env=None if env is None else {**os.environ, **env},
+        stdin=pipe if call.body else subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+    )
+    out, err = Kept(limit), Kept(limit)
+    watch = Watch(process)
+    try:
+        with watch.until(call.stop):
+            reads = [_gather(watch, stream, kept) for stream, kept in ((process.stdout, out), (process.stderr, err))]
+            if process.stdin is not None:
+                Outbox(watch, process.stdin.fileno(), process.stdin.close).send(call.body)
+            while not (watch.ended or watch.stopped or deadline.past):
+                watch.wait(deadline.left_ms)
+            seconds = deadline.spent_s
+    finally:
+        status = end(process)
+        for read in reads:
+            read(PIPE_BYTES)
+        watch.close()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+    return {
+        "rc": status,
+        "timed_out": not watch.ended,
+        "truncated": bool(out.dropped or err.dropped),
+        "seconds": seconds,
+        "split": len(out.head),
+    }, out.head + err.head
+
+
+def _gather(watch: Watch, stream: IO[bytes] | None, kept: Kept) -> Callable[[int], None]:
+    """Read a pipe whenever there is something; the function that is returned reads what is there, up to so many bytes."""
+    assert stream is not None
+    fd = stream.fileno()
+    os.set_blocking(fd, False)
+
+    def read(most: int) -> None:
+        if watch.has(fd) and not read_some(fd, kept, most):
+            watch.off(fd)
+
+    watch.on(fd, functools.partial(read, CHUNK_BYTES))
+    return read

@@ -1,0 +1,129 @@
+"""The system calls that a sandbox is made of and that Python has no name for. Linux, standard library alone.
+
+Invariant: a call that fails raises OSError with the kernel's number and what was tried; nothing is retried.
+"""
+
+import ctypes
+import os
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 0x1, 0x2, 0x4, 0x8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
+_PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 22, 36, 38
+_SECCOMP_MODE_FILTER = 2
+_CAPABILITY_VERSION_3 = 0x20080522
+
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT, _SYS_MOUNT_SETATTR = 428, 429, 442
+"""The same on every architecture: calls made after Linux 5.0 share one table."""
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+_SYS_SET_HOSTNAME = {"x86_64": 170, "aarch64": 161}
+
+_OPEN_TREE_CLONE, _AT_EMPTY_PATH, _MOVE_MOUNT_F_EMPTY_PATH = 1, 0x1000, 4
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_IDMAP = 0x1, 0x00100000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    """New namespaces for this process."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """mount(2)."""
+    result = _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
+    _check(result, f"mount of {kind or source} on {target}")
+
+
+def unmount(target: str, flags: int = 0) -> None:
+    """umount2(2)."""
+    _check(_libc.umount2(target.encode(), flags), f"umount of {target}")
+
+
+def bind_as(source: str, target: str, userns: int) -> None:
+    """Mount the folder `source` on `target` read-only, its files' owners changed as the user namespace `userns` maps them."""
+    tree = _syscall(_SYS_OPEN_TREE, "open_tree", ctypes.c_int(-100), source.encode(), ctypes.c_uint(_OPEN_TREE_CLONE))
+    try:
+        attr = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY, 0, 0, userns)
+        _syscall(_SYS_MOUNT_SETATTR, "mount_setattr", tree, b"", _AT_EMPTY_PATH, attr, ctypes.c_size_t(len(attr)))
+        _syscall(_SYS_MOVE_MOUNT, "move_mount", tree, b"", ctypes.c_int(-100), target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
+    finally:
+        os.close(tree)
+
+
+def pivot_root(new_root: str) -> None:
+    """Make `new_root`, a mount point, the root; what was the root is gone for this mount namespace."""
+    os.chdir(new_root)
+    _syscall(_SYS_PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
+    unmount(".", MNT_DETACH)
+    os.chdir("/")
+
+
+def set_hostname(name: str) -> None:
+    _syscall(_SYS_SET_HOSTNAME[os.uname().machine], "sethostname", name.encode(), ctypes.c_size_t(len(name.encode())))
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Be sent this signal when the thread that made us ends. Credentials that change undo it."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def set_dumpable(value: int) -> None:
+    """Whether /proc/self belongs to our user (1), or to root (0)."""
+    _prctl(_PR_SET_DUMPABLE, value)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become our children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def drop_capabilities() -> None:
+    """All of them, for good: also those that a program's file would give."""
+    for number in range(64):
+        try:
+            _prctl(_PR_CAPBSET_DROP, number)
+        except OSError:  # the kernel has no further ones
+            break
+    header = struct.pack("=Ii", _CAPABILITY_VERSION_3, 0)
+    _syscall(_SYS_CAPSET[os.uname().machine], "capset", header, bytes(24))
+
+
+def no_new_privileges() -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def load_filter(program: bytes) -> None:
+    """Filter our system calls from now on by classic BPF, 8 bytes an instruction. `no_new_privileges` comes first."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    # struct sock_fprog: a count, padding, a pointer
+    fprog = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, fprog, 0, 0), "seccomp")
+
+
+def _prctl(option: int, value: int) -> None:
+    long = ctypes.c_ulong
+    _check(_libc.prctl(option, long(value), long(0), long(0), long(0)), f"prctl {option}")
+
+
+def _syscall(number: int, what: str, *args: object) -> int:
+    return _check(_libc.syscall(ctypes.c_long(number), *args), what)
+
+
+def _check(result: int, what: str) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result

@@ -1,0 +1,272 @@
+"""The other end of a warden: starts it, asks it for sandboxes, and hears how they end.
+
+Invariants: the warden is started and spoken to by one thread that lives as long as it, because a process can die with the
+thread that made it; every sandbox that was asked for is heard of until it is gone; after `close` no process and no folder is
+left.
+"""
+
+import asyncio
+import compileall
+import contextlib
+import itertools
+import json
+import os
+import py_compile
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import rollweave
+from rollweave.schema.errors import SandboxError, SandboxLostError
+
+HERE = Path(__file__).parent
+
+WARDEN = "rollweave.sandbox.warden"
+
+MESSAGE_BYTES = 1 << 17
+"""Of a request: what the warden reads at once."""
+
+END_S = 10.0
+"""Seconds that a warden has to end all its sandboxes."""
+
+ERROR_BYTES = 4096
+"""Of what a sandbox wrote as errors before it was ready, for our message."""
+
+
+class Born:
+    """A sandbox that the warden was asked for."""
+
+    def __init__(self, name: str, channel: socket.socket, errors: int, writes: int) -> None:
+        self.id, self.channel = name, channel
+        self.pid = 0
+        self.writes = writes
+        """A descriptor of the folder that has what is written in it; -1 where there is none."""
+        self.whole = True
+        """That folder has all there is: nothing lies below it."""
+        self.why = ""
+        """Why it is gone, once it is."""
+        self.gone = asyncio.Event()
+        self.staged: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done = asyncio.Event()
+        """What was asked last, and answers, is done; set too when the sandbox is gone."""
+        self.on_gone: Callable[[], None] = lambda: None
+        self._errors = errors
+
+    def errors(self) -> str:
+        """What was written as errors so far. Later ones go nowhere."""
+        if self._errors < 0:
+            return ""
+        with contextlib.suppress(BlockingIOError):
+            os.set_blocking(self._errors, False)
+            return os.read(self._errors, ERROR_BYTES).decode(errors="replace").strip()
+        return ""
+
+    def close_errors(self) -> None:
+        if self._errors >= 0:
+            os.close(self._errors)
+            self._errors = -1
+
+    def close_writes(self) -> None:
+        if self.writes >= 0:
+            os.close(self.writes)
+            self.writes = -1
+
+
+class Launcher:
+    """One warden, which is `main` of a module. All calls belong to the event loop's thread."""
+
+    def __init__(self, *, module: str = WARDEN) -> None:
+        self._module = module
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox-launcher")
+        self._ids = itertools.count(1)
+        self._born: dict[str, Born] = {}
+        self._opening: asyncio.Task[None] | None = None
+        self._lost = ""
+        # Root's sandboxes have other uids: the way to their root must be open to all, and /run is.
+        self._base = tempfile.mkdtemp(prefix="rollweave-sandbox-", dir="/run" if os.getuid() == 0 else None)
+        os.chmod(self._base, 0o711)
+        self._kept = tempfile.mkdtemp(prefix="rollweave-sandbox-")
+
+    @property
+    def root(self) -> str:
+        """Where a sandbox's process sees its root mounted, and nobody else does."""
+        return f"{self._base}/place/root"
+
+    @property
+    def support(self) -> str:
+        """The folder that has boot.py and the server, compiled. It is there once the first sandbox is being launched."""
+        return f"{self._base}/support"
+
+    async def launch(
+        self, *, argv: Sequence[str], limits: dict[str, float], contained: bool, writes: int = -1, **more: Any
+    ) -> Born:
+        """Ask for a sandbox and wait until its first program is about to run. `writes` is as in Born, which closes it.
+
+        Raises SandboxError.
+        """
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open(), name="open a warden")
+        await asyncio.shield(self._opening)
+        if self._lost:
+            raise SandboxLostError(self._lost)
+        name = str(next(self._ids))
+        request = {"do": "start", "id": name, "argv": list(argv), "limits": limits, "contained": contained, **more}
+        message = json.dumps(request).encode()
+        if len(message) > MESSAGE_BYTES:
+            raise SandboxError(
+                f"a sandbox's arguments and environment must have at most {MESSAGE_BYTES} bytes, got {len(message)}"
+            )
+        ours, theirs = socket.socketpair()
+        errors_r, errors_w = os.pipe()
+        born = self._born[name] = Born(name, ours, errors_r, writes)
+        try:
+            try:
+                await self._send(message, theirs.fileno(), errors_w)
+            finally:
+                theirs.close()
+                os.close(errors_w)
+            await born.staged
+        except BaseException:
+            self.tell(born, "kill")
+            ours.close()
+            born.close_errors()
+            raise
+        return born
+
+    def tell(self, born: Born, what: str, **more: object) -> None:
+        """Ask the warden for something about a sandbox; nothing happens where it is gone."""
+        if not born.gone.is_set() and not self._lost:
+            message = json.dumps({"do": what, "id": born.id, **more}).encode()
+            with contextlib.suppress(RuntimeError):  # the thread was shut down: all is ending
+                self._thread.submit(self._send_now, message, ())
+
+    async def ask(self, born: Born, what: str) -> None:
+        """As `tell`, and wait until it is done, or the sandbox is gone."""
+        if not born.gone.is_set():
+            born.done.clear()
+            self.tell(born, what)
+            await born.done.wait()
+
+    def folder(self) -> Path:
+        """A new folder of ours, which ends with the warden."""
+        return Path(tempfile.mkdtemp(prefix="kept-", dir=self._kept))
+
+    async def close(self) -> None:
+        """End the warden and all that it holds; return when nothing is left."""
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            if not self._opening.cancelled() and self._opening.exception() is None:
+                await self._close_warden()
+        await asyncio.to_thread(_remove, self._base, self._kept)
+        self._thread.shutdown(wait=False)
+
+    # --- within ---
+
+    async def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(_furnish, Path(self._base))
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)
+        loop.add_reader(self._socket, self._readable)
+
+    def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+        source = str(Path(rollweave.__file__).parent.parent)
+        code = f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
+        arguments = [str(theirs.fileno()), str(os.getpid()), f"{self._base}/place", self._base, self._kept]
+        with theirs:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-c", code, *arguments],
+                stdin=subprocess.DEVNULL,
+                env={},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    async def _send(self, message: bytes, *fds: int) -> None:
+        sending = asyncio.get_running_loop().run_in_executor(self._thread, self._send_now, message, fds)
+        try:
+            await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            await asyncio.wait([sending])  # the descriptors are in use until it is done
+            raise
+
+    def _send_now(self, message: bytes, fds: Sequence[int]) -> None:
+        with contextlib.suppress(OSError):  # the warden is gone, as the reader sees
+            socket.send_fds(self._socket, [message], fds)
+
+    def _readable(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            self._lose("the process that holds the sandboxes is gone")
+            return
+        message = json.loads(data)
+        born = self._born.get(message["id"])
+        if born is None:
+            for fd in fds:
+                os.close(fd)
+            return
+        match message["event"]:
+            case "staged":
+                born.pid, born.whole = message["pid"], message["whole"]
+                born.writes = fds[0] if fds else born.writes
+                if not born.staged.done():
+                    born.staged.set_result(None)
+            case "failed":
+                born.why = message["why"]
+            case "done":
+                born.done.set()
+            case "gone":
+                self._gone(born, message["why"])
+
+    def _gone(self, born: Born, why: str) -> None:
+        self._born.pop(born.id, None)
+        born.why = born.why or why
+        born.close_writes()
+        born.gone.set()
+        born.done.set()
+        if not born.staged.done():
+            born.staged.set_exception(SandboxLostError(f"the sandbox did not start: {born.why} {born.errors()}".strip()))
+            born.staged.exception()  # whoever waits sees it; nobody has to
+        born.on_gone()
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        asyncio.get_running_loop().remove_reader(self._socket)
+        for born in list(self._born.values()):
+            self._gone(born, why)
+
+    async def _close_warden(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+        try:
+            await asyncio.to_thread(self._process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        if not self._lost:
+            self._lose("closed")
+        self._socket.close()
+
+
+def _furnish(base: Path) -> None:
+    """Make what sandboxes are given: a folder to mount on, and the server, compiled, because none can keep what it compiles."""
+    (base / "place").mkdir()
+    support = base / "support"
+    shutil.copytree(HERE / "inside", support / "inside", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(HERE / "boot.py", support)
+    compileall.compile_dir(support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+
+
+def _remove(*folders: str) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

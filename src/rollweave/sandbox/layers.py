@@ -1,0 +1,147 @@
+"""Folders that lie over each other: copies of what a sandbox wrote, as a layer for the next one.
+
+Invariants: what is copied was written by whoever is inside, so no link is followed, nothing is opened that could block, depth
+and bytes are bounded, and no file of the copy can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as
+removed is kept as such. Standard library alone.
+"""
+
+import contextlib
+import os
+import stat
+
+DEPTH = 100
+"""Folders in folders: each holds two descriptors open while it is copied."""
+
+CHUNK_BYTES = 1 << 20
+
+OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
+"""Marks of overlayfs on a folder that hides what is below it: mounted by root, and by a user."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class LayerError(OSError):
+    """A layer cannot be copied: too deep, too large, or unreadable."""
+
+
+class Copy:
+    """One copy of a folder's content into another that exists. `flatten` applies removals instead of keeping them as such."""
+
+    def __init__(self, *, limit_bytes: int, skip: frozenset[str] = frozenset(), flatten: bool = False, owner: int = -1) -> None:
+        """`skip` has paths, relative to the folder, that are left out; `owner` is the uid and gid of what is made."""
+        self.bytes = 0
+        self._limit_bytes, self._skip, self._flatten, self._owner = limit_bytes, skip, flatten, owner
+
+    def run(self, source: int, target: int) -> None:
+        """Copy between two open folders. Raises LayerError, OSError."""
+        self._folder(source, target, "", 0)
+
+    def _folder(self, source: int, target: int, path: str, depth: int) -> None:
+        if depth > DEPTH:
+            raise LayerError(f"folders must be at most {DEPTH} deep, got more at {path[:60]!r}…")
+        for name in sorted(os.listdir(source)):
+            where = f"{path}{name}"
+            if where in self._skip:
+                continue
+            status = os.stat(name, dir_fd=source, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
+                self._subfolder(source, target, name, status, f"{where}/", depth)
+                continue
+            is_whiteout = stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+            if not (is_whiteout or stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+                continue  # sockets, FIFOs, devices: nothing of them outlives their sandbox
+            if self._flatten:
+                remove(name, target)
+            if is_whiteout and not self._flatten:
+                os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
+            elif stat.S_ISLNK(status.st_mode):
+                os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+                os.chown(name, self._owner, self._owner, dir_fd=target, follow_symlinks=False)
+            elif stat.S_ISREG(status.st_mode):
+                self._file(source, target, name, where)
+
+    def _subfolder(self, source: int, target: int, name: str, status: os.stat_result, path: str, depth: int) -> None:
+        inner = os.open(name, _FOLDER, dir_fd=source)
+        try:
+            marks = {mark: os.getxattr(inner, mark) for mark in OPAQUE if mark in os.listxattr(inner)}
+            if self._flatten and (marks or not _is_folder(name, target)):
+                remove(name, target)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=target)
+            outer = os.open(name, _FOLDER, dir_fd=target)
+            try:
+                self._folder(inner, outer, path, depth + 1)
+                if not self._flatten:
+                    for mark, value in marks.items():
+                        os.setxattr(outer, mark, value)
+                self._finish(outer, status)
+            finally:
+                os.close(outer)
+        finally:
+            os.close(inner)
+
+    def _file(self, source: int, target: int, name: str, where: str) -> None:
+        inner = os.open(name, _FILE, dir_fd=source)
+        try:
+            status = os.fstat(inner)
+            if not stat.S_ISREG(status.st_mode):
+                return  # it was exchanged since
+            outer = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=target)
+            try:
+                self._data(inner, outer, status.st_size, where)
+                self._finish(outer, status)
+            finally:
+                os.close(outer)
+        finally:
+            os.close(inner)
+
+    def _data(self, inner: int, outer: int, size: int, where: str) -> None:
+        """What is not a hole."""
+        position = 0
+        while position < size:
+            try:
+                position = os.lseek(inner, position, os.SEEK_DATA)
+            except OSError:  # ENXIO: a hole to the end
+                break
+            end = min(size, os.lseek(inner, position, os.SEEK_HOLE))
+            while position < end:
+                data = os.pread(inner, min(CHUNK_BYTES, end - position), position)
+                if not data:
+                    break
+                self.bytes += len(data)
+                if self.bytes > self._limit_bytes:
+                    raise LayerError(f"a layer must have at most {self._limit_bytes} bytes, got more at {where[:200]!r}")
+                position += os.pwrite(outer, data, position)
+            if position < end:
+                break  # it was cut short since
+        os.ftruncate(outer, size)
+
+    def _finish(self, made: int, status: os.stat_result) -> None:
+        if self._owner >= 0:
+            os.fchown(made, self._owner, self._owner)
+        mode = status.st_mode & 0o1777
+        os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)  # a folder that its owner can remove
+        os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def remove(name: str, folder: int) -> None:
+    """Whatever `name` is in an open folder; nothing where it is nothing."""
+    if _is_folder(name, folder):
+        inner = os.open(name, _FOLDER, dir_fd=folder)
+        try:
+            for below in os.listdir(inner):
+                remove(below, inner)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=folder)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+
+
+def _is_folder(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False

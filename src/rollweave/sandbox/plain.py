@@ -1,0 +1,77 @@
+"""No sandbox: the server as a process of ours, in a temporary folder, with our rights, our network and our files.
+
+For code that is trusted, and for machines that offer nothing better. Never chosen unless it is named. Time, CPU and memory are
+limited; a process that leaves the tree between two looks of the watch is found only when the back end closes.
+"""
+
+import asyncio
+import os
+import sys
+
+import msgspec
+
+from rollweave.sandbox.argv import rlimits, server
+from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot
+from rollweave.sandbox.launcher import Launcher
+from rollweave.sandbox.layers import Copy
+from rollweave.sandbox.running import Running, started
+from rollweave.schema.errors import SandboxError
+
+
+class Plain:
+    """Implements `base.Backend`, without any isolation."""
+
+    name = "plain"
+
+    def __init__(self) -> None:
+        self._launcher = Launcher()
+
+    async def start(self, spec: SandboxSpec) -> Running:
+        if spec.image != HOST:
+            raise ValueError(f"image must be {HOST!r} for plain, which has no other, got {spec.image!r}")
+        if spec.fakeroot:
+            raise ValueError("fakeroot must be false for plain, got true")
+        return await self._started(spec, str(self._launcher.folder()))
+
+    async def branch(self, snapshot: Snapshot) -> Running:
+        folder = str(self._launcher.folder())
+        try:
+            await asyncio.to_thread(_copied, snapshot, folder)
+        except OSError as error:
+            raise SandboxError(f"the snapshot cannot be copied: {error}") from error
+        return await self._started(snapshot.spec, folder)
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def _started(self, spec: SandboxSpec, folder: str) -> Running:
+        path = os.environ.get("PATH", os.defpath)
+        here = msgspec.structs.replace(
+            spec, workdir=folder if spec.workdir == HOME else spec.workdir, env={"PATH": path, "HOME": folder, **spec.env}
+        )
+        # The number of processes counts for all that our user has, here: it cannot be a sandbox's.
+        limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
+        argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)
+        writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        return await started(
+            here,
+            self._launcher,
+            asked=spec,
+            writes=writes,
+            contained=False,
+            drop=False,
+            argv=argv,
+            env=here.environment(),
+        )
+
+
+def _copied(snapshot: Snapshot, folder: str) -> None:
+    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        source = os.open(snapshot.layers[0], os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            Copy(limit_bytes=snapshot.spec.limits.disk_bytes).run(source, target)
+        finally:
+            os.close(source)
+    finally:
+        os.close(target)

@@ -1,0 +1,105 @@
+"""The processes of this machine, read once: who descends from whom, and what each uses. Linux, standard library alone."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A line of /proc/PID/stat."""
+
+    pid: int
+    parent: int
+    started: int
+    """In the kernel's ticks since the boot: with the pid it names one process for ever."""
+    cpu_s: float
+    """Of itself, and of those of its children that it has waited for."""
+    resident_bytes: int
+
+    def proportional_bytes(self) -> int:
+        """Resident memory, where a page that n processes map counts 1/n."""
+        try:
+            with open(f"/proc/{self.pid}/smaps_rollup") as lines:
+                return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), self.resident_bytes)
+        except ProcessLookupError:
+            return 0
+        except OSError:
+            return self.resident_bytes
+
+
+class Table:
+    """All processes at one moment."""
+
+    def __init__(self, processes: dict[int, Process]) -> None:
+        self._processes = processes
+        self._children: dict[int, list[Process]] = {}
+        for process in processes.values():
+            self._children.setdefault(process.parent, []).append(process)
+
+    @classmethod
+    def now(cls) -> "Table":
+        found = {}
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                line = process(int(name))
+                if line is not None:  # else it has ended
+                    found[line.pid] = line
+        return cls(found)
+
+    def below(self, seen: dict[int, int]) -> list[Process]:
+        """Those of `seen` (start times by pid) that are still there, and all their descendants."""
+        found: dict[int, Process] = {}
+        waiting = [self._processes[pid] for pid, started in seen.items() if self._is(pid, started)]
+        while waiting:
+            process = waiting.pop()
+            if process.pid not in found:
+                found[process.pid] = process
+                waiting.extend(self._children.get(process.pid, ()))
+        return list(found.values())
+
+    def _is(self, pid: int, started: int) -> bool:
+        return pid in self._processes and self._processes[pid].started == started
+
+
+def process(pid: int) -> Process | None:
+    """One process, where it is there."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return _parsed(pid, file.read())
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def started(pids: Iterable[int]) -> dict[int, int]:
+    """Start times of those that are there."""
+    return {pid: line.started for pid in pids if (line := process(pid)) is not None}
+
+
+def family(pid: int) -> set[int]:
+    """A process and its descendants while none of them is being made: quicker than a table where there are many others."""
+    found, waiting = {pid}, [pid]
+    while waiting:
+        here = waiting.pop()
+        try:
+            for task in os.listdir(f"/proc/{here}/task"):
+                with open(f"/proc/{here}/task/{task}/children") as file:
+                    waiting.extend(int(child) for child in file.read().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found.update(waiting)
+    return found
+
+
+def _parsed(pid: int, stat: bytes) -> Process:
+    fields = stat.rpartition(b")")[2].split()  # a name may hold anything, also brackets
+    return Process(
+        pid=pid,
+        parent=int(fields[1]),
+        started=int(fields[19]),
+        cpu_s=sum(int(ticks) for ticks in fields[11:15]) / TICKS_PER_S,
+        resident_bytes=int(fields[21]) * PAGE_BYTES,
+    )

@@ -1,0 +1,173 @@
+"""A sandbox that runs: its server's channel, and the warden that holds its processes. The same for every back end."""
+
+import asyncio
+import contextlib
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot
+from rollweave.sandbox.channel import Channel, Reply
+from rollweave.sandbox.launcher import Born, Launcher
+from rollweave.sandbox.layers import Copy
+from rollweave.schema.errors import SandboxError, SandboxLostError
+
+START_S = 20.0
+"""Seconds for a server to answer: an interpreter's start on a machine that is full."""
+
+FILE_S = 10.0
+"""Seconds for a file to be read or written: it is in memory."""
+
+EXIT_S = 1.0
+"""Seconds from the end of a server's socket to that of its process."""
+
+WATCHED = ("processes", "memory_bytes", "cpu_s", "wall_s")
+"""Limits of all processes together."""
+
+MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
+"""What is mounted or written anew in every sandbox: no part of a snapshot."""
+
+
+class Running:
+    """Implements `base.Sandbox`. Made by `started`."""
+
+    def __init__(
+        self, spec: SandboxSpec, launcher: Launcher, born: Born, *, asked: SandboxSpec | None, below: tuple[str, ...]
+    ) -> None:
+        self.id, self.spec, self.ready_s = born.id, spec, 0.0
+        self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
+        self._channel = Channel(born.channel)
+        self._keeping = asyncio.Lock()
+        born.on_gone = self._channel.close
+
+    @property
+    def ended(self) -> str:
+        return self._born.why if self._born.gone.is_set() else ""
+
+    @property
+    def pid(self) -> int:
+        """Of its first process, as the host sees it."""
+        return self._born.pid
+
+    @property
+    def channel(self) -> Channel:
+        return self._channel
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
+        try:
+            return await self._channel.call(action, body, timeout_s=timeout_s, **args)
+        except SandboxLostError:
+            # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
+            self.kill()
+            await self._born.gone.wait()
+            raise SandboxLostError(f"the sandbox is gone: {self._born.why}") from None
+
+    async def exec(
+        self,
+        argv: list[str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+        timeout_s: float = 60.0,
+    ) -> ExecResult:
+        reply = await self.call(
+            "exec",
+            stdin,
+            timeout_s=timeout_s,
+            argv=argv,
+            cwd=cwd or self.spec.workdir,
+            env=self.spec.environment() | (env or {}),
+            output_limit=self.spec.limits.output_bytes,
+        )
+        try:
+            split = reply.header["split"]
+            fields = {name: reply.header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
+            return msgspec.convert({**fields, "stdout": reply.body[:split], "stderr": reply.body[split:]}, ExecResult)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            self.kill()
+            raise SandboxLostError(f"the sandbox answered what is no result: {error}") from error
+
+    async def read(self, path: str, *, limit: int = MIB) -> bytes:
+        return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
+
+    async def snapshot(self) -> Snapshot:
+        if self._born.gone.is_set():
+            raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
+        if self._born.writes < 0:
+            raise SandboxError("this kind of sandbox has no layer of its own to keep")
+        async with self._keeping:
+            await self._launcher.ask(self._born, "freeze")
+            try:
+                folder = self._launcher.folder()
+                writes = os.dup(self._born.writes)
+                written = await asyncio.to_thread(_copied, writes, str(folder), self.spec.limits.disk_bytes)
+            except OSError as error:
+                raise SandboxError(f"no snapshot: {error}") from error
+            finally:
+                self._launcher.tell(self._born, "thaw")
+        below = () if self._born.whole else self._below
+        return Snapshot(spec=self._asked, layers=(str(folder), *below), bytes=written)
+
+    async def stop(self, grace_s: float = 2.0) -> None:
+        self._launcher.tell(self._born, "stop", grace_s=grace_s)
+        await self._born.gone.wait()
+
+    def kill(self) -> None:
+        self._launcher.tell(self._born, "kill")
+
+
+async def started(
+    spec: SandboxSpec,
+    launcher: Launcher,
+    *,
+    asked: SandboxSpec | None = None,
+    below: tuple[str, ...] = (),
+    writes: int = -1,
+    contained: bool = True,
+    drop: bool = True,
+    **request: Any,
+) -> Running:
+    """Have a sandbox launched and wait until its server answers. Raises SandboxError.
+
+    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder of its
+    writes, where no root is staged for it; `contained` says that its processes end with the first one, `drop` that root gives
+    it a uid of its own.
+    """
+    began = time.perf_counter()
+    limits = {name: getattr(spec.limits, name) for name in WATCHED}
+    born = await launcher.launch(limits=limits, contained=contained, writes=writes, drop=drop, **request)
+    sandbox = Running(spec, launcher, born, asked=asked, below=below)
+    try:
+        await sandbox.call("ping", timeout_s=START_S)
+        await launcher.ask(born, "ready")  # before any command: what is there by then is the sandbox's own
+    except SandboxError as error:
+        sandbox.kill()
+        await born.gone.wait()
+        raise SandboxError(f"the sandbox did not start: {error}. {born.errors()}".strip()) from error
+    except BaseException:
+        sandbox.kill()
+        raise
+    finally:
+        born.close_errors()
+    sandbox.ready_s = time.perf_counter() - began
+    return sandbox
+
+
+def _copied(writes: int, folder: str, limit_bytes: int) -> int:
+    """The bytes copied. Closes `writes`."""
+    target = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        copy = Copy(limit_bytes=limit_bytes, skip=MOUNTED)
+        copy.run(writes, target)
+        return copy.bytes
+    finally:
+        os.close(target)
+        os.close(writes)

@@ -1,0 +1,230 @@
+"""A sandbox's root, mounted where only the sandbox sees it: image and snapshots below, a tmpfs for all writes above.
+
+Runs in a process that was forked for one sandbox and becomes it. As root, the mounts are made in a mount namespace of their own
+and the image's owner is mapped to the sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the
+image is copied.
+
+Invariants: nothing outside `place` is written, whatever symbolic links an image or a snapshot has; the host's mounts do not
+change; all that the sandbox writes is below the one tmpfs, with its limits. Standard library alone.
+"""
+
+import os
+import signal
+import stat
+from dataclasses import dataclass, field
+
+from rollweave.sandbox import kernel
+from rollweave.sandbox.layers import Copy, remove
+
+INODE_BYTES = 8192
+"""Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no size limit counts."""
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = "index=off,xino=off", "metacopy=off,redirect_dir=off", "userxattr"
+"""Every entry of the upper folder is to be what it says; `userxattr` implies that by itself."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """What a root is made of. Paths inside are absolute, in the sandbox's eyes."""
+
+    layers: list[str]
+    """Folders below the writes, the newest first. None: the root begins empty."""
+    binds: list[tuple[str, str]] = field(default_factory=list)
+    """Folders of the host, and where they are seen, read-only."""
+    links: list[tuple[str, str]] = field(default_factory=list)
+    """What a symbolic link says, and where it is."""
+    files: dict[str, str] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
+    """Made where they are not there, and the sandbox's own."""
+    disk_bytes: int = 1 << 30
+
+
+def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
+    """Mount a root at `place`/root, for host user `uid` (None: our own, where we are not root).
+
+    `place` is a folder that exists. Returns a descriptor of the folder that has the writes, and
+    whether it has what is below them too. Raises OSError.
+    """
+    if uid is None:
+        enter_user_namespace(kernel.CLONE_NEWNS)
+        owner = os.getuid()
+    else:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        owner = uid
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    size = f"size={root.disk_bytes},nr_inodes={max(10_000, root.disk_bytes // INODE_BYTES)}"
+    kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"{size},mode=0755")
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"{place}/{name}", 0o755)
+        os.chown(f"{place}/{name}", owner, owner)
+    if root.layers:
+        writes = _mount_layers(root, place, uid)
+    else:
+        kernel.mount(f"{place}/upper", f"{place}/root", flags=kernel.MS_BIND)
+        writes = "upper"
+    _furnish(root, f"{place}/root", owner)
+    return os.open(f"{place}/{writes}", _FOLDER), not root.layers or writes == "root"
+
+
+def enter_user_namespace(flags: int) -> None:
+    """Have all capabilities over new namespaces, as the user that we are."""
+    uid, gid = os.getuid(), os.getgid()
+    kernel.unshare(kernel.CLONE_NEWUSER | flags)
+    map_user(uid, uid, gid, gid)
+
+
+def map_user(inside: int, uid: int, inside_gid: int, gid: int) -> None:
+    """Say who we are in the user namespace that we have just made."""
+    for file, line in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside_gid} {gid} 1")):
+        with open(f"/proc/self/{file}", "w") as out:
+            out.write(line)
+
+
+def _mount_layers(root: Root, place: str, uid: int | None) -> str:
+    """Returns the name of the folder that has the writes."""
+    below = []
+    for number, layer in enumerate(root.layers):
+        target = f"{place}/l{number}"
+        os.mkdir(target)
+        below.append(target)
+        if uid is None:
+            kernel.mount(layer, target, flags=kernel.MS_BIND | kernel.MS_REC)
+        else:
+            _bind_mapped(layer, target, uid)
+    options = f"lowerdir={':'.join(below)},upperdir={place}/upper,workdir={place}/work,{_OVERLAY}"
+    options += f",{_OVERLAY_AS_USER if uid is None else _OVERLAY_AS_ROOT}"
+    try:
+        kernel.mount("overlay", f"{place}/root", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    except OSError:
+        _copy_layers(root, f"{place}/root", os.getuid() if uid is None else uid)
+        kernel.mount(f"{place}/root", f"{place}/root", flags=kernel.MS_BIND)
+        return "root"
+    return "upper"
+
+
+def _copy_layers(root: Root, target: str, owner: int) -> None:
+    to = os.open(target, _FOLDER)
+    copy = Copy(limit_bytes=root.disk_bytes, flatten=True, owner=owner)
+    for layer in reversed(root.layers):
+        source = os.open(layer, _FOLDER)
+        copy.run(source, to)
+        os.close(source)
+    os.close(to)
+
+
+def _bind_mapped(layer: str, target: str, uid: int) -> None:
+    """A layer whose owner is the sandbox's user: so its files can be changed in the overlay, and nowhere else."""
+    owner = os.stat(layer)
+    try:
+        namespace = _mapping(f"{owner.st_uid} {uid} 1", f"{owner.st_gid} {uid} 1")
+        try:
+            kernel.bind_as(layer, target, namespace)
+        finally:
+            os.close(namespace)
+    except OSError:  # a file system, or a kernel, that maps no owners: its files can be read, by their modes
+        kernel.mount(layer, target, flags=kernel.MS_BIND)
+
+
+def _mapping(uids: str, gids: str) -> int:
+    """A descriptor of a user namespace with these maps. It takes a process to make one."""
+    ready_r, ready_w = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.unshare(kernel.CLONE_NEWUSER)
+            os.write(ready_w, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(ready_w)
+    try:
+        os.read(ready_r, 1)
+        for file, line in (("uid_map", uids), ("gid_map", gids)):
+            with open(f"/proc/{pid}/{file}", "w") as out:
+                out.write(line)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(ready_r)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _furnish(root: Root, path: str, owner: int) -> None:
+    top = os.open(path, _FOLDER)
+    os.fchown(top, owner, owner)
+    for name in ("proc", "dev", "sys"):
+        os.close(made_folder(top, name, owner))
+    temporary = made_folder(top, "tmp", owner)
+    os.fchmod(temporary, 0o1777)
+    os.close(temporary)
+    for says, link in root.links:
+        folder, name = _parent(top, link, owner)
+        remove(name, folder)
+        os.symlink(says, name, dir_fd=folder)
+        os.close(folder)
+    for file, text in root.files.items():
+        folder, name = _parent(top, file, owner)
+        remove(name, folder)
+        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+        os.write(made, text.encode())
+        os.close(made)
+        os.close(folder)
+    for source, where in root.binds:
+        target = made_folder(top, where, owner)
+        at = f"/proc/self/fd/{target}"  # by descriptor: no name on the way is looked up again
+        kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
+        os.close(target)
+        target = made_folder(top, where, owner)  # what is mounted there now
+        at = f"/proc/self/fd/{target}"
+        locked = _locked_flags(at)
+        kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
+        os.close(target)
+    for path_inside in root.folders:
+        _make_if_missing(top, path_inside, owner)
+    os.close(top)
+
+
+def _locked_flags(path: str) -> int:
+    """Flags of a mount that a user namespace must repeat when it changes others."""
+    flags = os.statvfs(path).f_flag
+    pairs = ((os.ST_NODEV, kernel.MS_NODEV), (os.ST_NOEXEC, kernel.MS_NOEXEC), (os.ST_NOATIME, 0x400), (0x1000, 0x200000))
+    return sum(mount_flag for seen, mount_flag in pairs if flags & seen)  # the last: relatime
+
+
+def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
+    folder, _, name = path.strip("/").rpartition("/")
+    return (made_folder(top, folder, owner) if folder else os.dup(top)), name
+
+
+def made_folder(top: int, path: str, owner: int = -1) -> int:
+    """A descriptor of a folder below `top`, made where it is missing. What is no folder on the way is replaced by one."""
+    here = os.dup(top)
+    for name in path.strip("/").split("/"):
+        try:
+            is_folder = stat.S_ISDIR(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode)
+        except FileNotFoundError:
+            is_folder = False
+        if not is_folder:
+            remove(name, here)
+            os.mkdir(name, 0o755, dir_fd=here)
+            os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)  # -1 leaves it ours
+        below = os.open(name, _FOLDER, dir_fd=here)
+        os.close(here)
+        here = below
+    return here
+
+
+def _make_if_missing(top: int, path: str, owner: int) -> None:
+    """As `made_folder`, but the image's own links are left as they are."""
+    names = path.strip("/").split("/")
+    for count in range(1, len(names) + 1):
+        here, name = _parent(top, "/".join(names[:count]), owner)
+        try:
+            if not stat.S_ISDIR(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode):
+                return
+        except FileNotFoundError:
+            os.mkdir(name, 0o755, dir_fd=here)
+            os.chown(name, owner, owner, dir_fd=here, follow_symlinks=False)
+        finally:
+            os.close(here)

@@ -1,0 +1,50 @@
+"""Sandboxes without another program: forks of a process that has Python and the server loaded already.
+
+The warden itself is that process (`zygote_process`). So a Python sandbox is ready in milliseconds, and shares its interpreter's
+memory with its siblings. What it gives up against bubblewrap: siblings share the layout of their address space, and the code
+that makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
+"""
+
+from rollweave.sandbox.argv import SHM_BYTES, UID, rlimits
+from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot
+from rollweave.sandbox.launcher import Launcher
+from rollweave.sandbox.rootfs import layers_of, root_of
+from rollweave.sandbox.running import Running, started
+
+PROCESS = "rollweave.sandbox.zygote_process"
+
+
+class Zygote:
+    """Implements `base.Backend`."""
+
+    name = "zygote"
+
+    def __init__(self) -> None:
+        self._launcher = Launcher(module=PROCESS)
+
+    async def start(self, spec: SandboxSpec) -> Running:
+        if spec.image != HOST:
+            raise ValueError(f"image must be {HOST!r} for zygote, whose interpreter is the host's, got {spec.image!r}")
+        return await self._started(spec, layers_of(spec))
+
+    async def branch(self, snapshot: Snapshot) -> Running:
+        return await self._started(snapshot.spec, snapshot.layers)
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+        inside = {
+            "root": self._launcher.root,
+            "uid": 0 if spec.fakeroot else UID,
+            "network": spec.network,
+            "hostname": spec.hostname,
+            "shm_bytes": SHM_BYTES,
+            "rlimits": rlimits(spec.limits),
+            "workdir": spec.workdir,
+            "env": spec.environment(),
+        }
+        support = self._launcher.support
+        root = root_of(spec, support=support, layers=layers)
+        root["binds"].append((support, support))  # the server was loaded from there, and finds its files by it
+        return await started(spec, self._launcher, below=layers, argv=[], env={}, root=root, inside=inside)

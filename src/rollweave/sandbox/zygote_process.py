@@ -1,0 +1,153 @@
+"""The zygote: a warden whose forks become sandboxes by themselves, with all that it has imported.
+
+A fork has its root staged and its uid dropped by the warden. Here it makes all namespaces, mounts what is the kernel's, gives
+up every capability, and becomes two processes: an init, with which the PID namespace ends, and the server.
+
+Invariants: before the server reads its first byte there is no capability and no way to a new one, no mount but the sandbox's,
+no descriptor but the channel, no variable of ours, and the filter of system calls is loaded. Standard library alone.
+"""
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from rollweave.sandbox import kernel
+from rollweave.sandbox.boot import limit, volunteer_for_oom
+from rollweave.sandbox.inside.cells import PRELOADED
+from rollweave.sandbox.seccomp import bpf_filter
+from rollweave.sandbox.stage import map_user
+from rollweave.sandbox.warden import serve
+
+CHANNEL = 3
+"""Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that load one themselves."""
+
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+DEVICE_LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}
+
+_QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
+_SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
+
+
+def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
+    """Become the sandbox: this process waits for its init, whose child serves. Raises OSError before any of it runs."""
+    inside = request["inside"]
+    os.close(CHANNEL + 1)
+    namespaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+    namespaces |= 0 if inside["network"] else kernel.CLONE_NEWNET
+    uid, gid = os.getuid(), os.getgid()
+    kernel.unshare(kernel.CLONE_NEWUSER | namespaces)
+    map_user(inside["uid"], uid, inside["uid"], gid)
+    init = os.fork()
+    if init:
+        os.close(CHANNEL)
+        kernel.die_with_parent(signal.SIGKILL)
+        os._exit(_status(os.waitpid(init, 0)[1]))
+    kernel.die_with_parent(signal.SIGKILL)
+    if not inside["network"]:
+        _loopback_up()
+    kernel.set_hostname(inside["hostname"])
+    _mount(inside["root"], inside["shm_bytes"])
+    kernel.pivot_root(inside["root"])
+    _forget_host_files()
+    os.setsid()
+    kernel.drop_capabilities()
+    kernel.no_new_privileges()
+    kernel.load_filter(bpf_filter())
+    server = os.fork()
+    if server:
+        os.close(CHANNEL)
+        kernel.set_dumpable(0)
+        _reap_until(server)
+    _serve(inside, serve_calls)
+
+
+def _mount(root: str, shm_bytes: int) -> None:
+    kernel.mount(root, root, flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount("proc", f"{root}/proc", "proc", _QUIET | kernel.MS_NODEV)
+    kernel.mount(f"{root}/proc/sys", f"{root}/proc/sys", flags=kernel.MS_BIND)
+    read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
+    kernel.mount("none", f"{root}/proc/sys", flags=read_only | kernel.MS_NOEXEC | kernel.MS_NODEV)
+    dev = f"{root}/dev"
+    kernel.mount("tmpfs", dev, "tmpfs", _QUIET, "size=64k,nr_inodes=64,mode=0755")
+    for name in DEVICES:
+        os.close(os.open(f"{dev}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        kernel.mount(f"/dev/{name}", f"{dev}/{name}", flags=kernel.MS_BIND)
+    for name, target in DEVICE_LINKS.items():
+        os.symlink(target, f"{dev}/{name}")
+    os.mkdir(f"{dev}/pts", 0o755)
+    kernel.mount("devpts", f"{dev}/pts", "devpts", _QUIET, "newinstance,ptmxmode=0666,mode=0620")
+    os.mkdir(f"{dev}/shm", 0o1777)
+    size = f"size={shm_bytes},nr_inodes={shm_bytes // 8192},mode=1777"
+    kernel.mount("tmpfs", f"{dev}/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+    kernel.mount("none", dev, flags=read_only | kernel.MS_NOEXEC)
+
+
+def _forget_host_files() -> None:
+    """What is open since before is the host's /dev/null: from here on it is ours."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(nothing, fd)
+    os.close(nothing)
+
+
+def _loopback_up() -> None:
+    with socket.socket() as sock:
+        fcntl.ioctl(sock, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP | _IFF_RUNNING))
+
+
+def _reap_until(server: int) -> NoReturn:
+    """An init's life: bury the orphans. With our end all that is left in the PID namespace ends."""
+    while True:
+        pid, status = os.wait()
+        if pid == server:
+            os._exit(_status(status))
+
+
+def _status(wait_status: int) -> int:
+    code = os.waitstatus_to_exitcode(wait_status)
+    return code if code >= 0 else 128 - code
+
+
+def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
+    try:
+        limit(inside["rlimits"])
+        volunteer_for_oom()
+        os.environ.clear()
+        os.environ.update(inside["env"])
+        os.umask(0o022)
+        os.chdir(inside["workdir"])
+        serve_calls(["--fd", str(CHANNEL)])
+    finally:
+        os._exit(1)
+
+
+def main() -> None:
+    """As `warden.main`. The server is loaded from BASE, as it will run."""
+    serve_calls = _loaded(f"{sys.argv[4]}/support/inside")
+    gc.freeze()  # no garbage collection writes to the pages that forks share
+    serve(lambda request: enter(request, serve_calls))
+
+
+def _loaded(folder: str) -> Callable[[list[str]], None]:
+    """The server's `main`, and IPython beside it where that is installed: elsewhere cells are plain Python."""
+    runpy.run_path(f"{folder}/__main__.py", run_name="zygote")["load"]()
+    package = next(name for name, module in sys.modules.items() if getattr(module, "__path__", None) == [folder])
+    with contextlib.suppress(ImportError):
+        importlib.import_module(PRELOADED)
+    found: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main
+    return found

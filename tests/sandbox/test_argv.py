@@ -1,0 +1,61 @@
+"""Golden command lines: a change of one is a change of what holds a sandbox, and is seen here."""
+
+import pytest
+
+from rollweave.sandbox.argv import apptainer, bubblewrap
+from rollweave.sandbox.base import Limits, SandboxSpec
+
+LIMITS = '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "NOFILE": 1024, "NPROC": 128}'
+PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+
+
+def words(*lines: str, processes: int = 128) -> list[str]:
+    """Of a command line; `_` is a blank in a word, LIMITS what boot.py is told."""
+    limits = LIMITS.replace("128}", f"{processes}}}")
+    return [limits if word == "LIMITS" else word.replace("_", " ") for line in lines for word in line.split()]
+
+
+def test_bubblewrap() -> None:
+    spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
+    got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
+    assert got == words(
+        "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid --unshare-net --unshare-uts",
+        "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent --new-session --cap-drop ALL",
+        "--hostname box --seccomp 4 --bind /run/r/root / --proc /proc --ro-bind /proc/sys /proc/sys --dev /dev",
+        "--size 67108864 --tmpfs /dev/shm --remount-ro /dev --clearenv --setenv PATH",
+        f"{PATH} --setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
+        "--chdir /project -- /usr/bin/python3 -I /run/rollweave/boot.py LIMITS",
+        "/project /run/rollweave/inside --fd 3",
+    )
+
+
+def test_bubblewrap_with_the_hosts_network_as_root() -> None:
+    spec = SandboxSpec(network=True, fakeroot=True)
+    got = bubblewrap(spec, bwrap="bwrap", root="/r", python="python3")
+    assert "--unshare-net" not in got
+    assert got[got.index("--uid") + 1] == "0"
+
+
+def test_apptainer() -> None:
+    spec = SandboxSpec(image="/images/a.sif", env={"A": "b c"}, hostname="box", fakeroot=True, limits=Limits(processes=16))
+    got = apptainer(spec, runtime="/usr/bin/apptainer", support="/opt/rollweave")
+    assert got == words(
+        "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot --net --network none",
+        "--uts --hostname box --bind /opt/rollweave:/run/rollweave:ro --pwd /",
+        f"--env PATH={PATH} --env HOME=/home/agent --env LANG=C.UTF-8 --env A=b_c",
+        "/images/a.sif python3 -I /run/rollweave/boot.py LIMITS",
+        "/home/agent /run/rollweave/inside --fd 3",
+        processes=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (SandboxSpec(), "image must be a .sif file or a folder for apptainer"),
+        (SandboxSpec(image="/a.sif", env={"A": "b,c"}), "without a comma"),
+    ],
+)
+def test_what_apptainer_cannot_give_is_refused(spec: SandboxSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        apptainer(spec, runtime="apptainer", support="/opt")

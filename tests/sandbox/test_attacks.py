@@ -1,0 +1,34 @@
+"""Every attack is tried on every back end that claims to isolate, and fails."""
+
+import asyncio
+
+import pytest
+
+from rollweave.bench.attacks import ATTACKS, BAIT, Outcome, attempt
+
+from .worlds import ISOLATING, opened
+
+AT_ONCE = 4
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ISOLATING)
+async def test_no_attack_escapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BAIT, "1")
+    room = asyncio.Semaphore(AT_ONCE)
+    async with opened(name) as backend:
+
+        async def one(attack: str) -> Outcome:
+            async with room:
+                return await attempt(backend, attack)
+
+        outcomes = await asyncio.gather(*(one(attack) for attack in ATTACKS))
+    assert [outcome for outcome in outcomes if outcome.escaped] == []
+
+
+@pytest.mark.parametrize("attack", ["files of the host", "network", "environment of the host", "settings of the kernel"])
+async def test_the_attacks_do_get_out_where_nothing_holds_them(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attack that fails everywhere would prove nothing."""
+    monkeypatch.setenv(BAIT, "1")
+    async with opened("plain") as backend:
+        assert (await attempt(backend, attack)).escaped

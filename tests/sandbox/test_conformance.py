@@ -1,0 +1,255 @@
+"""One suite over the back ends: what every sandbox must do, whatever makes it."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.processes import Table, started
+from rollweave.sandbox.tools import Bash, IPython
+from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
+
+from .worlds import ISOLATING, NAMES, SPEC, opened, python
+
+
+@pytest_asyncio.fixture(params=NAMES)
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    async with opened(request.param) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(params=ISOLATING)
+async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    async with opened(request.param) as made:
+        yield made
+
+
+async def test_a_program_runs_and_its_result_is_whole(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    result = await sandbox.exec(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\0\xff")
+    assert (result.rc, result.stdout, result.stderr, result.timed_out, result.truncated) == (
+        3,
+        b"in\0\xff",
+        b"err\n",
+        False,
+        False,
+    )
+    await sandbox.stop()
+    assert sandbox.ended == "stopped"
+
+
+async def test_files_go_in_and_come_out_and_commands_see_them(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    data = os.urandom(3 * MIB)
+    home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
+    await sandbox.write(f"{home}/a", data, mode=0o700)
+    assert await sandbox.read(f"{home}/a", limit=4 * MIB) == data
+    assert (await sandbox.exec(["sh", "-c", "wc -c < a; stat -c %a a"])).stdout.split() == [b"%d" % len(data), b"700"]
+    with pytest.raises(SandboxError):
+        await sandbox.read(f"{home}/a", limit=MIB)
+    with pytest.raises(SandboxError):
+        await sandbox.read(f"{home}/missing")
+
+
+async def test_what_takes_too_long_is_ended_and_the_sandbox_lives(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    result = await sandbox.exec(["sh", "-c", "echo begun; sleep 100"], timeout_s=0.5)
+    assert (result.timed_out, result.stdout) == (True, b"begun\n")
+    assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+
+
+async def test_output_is_cut_at_the_limit(backend: Backend) -> None:
+    sandbox = await backend.start(SandboxSpec(limits=Limits(output_bytes=2048)))
+    result = await sandbox.exec(["head", "-c", "1000000", "/dev/zero"])
+    assert result.truncated
+    assert 0 < len(result.stdout) <= 2 * 2048
+
+
+async def test_nothing_of_our_environment_goes_in_but_what_was_given_does(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "secret")
+    sandbox = await backend.start(SandboxSpec(env={"GIVEN": "a b=c,d\n"}))
+    result = await sandbox.exec(python("import os; print(repr(os.environ.get('GIVEN')), 'A_SECRET' in os.environ)"))
+    assert result.stdout == b"'a b=c,d\\n' False\n"
+
+
+async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
+    one, other = await asyncio.gather(backend.start(SPEC), backend.start(SPEC))
+    await one.exec(["sh", "-c", "echo x > mine"])
+    assert (await other.exec(["ls"])).stdout == b""
+
+
+async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    polite = asyncio.create_task(
+        sandbox.exec(["sh", "-c", "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"])
+    )
+    await _up(sandbox)
+    writes = os.dup(sandbox._born.writes)  # type: ignore[attr-defined]
+    await sandbox.stop(grace_s=60.0)
+    await asyncio.gather(polite, return_exceptions=True)
+    home = "." if backend.name == "plain" else "home/agent"
+    assert _read(writes, f"{home}/bye") == b"bye\n"
+    with pytest.raises(SandboxLostError, match="stopped"):
+        await sandbox.exec(["true"])
+
+
+async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    deaf = asyncio.create_task(sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"]))
+    await _up(sandbox)
+    pid = sandbox.pid  # type: ignore[attr-defined]
+    tree = _tree(pid)
+    assert len(tree) >= 2
+    await sandbox.stop(grace_s=0.1)
+    assert Table.now().below(tree) == []
+    with pytest.raises(SandboxLostError):
+        await deaf
+
+
+async def _up(sandbox: Sandbox) -> None:
+    """Return when a command under way has made the file `up`."""
+    assert (await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])).stdout == b"up\n"
+
+
+def _read(folder: int, path: str) -> bytes:
+    try:
+        with open(os.open(path, os.O_RDONLY, dir_fd=folder), "rb") as file:
+            return file.read()
+    finally:
+        os.close(folder)
+
+
+def _tree(pid: int) -> dict[int, int]:
+    return {line.pid: line.started for line in Table.now().below(started([pid]))}
+
+
+async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    running = [asyncio.create_task(sandbox.exec(["sleep", "100"])) for _ in range(3)]
+    await sandbox.exec(["true"])
+    sandbox.kill()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert [type(result) for result in results] == [SandboxLostError] * 3
+    assert sandbox.ended == "killed"
+    await sandbox.stop()
+
+
+async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
+    first = await backend.start(SPEC)
+    await first.exec(
+        ["sh", "-c", "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod 4755 b; mkfifo fifo"]
+    )
+    snapshot = await first.snapshot()
+    await first.exec(["sh", "-c", "echo changed > a; rm -r d"])
+    one, two = await asyncio.gather(backend.branch(snapshot), backend.branch(snapshot))
+    await one.exec(["sh", "-c", "rm a; echo one > b"])
+    assert (await two.exec(["sh", "-c", "cat a b d/e/f link; ls; stat -c %a b"])).stdout.split() == (
+        [b"1", b"2", b"3", b"1", b"a", b"b", b"d", b"link", b"755"]
+    )
+    later = await backend.branch(await one.snapshot())
+    assert (await later.exec(["sh", "-c", "ls; cat b d/e/f"])).stdout.split() == [b"b", b"d", b"link", b"one", b"3"]
+    assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
+
+
+async def test_wall_time_ends_a_sandbox_and_says_so(backend: Backend) -> None:
+    sandbox = await backend.start(SandboxSpec(limits=Limits(wall_s=2.0)))
+    with pytest.raises(SandboxLostError, match="wall_s"):
+        await sandbox.exec(["sleep", "60"], timeout_s=60.0)
+
+
+async def test_cpu_time_of_all_processes_ends_a_sandbox_and_says_so(backend: Backend) -> None:
+    sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))
+    with pytest.raises(SandboxLostError, match="cpu_s"):
+        await sandbox.exec(["sh", "-c", "for i in 1 2 3; do (while :; do :; done) & done; wait"], timeout_s=90.0)
+
+
+async def test_closing_the_back_end_ends_all_and_later_starts_are_refused() -> None:
+    async with opened("plain") as made:
+        sandbox = await made.start(SPEC)
+        running = asyncio.create_task(sandbox.exec(["sleep", "100"]))
+        await sandbox.exec(["true"])
+    with pytest.raises(SandboxLostError):
+        await running
+
+
+async def test_a_cancelled_start_leaves_nothing(backend: Backend) -> None:
+    await (await backend.start(SPEC)).stop()
+    for turns in range(0, 40, 4):
+        starting = asyncio.create_task(backend.start(SPEC))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        if not starting.cancelled():
+            await starting.result().stop()
+
+
+async def test_a_warden_that_is_killed_takes_its_sandboxes_along(isolating: Backend) -> None:
+    sandbox = await isolating.start(SPEC)
+    pid = sandbox.pid  # type: ignore[attr-defined]
+    tree = _tree(pid)
+    isolating._launcher._process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(SandboxLostError):
+        await sandbox.exec(["sleep", "100"])
+    await asyncio.to_thread(_wait_for_the_end_of, tree)
+    with pytest.raises(SandboxLostError):
+        await isolating.start(SPEC)
+
+
+def _wait_for_the_end_of(tree: dict[int, int]) -> None:
+    while Table.now().below(tree):
+        time.sleep(0.01)
+
+
+async def test_who_one_is_inside(isolating: Backend) -> None:
+    agent = await isolating.start(SandboxSpec(hostname="box-1"))
+    root = await isolating.start(SandboxSpec(fakeroot=True))
+    assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [b"1000", b"box-1", b"/home/agent"]
+    assert (
+        await root.exec(["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"])
+    ).stdout.split()[0] == b"0"
+
+
+async def test_a_command_that_is_not_there_is_the_commands_failure(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    with pytest.raises(SandboxError):
+        await sandbox.exec(["/no/such/program"])
+    with pytest.raises(SandboxRefusedError):
+        await sandbox.exec([])
+    assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"image": "relative"}, "image must be"),
+        ({"workdir": "/proc/x"}, "workdir must be"),
+        ({"workdir": "/a/../b"}, "workdir must be"),
+        ({"hostname": "no spaces"}, "hostname must be"),
+        ({"env": {"a-b": ""}}, "env must have"),
+        ({"limits": {"processes": 1}}, "limits.processes must be at least 4, got 1"),
+        ({"limits": {"wall_s": 0.0}}, "limits.wall_s must be positive"),
+    ],
+)
+def test_a_specification_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        msgspec.convert(wrong, SandboxSpec)
+
+
+async def test_tools_work_inside(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    bash, cells = Bash(sandbox), IPython(sandbox)
+    await bash.run("mkdir -p d && cd d && x=3")
+    assert (await bash.run("basename $PWD; echo $x")).output == "d\n3\n"
+    await cells.run("value = 20")
+    assert (await cells.run("value + 1")).result == "21"
+    with pytest.raises(SandboxLostError):
+        await asyncio.gather(cells.run("import time; time.sleep(60)"), sandbox.stop(grace_s=0.0))

@@ -1,0 +1,105 @@
+"""Back ends to test, and images for them."""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollweave.sandbox.base import Backend, SandboxSpec
+from rollweave.sandbox.processes import family
+from rollweave.sandbox.registry import backend
+
+ISOLATING = ("bubblewrap", "zygote")
+NAMES = (*ISOLATING, "plain")
+
+
+@functools.cache
+def why_not(name: str) -> str:
+    """Why a back end cannot be tested here; empty where it can."""
+    if name == "plain":
+        return ""
+    if shutil.which("bwrap") is None:
+        return "bubblewrap is not installed (apt-get install bubblewrap)"
+    probe = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "true"]
+    tried = subprocess.run(probe, capture_output=True, check=False)
+    return "" if tried.returncode == 0 else f"this machine has no user namespaces for us: {tried.stderr.decode()[-200:]}"
+
+
+def needs(name: str) -> None:
+    if reason := why_not(name):
+        pytest.skip(reason)
+
+
+@asynccontextmanager
+async def opened(name: str) -> AsyncIterator[Backend]:
+    """A back end; when it is closed nothing of it is left: no process, no folder, no descriptor."""
+    needs(name)
+    before, fds = family(os.getpid()), len(os.listdir("/proc/self/fd"))
+    made = backend(name)
+    folders = [made._launcher._base, made._launcher._kept]  # type: ignore[attr-defined]
+    try:
+        yield made
+    finally:
+        await made.close()
+    assert family(os.getpid()) == before
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert left_of(folders) == []
+
+
+def left_of(folders: list[str]) -> list[str]:
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    return [folder for folder in folders if os.path.exists(folder) or any(folder in line for line in mounts)]
+
+
+def image(folder: Path) -> str:
+    """A small image: this machine's programs by links into a copy of nothing but what Python needs."""
+    root = folder / "image"
+    for name in ("proc", "dev", "tmp", "etc", "home", "project"):
+        (root / name).mkdir(parents=True)
+    (root / "project" / "kept").write_text("from the image")
+    (root / "project" / "gone").write_text("from the image")
+    python = Path(sys.base_prefix)
+    for program in ("/bin/sh", "/bin/ls", "/bin/cat", "/bin/rm", "/bin/ln", "/usr/bin/id"):
+        _install(root, Path(program))
+    _install(root, Path(os.path.realpath(sys.executable)), to="usr/bin/python3")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = Path(os.__file__).parent
+    target = root / "usr" / "lib" / version
+    ignore = shutil.ignore_patterns(
+        "site-packages", "dist-packages", "test", "idlelib", "ensurepip", "config-*", "__pycache__", "tkinter"
+    )
+    shutil.copytree(library, target, ignore=ignore)
+    for extension in (target / "lib-dynload").glob("*.so"):
+        _libraries(root, extension)
+    for shared in python.glob("lib/libpython*.so*"):
+        _install(root, shared, to=f"usr/lib/{shared.name}")
+    return str(root)
+
+
+def _install(root: Path, program: Path, to: str | None = None) -> None:
+    target = root / (to or str(program).lstrip("/"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(os.path.realpath(program), target)
+    _libraries(root, program)
+
+
+def _libraries(root: Path, program: Path) -> None:
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    for word in listed.split():
+        if word.startswith("/") and not (root / word.lstrip("/")).exists():
+            target = root / word.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(os.path.realpath(word), target)
+
+
+def python(source: str) -> list[str]:
+    return [sys.executable, "-I", "-c", source]
+
+
+SPEC = SandboxSpec()
