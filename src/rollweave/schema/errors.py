@@ -54,3 +54,19 @@ class DiskError(RollweaveError, OSError):
 
 class WireError(RollweaveError):
     """A peer sent bytes that are not a frame of ours."""
+
+
+class SandboxError(RollweaveError):
+    """A sandbox, or a tool in it, failed."""
+
+
+class SandboxLostError(SandboxError):
+    """The sandbox's process or connection is gone, or sent what it never would: nothing more comes from it."""
+
+
+class SandboxTimeoutError(SandboxError):
+    """The sandbox did not answer in time. It may still be there."""
+
+
+class SandboxRefusedError(SandboxError):
+    """The sandbox is well but refused what was asked: the message names the rule."""

@@ -1,0 +1,1 @@
+"""Sandboxes, and the tools inside them."""

@@ -1,0 +1,163 @@
+"""The host's end of the socket into a sandbox: calls that overlap, each answered once, late, or never, and none that hangs.
+
+Invariants: every call ends within its time-out. Once the peer is gone, or has sent what it never would, every pending and every
+later call raises `SandboxLostError`. What is in the sandbox is not trusted: its frames are bounded, its answers are matched to
+calls by id, and an answer that nobody asked for ends the channel. A call that was cancelled or timed out is forgotten: the
+sandbox is told to end it, and its late answer is dropped.
+"""
+
+import asyncio
+import socket
+from typing import Any
+
+from rollweave.sandbox.inside.frames import FrameDecoder, FrameError, pack
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+
+RECEIVE_BYTES = 1 << 18
+"""Taken from the socket at once."""
+
+UNSENT_BYTES = 1 << 28
+"""That may wait for a sandbox that does not read: a few of the largest bodies."""
+
+FORGOTTEN = 1024
+"""Calls that may be owed a late answer: a sandbox that owes more does not answer at all."""
+
+ERRORS: dict[object, type[SandboxError]] = {
+    "timeout": SandboxTimeoutError,
+    "refused": SandboxRefusedError,
+    "failed": SandboxError,
+}
+
+
+class Reply(Noun, frozen=True, kw_only=True):
+    """What an action gave: fields by its name, and bytes."""
+
+    header: dict[str, Any]
+    body: bytes
+
+
+class Channel:
+    """One connected stream socket, which now belongs to the channel. All calls belong to the event loop's thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._loop = asyncio.get_running_loop()
+        self._decoder = FrameDecoder()
+        self._unsent = bytearray()
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._forgotten: set[int] = set()
+        self._next_id = 1
+        self._lost = ""
+        self._loop.add_reader(sock, self._readable)
+
+    @property
+    def lost(self) -> str:
+        """Why nothing more comes; empty while the peer is there."""
+        return self._lost
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: object) -> Reply:
+        """Ask for `action` and wait for its answer, at most `timeout_s` seconds.
+
+        Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox says, SandboxTimeoutError where it says
+        nothing in time, SandboxLostError where it is gone, and ValueError for arguments that do not fit into a frame.
+        """
+        if self._lost:
+            raise SandboxLostError(self._lost)
+        call_id = self._next_id
+        frame = pack({**args, "id": call_id, "action": action}, body)
+        self._next_id += 1
+        future = self._calls[call_id] = self._loop.create_future()
+        timer = self._loop.call_later(timeout_s, self._expire, future, f"no answer to {action} within {timeout_s} s")
+        self._send(frame)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            if self._calls.pop(call_id, None) is not None and not self._lost:
+                self._forget(call_id)
+
+    def close(self) -> None:
+        """Close the socket, upon which the sandbox's server ends; pending calls raise SandboxLostError."""
+        self._lose("closed")
+
+    @staticmethod
+    def _expire(future: asyncio.Future[Reply], why: str) -> None:
+        if not future.done():
+            future.set_exception(SandboxTimeoutError(why))
+
+    def _forget(self, call_id: int) -> None:
+        self._forgotten.add(call_id)
+        if len(self._forgotten) > FORGOTTEN:
+            self._lose(f"more than {FORGOTTEN} calls were never answered")
+        else:
+            self._send(pack({"id": call_id, "action": "cancel"}))
+
+    def _send(self, frame: bytes) -> None:
+        self._unsent += frame
+        if len(self._unsent) == len(frame):
+            self._writable()
+        elif len(self._unsent) > UNSENT_BYTES:
+            self._lose(f"does not read: more than {UNSENT_BYTES} bytes wait")
+
+    def _writable(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            self._loop.add_writer(self._socket, self._writable)
+            return
+        except OSError as error:
+            self._lose(f"cannot be written to: {error.strerror}")
+            return
+        self._loop.remove_writer(self._socket)
+
+    def _readable(self) -> None:
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(f"cannot be read from: {error.strerror}")
+            return
+        if not data:
+            self._lose("the other end is closed")
+            return
+        self._decoder.feed(data)
+        try:
+            while not self._lost and (frame := self._decoder.take()) is not None:
+                self._answer(*frame)
+        except FrameError as error:
+            self._lose(f"sent what is no reply of ours: {error}")
+
+    def _answer(self, header: dict[str, Any], body: bytes) -> None:
+        call_id, ok = header.pop("id"), header.pop("ok", None)
+        if call_id in self._forgotten:
+            self._forgotten.remove(call_id)
+            return
+        future = self._calls.pop(call_id, None)
+        if future is None:
+            raise FrameError(f"nobody waits for an answer to call {call_id!r:.40}")
+        if future.done():  # it timed out, or was cancelled, in this turn of the loop
+            return
+        if ok is True:
+            future.set_result(Reply(header=header, body=body))
+        elif ok is False and isinstance(header.get("error"), str) and isinstance(header.get("kind"), str):
+            future.set_exception(ERRORS.get(header["kind"], SandboxError)(header["error"]))
+        else:
+            self._calls[call_id] = future
+            raise FrameError(f"ok must be true, or false with error and kind, got {ok!r:.40}")
+
+    def _lose(self, why: str) -> None:
+        if self._lost:
+            return
+        self._lost = why
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        self._unsent.clear()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(SandboxLostError(why))
+        self._calls.clear()

@@ -1,0 +1,123 @@
+"""What an action sees of the call that it answers: checked arguments, a deadline, whether it should stop. Python 3.9, stdlib."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+Result = tuple[dict[str, Any], bytes]
+"""Fields of the reply, and its body."""
+
+DEFAULT_LIMIT = 1 << 20
+"""Bytes of output kept where a call does not say."""
+
+
+class Refused(Exception):
+    """The call breaks a rule; nothing was done."""
+
+
+class Failed(Exception):
+    """The tool could not do what was asked."""
+
+
+class Stop:
+    """Tells a thread that polls file descriptors to end what it does: readable once `set`. Belongs to one worker thread."""
+
+    def __init__(self) -> None:
+        self.fd, self._write = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write, False)
+
+    def set(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # set thousands of times
+            os.write(self._write, b"x")
+
+    def clear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 65536)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write)
+
+
+class Call:
+    """One request. The getters raise Refused with field, rule and value."""
+
+    def __init__(self, header: dict[str, Any], body: bytes, stop: Stop) -> None:
+        self.id: int = header["id"]
+        self.body = body
+        self.stop = stop
+        self._args = header
+
+    def text(self, field: str, default: str | None = None) -> str:
+        value = self._args.get(field, default)
+        if not isinstance(value, str) or "\0" in value:
+            raise Refused(f"{field} must be a string without NUL, got {value!r:.100}")
+        return value
+
+    def absent(self, field: str) -> bool:
+        return self._args.get(field) is None
+
+    def optional(self, field: str) -> str | None:
+        return None if self.absent(field) else self.text(field)
+
+    def number(self, field: str, default: float | None = None, *, least: float = 0.0, most: float = 1e9) -> float:
+        value = self._args.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+            raise Refused(f"{field} must be a number from {least:g} to {most:g}, got {value!r:.100}")
+        return float(value)
+
+    def integer(self, field: str, default: int | None = None, *, least: int = 0, most: int = 1 << 40) -> int:
+        value = self._args.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise Refused(f"{field} must be an integer from {least} to {most}, got {value!r:.100}")
+        return value
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        value = self._args.get(field, default)
+        if not isinstance(value, bool):
+            raise Refused(f"{field} must be true or false, got {value!r:.100}")
+        return value
+
+    def texts(self, field: str) -> list[str]:
+        value = self._args.get(field)
+        if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
+            raise Refused(f"{field} must be a list of strings without NUL, got {value!r:.100}")
+        return value
+
+    def mapping(self, field: str) -> dict[str, str] | None:
+        value = self._args.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not all(isinstance(v, str) and "\0" not in k + v for k, v in value.items()):
+            raise Refused(f"{field} must map strings to strings, without NUL, got {value!r:.100}")
+        if any("=" in name or not name for name in value):
+            raise Refused(f"{field} must have names without '=', got {sorted(value)!r:.100}")
+        return value
+
+    def deadline(self) -> Deadline:
+        return Deadline(self.number("timeout_s", 60.0))
+
+
+class Deadline:
+    """A moment on the monotonic clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began = time.monotonic()
+        self._end = self._began + seconds
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def left_ms(self) -> float:
+        """Milliseconds, for `poll`: at least 0."""
+        return max(0.0, (self._end - time.monotonic()) * 1000.0)
+
+    @property
+    def past(self) -> bool:
+        return time.monotonic() >= self._end

@@ -1,0 +1,93 @@
+"""Frames between host and sandbox: two 4-byte little-endian lengths (header, body), JSON object, raw bytes. Python 3.9, stdlib.
+
+A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok": true`, or `"ok": false`, an `error` and its
+`kind`: `timeout`, `refused` (the request breaks a rule) or `failed`. The action `cancel` asks that the call of its own id end
+soon; it has no reply itself.
+
+Invariants: a decoder gives exactly the frames that were packed, in order, however the bytes were cut on the way; it holds no
+more than one unfinished frame, which is within the bounds; after a `FrameError` it gives nothing more.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+LENGTHS = struct.Struct("<II")
+
+HEADER_BYTES = 4 << 20
+"""Of the largest header: a command line with room to spare."""
+
+BODY_BYTES = 64 << 20
+"""Of the largest body: a file of a repository; whole images travel otherwise."""
+
+KINDS = ("timeout", "refused", "failed")
+
+Frame = tuple[dict[str, Any], bytes]
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame, or a frame beyond the bounds."""
+
+
+def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
+    """One frame. Raises FrameError for a header that is not JSON and beyond the bounds."""
+    try:
+        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"header must be JSON: {error}") from error
+    _bound(len(text), len(body))
+    return b"".join((LENGTHS.pack(len(text), len(body)), text, body))
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into frames: `feed` it, then `take` until there is none."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._broken = ""
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def take(self) -> Frame | None:
+        """The next frame, or None until more is fed. Raises FrameError for what is none, now and at every later call."""
+        if self._broken:
+            raise FrameError(self._broken)
+        buffer = self._buffer
+        if len(buffer) < LENGTHS.size:
+            return None
+        header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
+        try:
+            _bound(header_bytes, body_bytes)
+            start = LENGTHS.size + header_bytes
+            if len(buffer) < start + body_bytes:
+                return None
+            header = _header(bytes(buffer[LENGTHS.size : start]))
+        except FrameError as error:
+            self._broken = str(error)
+            raise
+        body = bytes(buffer[start : start + body_bytes])
+        del buffer[: start + body_bytes]
+        return header, body
+
+
+def _bound(header_bytes: int, body_bytes: int) -> None:
+    if header_bytes > HEADER_BYTES:
+        raise FrameError(f"header must have at most {HEADER_BYTES} bytes, got {header_bytes}")
+    if body_bytes > BODY_BYTES:
+        raise FrameError(f"body must have at most {BODY_BYTES} bytes, got {body_bytes}")
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"header must be JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise FrameError(f"header must be a JSON object, got {type(header).__name__}")
+    number = header.get("id")
+    if type(number) is not int:
+        raise FrameError(f"header.id must be an integer, got {number!r:.100}")
+    return header

@@ -1,0 +1,163 @@
+"""The action server: frames in, actions run, frames out, over one connected stream socket. Python 3.9, stdlib alone.
+
+Threads take turns at reading: the one that has read a request lets the next one read and answers its own, so that no request
+is handed from thread to thread. Invariants: each request but `cancel` gets exactly one reply; an action that raises is a reply;
+at most `CALLS` run at once, more are refused; when the other end closes, or sends garbage, everything that was started here is
+killed and the process ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .calls import Call, Failed, Refused, Result, Stop
+from .files import read, write
+from .frames import Frame, FrameDecoder, FrameError, pack
+from .processes import execute, kill_all
+
+CALLS = 64
+"""Calls that run at once: each is a thread."""
+
+RECEIVE_BYTES = 1 << 18
+"""Taken from the socket at once."""
+
+Action = Callable[[Call], Result]
+
+
+def ping(call: Call) -> Result:
+    """Answer with the body that was sent."""
+    return {"pid": os.getpid()}, call.body
+
+
+def actions() -> dict[str, Action]:
+    """Everything this server can do, by name. The tools among them keep their state here."""
+    return {"ping": ping, "exec": execute, "read": read, "write": write}
+
+
+class Server:
+    """Serves one socket until its end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._socket = sock
+        self._actions = actions()
+        self._decoder = FrameDecoder()
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
+        self._counting = threading.Lock()
+        self._waiting = 0
+        self._running: dict[int, Stop] = {}
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Return when the other end has closed, and all that was started is killed."""
+        self._hire()
+        self._over.wait()
+        kill_all()
+
+    def _hire(self) -> None:
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        stop = Stop()
+        while not self._over.is_set():
+            with self._counting:
+                self._waiting += 1
+            with self._reading:
+                call = self._next(stop)
+                with self._counting:
+                    self._waiting -= 1
+                    alone = not self._waiting
+                if call is None:
+                    break
+            if alone:
+                self._hire()
+            self._answer(call)
+        stop.close()
+
+    def _next(self, stop: Stop) -> Call | None:
+        """The next request to be answered, or None at the end. Cancellations and what is refused at once are dealt with."""
+        while not self._over.is_set():
+            frame = self._receive()
+            if frame is None:
+                self._over.set()
+                break
+            header, body = frame
+            call_id = header["id"]
+            with self._counting:
+                running = self._running.get(call_id)
+                if header.get("action") == "cancel":
+                    if running is not None:
+                        running.set()
+                    continue
+                if running is None and len(self._running) < CALLS:
+                    stop.clear()
+                    self._running[call_id] = stop
+                    return Call(header, body, stop)
+            why = f"at most {CALLS} calls may run at once" if running is None else f"call {call_id} is running already"
+            self._reply({"id": call_id, "ok": False, "kind": "refused", "error": why})
+        return None
+
+    def _receive(self) -> Frame | None:
+        try:
+            while (frame := self._decoder.take()) is None:
+                data = self._socket.recv(RECEIVE_BYTES)
+                if not data:
+                    return None
+                self._decoder.feed(data)
+        except (OSError, FrameError):
+            return None
+        return frame
+
+    def _answer(self, call: Call) -> None:
+        header, body = self._outcome(call)
+        header["id"] = call.id
+        with self._counting:
+            del self._running[call.id]
+        self._reply(header, body)
+
+    def _outcome(self, call: Call) -> Result:
+        try:
+            name = call.text("action")
+            action = self._actions.get(name)
+            if action is None:
+                raise Refused(f"action must be one of {', '.join(sorted(self._actions))}, got {name!r:.100}")
+            header, body = action(call)
+        except Refused as error:
+            return {"ok": False, "kind": "refused", "error": str(error)}, b""
+        except Failed as error:
+            return {"ok": False, "kind": "failed", "error": str(error)}, b""
+        except OSError as error:
+            path = "" if error.filename is None else f": {error.filename}"
+            return {"ok": False, "kind": "failed", "error": f"{error.strerror}{path}"}, b""
+        except Exception as error:  # a bug of ours ends the call, not the sandbox
+            return {"ok": False, "kind": "failed", "error": f"{type(error).__name__}: {error}"}, b""
+        header["ok"] = True
+        return header, body
+
+    def _reply(self, header: dict[str, Any], body: bytes = b"") -> None:
+        try:
+            frame = pack(header, body)
+        except FrameError as error:
+            frame = pack({"id": header["id"], "ok": False, "kind": "failed", "error": str(error)})
+        try:
+            with self._writing:
+                self._socket.sendall(frame)
+        except OSError:
+            self._over.set()
+
+
+def main(argv: list[str]) -> None:
+    """Serve the socket that `--fd` names, then end, whatever threads still do."""
+    parser = argparse.ArgumentParser(prog="inside")
+    parser.add_argument("--fd", type=int, required=True, help="an inherited, connected stream socket")
+    fd = parser.parse_args(argv).fd
+    os.set_inheritable(fd, False)
+    with socket.socket(fileno=fd) as sock:
+        Server(sock).run()
+        os._exit(0)
