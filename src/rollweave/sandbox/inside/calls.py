@@ -1,4 +1,4 @@
-"""What an action sees of the call that it answers: checked arguments, a deadline, whether it should stop. Python 3.9, stdlib."""
+"""What an action sees of the call it answers: checked arguments, a deadline, whether it should stop. Python 3.9, stdlib."""
 
 from __future__ import annotations
 

@@ -28,9 +28,8 @@ def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
             raise Refused(f"path must be a regular file, got {_kind(found.st_mode)}: {path}")
         parts: list[bytes] = []
         size = 0
-        while data := os.read(
-            fd, min(CHUNK_BYTES, limit + 1 - size)
-        ):  # never by its claimed size: that of /proc is 0, and a file may grow
+        # Never by its claimed size: that of /proc is 0, and a file may grow.
+        while data := os.read(fd, min(CHUNK_BYTES, limit + 1 - size)):
             parts.append(data)
             size += len(data)
             if size > limit:

@@ -18,7 +18,9 @@ from typing import Any
 from .calls import Call, Failed, Refused, Result, Stop
 from .files import read, write
 from .frames import Frame, FrameDecoder, FrameError, pack
+from .idle import Idle
 from .processes import execute, kill_all
+from .shell import Bash
 
 CALLS = 64
 """Calls that run at once: each is a thread."""
@@ -34,9 +36,9 @@ def ping(call: Call) -> Result:
     return {"pid": os.getpid()}, call.body
 
 
-def actions() -> dict[str, Action]:
+def actions(idle: Idle) -> dict[str, Action]:
     """Everything this server can do, by name. The tools among them keep their state here."""
-    return {"ping": ping, "exec": execute, "read": read, "write": write}
+    return {"ping": ping, "exec": execute, "read": read, "write": write, "bash": Bash(idle)}
 
 
 class Server:
@@ -45,7 +47,9 @@ class Server:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self._socket = sock
-        self._actions = actions()
+        self._idle = Idle()
+        self._idle.watch(sock.fileno(), lambda: None)
+        self._actions = actions(self._idle)
         self._decoder = FrameDecoder()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -106,6 +110,7 @@ class Server:
     def _receive(self) -> Frame | None:
         try:
             while (frame := self._decoder.take()) is None:
+                self._idle.wait(self._socket.fileno())
                 data = self._socket.recv(RECEIVE_BYTES)
                 if not data:
                     return None

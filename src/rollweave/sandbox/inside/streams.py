@@ -1,0 +1,135 @@
+"""Waiting for pipes and a child's end at once, and keeping the two ends of what comes. Python 3.9, stdlib alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+from collections.abc import Callable, Iterator
+
+from .calls import Stop
+
+CHUNK_BYTES = 1 << 16
+"""Read at once: what a pipe holds."""
+
+PIPE_BYTES = 1 << 20
+"""The most that a pipe can hold: read after a program has ended, so that a grandchild which goes on writing keeps nobody."""
+
+BLIND_MS = 20.0
+"""Between looks whether a program has ended, where the system has no pidfd."""
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Has a child of ours ended? It is not reaped, so that its number stays its own."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+class Watch:
+    """Calls a handler for each descriptor that is ready. `ended`: the child has; `stopped`: the call should stop."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.ended = self.stopped = False
+        self._process = process
+        self._poll = select.poll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+        try:
+            self._pidfd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):  # an old Python or kernel, or a seccomp filter
+            self._pidfd = -1
+        else:
+            self.on(self._pidfd, self._end)
+
+    def on(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, events)
+
+    def off(self, fd: int) -> None:
+        """Unknown descriptors are ignored."""
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def has(self, fd: int) -> bool:
+        return fd in self._handlers
+
+    @contextlib.contextmanager
+    def until(self, stop: Stop) -> Iterator[None]:
+        """Within, `stopped` tells whether the call should stop."""
+        self.stopped = False
+        self.on(stop.fd, lambda: self._stop(stop))
+        try:
+            yield
+        finally:
+            self.off(stop.fd)
+
+    def wait(self, left_ms: float) -> None:
+        """Wait until something is ready, or the time is up, and handle it."""
+        blind = self._pidfd < 0
+        for fd, _ in self._poll.poll(min(left_ms, BLIND_MS) if blind else left_ms):
+            handler = self._handlers.get(fd)  # an earlier handler may have taken it off
+            if handler is not None:
+                handler()
+        if blind and has_ended(self._process):
+            self.ended = True
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            self.off(self._pidfd)
+            os.close(self._pidfd)
+
+    def _end(self) -> None:
+        self.ended = True
+
+    def _stop(self, stop: Stop) -> None:
+        self.stopped = True
+        self.off(stop.fd)
+
+
+class Kept:
+    """The first `head` and the last `tail` bytes of a stream."""
+
+    def __init__(self, head: int, tail: int = 0) -> None:
+        self._head_limit, self._tail_limit = head, tail
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._seen = 0
+
+    def feed(self, data: bytes) -> None:
+        self._seen += len(data)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        if data and self._tail_limit:
+            self._tail += data
+            if len(self._tail) > 2 * self._tail_limit + CHUNK_BYTES:
+                del self._tail[: -self._tail_limit]
+
+    @property
+    def head(self) -> bytes:
+        return bytes(self._head)
+
+    @property
+    def tail(self) -> bytes:
+        return bytes(self._tail[-self._tail_limit :]) if self._tail_limit else b""
+
+    @property
+    def dropped(self) -> int:
+        """Bytes that are in neither."""
+        return self._seen - len(self._head) - len(self.tail)
+
+
+def read_some(fd: int, kept: Kept, most: int) -> bool:
+    """Read what is there without blocking, until `most` bytes have come. False at the end of the stream."""
+    while most > 0:
+        try:
+            data = os.read(fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        kept.feed(data)
+        most -= len(data)
+    return True
