@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -18,7 +17,7 @@ from typing import IO, Any
 
 from .calls import DEFAULT_LIMIT, Call, Refused, Result
 from .frames import BODY_BYTES
-from .streams import CHUNK_BYTES, PIPE_BYTES, Kept, Watch, has_ended, read_some
+from .streams import CHUNK_BYTES, PIPE_BYTES, Kept, Outbox, Watch, has_ended, read_some
 
 _alive: dict[int, subprocess.Popen[bytes]] = {}
 _guard = threading.Lock()
@@ -100,7 +99,7 @@ def execute(call: Call) -> Result:
         with watch.until(call.stop):
             reads = [_gather(watch, stream, kept) for stream, kept in ((process.stdout, out), (process.stderr, err))]
             if process.stdin is not None:
-                _supply(watch, process.stdin, call.body)
+                Outbox(watch, process.stdin.fileno(), process.stdin.close).send(call.body)
             while not (watch.ended or watch.stopped or deadline.past):
                 watch.wait(deadline.left_ms)
             seconds = deadline.spent_s
@@ -133,24 +132,3 @@ def _gather(watch: Watch, stream: IO[bytes] | None, kept: Kept) -> Callable[[int
 
     watch.on(fd, functools.partial(read, CHUNK_BYTES))
     return read
-
-
-def _supply(watch: Watch, stream: IO[bytes], data: bytes) -> None:
-    """Write `data` into a pipe as it takes it, then close it. Nobody minds if it is not read."""
-    fd = stream.fileno()
-    os.set_blocking(fd, False)
-    unsent = memoryview(data)
-
-    def write() -> None:
-        nonlocal unsent
-        try:
-            unsent = unsent[os.write(fd, unsent[:CHUNK_BYTES]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            unsent = unsent[:0]
-        if not unsent:
-            watch.off(fd)
-            stream.close()
-
-    watch.on(fd, write, select.POLLOUT)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import signal
 import struct
 import subprocess
@@ -27,22 +26,10 @@ from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES
 from .idle import Idle
 from .processes import end_session, signal_group, start
-from .streams import Kept, Watch, read_some
-
-INTERRUPT_S = 1.0
-"""For a command to end after it was interrupted, and again after it was killed: it may tidy up, and the shell is quick."""
+from .streams import Kept, Outbox, Tap, Watch, converse, has_ended
 
 START_S = 10.0
 """For a shell to start, on a machine that is very busy."""
-
-STEP_BYTES = 1 << 20
-"""Read from the terminal before time and status are looked at again."""
-
-LEFTOVER_BYTES = 1 << 18
-"""Read after the status came: more than a terminal holds (64 KiB), so all that was printed before, and no endless stream."""
-
-BETWEEN_BYTES = 1 << 16
-"""Kept of what background jobs print between two calls: its end."""
 
 STATUS_BYTES = 4096
 """Kept of what comes on the status pipe: a line of ours is much shorter."""
@@ -69,8 +56,8 @@ SURROUNDINGS = {
 """Nothing asks, pages or colours."""
 
 OPTIONS = "--norc --noprofile --noediting +H +o history -i"
-"""Interactive, because only then does an interrupt end the whole command and leave the shell, and only then is there a foreground
-group; without history expansion, so that `!` means nothing."""
+"""Interactive, because only then an interrupt ends the whole command but not the shell, and a foreground group is there to be
+killed; without history expansion, so that `!` means nothing."""
 
 TERMINAL_HELD = f'exec "$0" {OPTIONS} {TERMINAL_FD}<>"$1"'
 """Opening the terminal as leader of a session makes it the controlling one."""
@@ -99,47 +86,39 @@ class Bash:
         try:
             kept = Kept(limit - limit // 2, limit // 2)
             lost = self._retire(kept)
-            terminal = self._terminal = self._terminal or _Terminal()
-            status, timed_out = terminal.run(call.body, kept, deadline, call.stop)
+            if self._terminal is None:
+                self._terminal = _Terminal(self._idle)
+            status, timed_out = self._terminal.run(call.body, kept, deadline, call.stop)
             if status is None:
+                status, lost = self._terminal.end(), True
                 self._terminal = None
-                status, lost = terminal.end(kept), True
-            else:
-                self._idle.watch(terminal.fd, terminal.between)
         finally:
             self._busy.release()
         fields = {"rc": status, "timed_out": timed_out, "restarted": lost, "dropped": kept.dropped}
         return {**fields, "seconds": deadline.spent_s, "split": len(kept.head)}, kept.head + kept.tail
 
     def _retire(self, kept: Kept) -> bool:
-        """Take the shell out of idleness. Was it dead? Then it is put away, and there is none."""
-        terminal = self._terminal
-        if terminal is None:
+        """Put away a shell that has died since the last call; its last words come first in this one. Did it?"""
+        if self._terminal is None or not has_ended(self._terminal.process):
             return False
-        self._idle.unwatch(terminal.fd)
-        terminal.catch_up(kept)
-        if not terminal.dead():
-            return False
+        self._terminal.tap.open(kept)
+        self._terminal.end()
         self._terminal = None
-        terminal.end(kept)
         return True
 
 
 class _Terminal:
     """A pseudo-terminal and the shell on it."""
 
-    def __init__(self) -> None:
-        self.fd, self._slave = os.openpty()
+    def __init__(self, idle: Idle) -> None:
+        master, self._slave = os.openpty()
+        self.tap = Tap(master, idle)
         self._attributes = _make_raw(self._slave)
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, SIZE)
-        self._lock = threading.Lock()
-        self._resting = False
-        self._between = self._kept = Kept(0, BETWEEN_BYTES)
-        self._unsent = b""
         self._told = b""
         self._status = 0
         try:
-            self._process = start(
+            self.process = start(
                 ["bash", "--norc", "--noprofile", "-c", TERMINAL_HELD, "bash", os.ttyname(self._slave)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -147,99 +126,52 @@ class _Terminal:
                 env={**os.environ, **SURROUNDINGS},
             )
         except OSError as error:
-            os.close(self.fd)
+            os.close(master)
             os.close(self._slave)
             raise Failed(f"bash cannot be started: {error.strerror}") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._commands, self._statuses = self._process.stdin.fileno(), self._process.stdout.fileno()
-        for fd in (self.fd, self._commands, self._statuses):
-            os.set_blocking(fd, False)
-        self._watch = Watch(self._process)
-        self._watch.on(self.fd, self._read)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._statuses = self.process.stdout.fileno()
+        self._watch = Watch(self.process)
+        self._watch.on(master, self.tap.read)
         self._watch.on(self._statuses, self._listen)
+        self._commands = Outbox(self._watch, self.process.stdin.fileno())
         self._start()
 
     def _start(self) -> None:
         stop = Stop()
         try:
-            status, _ = self.run(b"", self._between, Deadline(START_S), stop)
+            status, _ = self.run(b"", Kept(0), Deadline(START_S), stop)
         finally:
             stop.close()
         if status is None:
-            raise Failed(f"bash does not start: exit status {self.end(self._between)}")
+            raise Failed(f"bash does not start: exit status {self.end()}")
 
     def run(self, command: bytes, kept: Kept, deadline: Deadline, stop: Stop) -> tuple[int | None, bool]:
         """Its exit status, or None if the shell has ended or must be; and whether it ran out of time."""
         name = os.urandom(16).hex().encode()
         if termios.tcgetattr(self._slave) != self._attributes:
             termios.tcsetattr(self._slave, termios.TCSANOW, self._attributes)
-        self._kept, self._told = kept, b""
-        self._send(_line(command, name, self._status))
+        self.tap.open(kept)
+        self._told = b""
+        self._commands.send(_line(command, name, self._status))
         stages = [self._interrupt, self._kill]
-        timed_out = False
-        with self._watch.until(stop):
-            while (status := self._find(name)) is None and not self._watch.ended:
-                self._watch.wait(deadline.left_ms)
-                if deadline.past or self._watch.stopped:
-                    timed_out, self._watch.stopped = True, False
-                    if not stages:
-                        break
-                    stages.pop(0)()
-                    deadline = Deadline(INTERRUPT_S)
-        read_some(self.fd, kept, LEFTOVER_BYTES)
+        status, timed_out = converse(self._watch, lambda: self._find(name), deadline, stop, stages)
         if status is not None:
             self._status = status
-            self._resting = True
+            self.tap.rest()
         return status, timed_out
 
-    def between(self) -> None:
-        """Keep what a background job prints while no call is."""
-        with self._lock:
-            if self._resting:
-                read_some(self.fd, self._between, STEP_BYTES)
-
-    def catch_up(self, kept: Kept) -> None:
-        """What was printed between calls comes first in the next one's output."""
-        with self._lock:
-            self._resting = False
-            kept.feed(self._between.tail)
-            self._between = Kept(0, BETWEEN_BYTES)
-
-    def dead(self) -> bool:
-        self._watch.wait(0.0)
-        return self._watch.ended
-
-    def end(self, kept: Kept) -> int:
+    def end(self) -> int:
         """Kill what is left of the session, and close. The exit status of the shell, 128 and the signal if that ended it."""
-        status = end_session(self._process)
-        read_some(self.fd, kept, LEFTOVER_BYTES)
+        status = end_session(self.process)
         self._watch.close()
-        for stream in (self._process.stdin, self._process.stdout):
+        self.tap.close()
+        for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()
-        os.close(self.fd)
         os.close(self._slave)
         return status if status >= 0 else 128 - status
-
-    def _send(self, line: bytes) -> None:
-        self._unsent = line
-        self._feed()
-        if self._unsent:
-            self._watch.on(self._commands, self._feed, select.POLLOUT)
-
-    def _feed(self) -> None:
-        try:
-            self._unsent = self._unsent[os.write(self._commands, self._unsent) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:  # the shell has ended, which the watch tells
-            self._unsent = b""
-        if not self._unsent:
-            self._watch.off(self._commands)
-
-    def _read(self) -> None:
-        read_some(self.fd, self._kept, STEP_BYTES)
 
     def _listen(self) -> None:
         told = os.read(self._statuses, STATUS_BYTES)
@@ -254,20 +186,20 @@ class _Terminal:
     def _foreground(self) -> int:
         """The process group that the terminal belongs to: the command's, or the shell's own while it computes."""
         with contextlib.suppress(OSError):
-            group = os.tcgetpgrp(self.fd)
-            if group > 0 and os.getsid(group) == self._process.pid:
+            group = os.tcgetpgrp(self.tap.fd)
+            if group > 0 and os.getsid(group) == self.process.pid:
                 return group
-        return self._process.pid
+        return self.process.pid
 
     def _interrupt(self) -> None:
         group = self._foreground()
         signal_group(group, signal.SIGINT)
-        for stopped in {group, self._process.pid}:
+        for stopped in {group, self.process.pid}:
             signal_group(stopped, signal.SIGCONT)
 
     def _kill(self) -> None:
         group = self._foreground()
-        if group != self._process.pid:
+        if group != self.process.pid:
             signal_group(group, signal.SIGKILL)
 
 

@@ -6,15 +6,29 @@ import contextlib
 import os
 import select
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from .calls import Stop
+from .calls import Deadline, Stop
+from .idle import Idle
+
+Answer = TypeVar("Answer")
 
 CHUNK_BYTES = 1 << 16
 """Read at once: what a pipe holds."""
 
 PIPE_BYTES = 1 << 20
-"""The most that a pipe can hold: read after a program has ended, so that a grandchild which goes on writing keeps nobody."""
+"""The most that a pipe or terminal can hold: read at an end, so that a grandchild which goes on writing keeps nobody."""
+
+STEP_BYTES = 1 << 20
+"""Read before time is looked at again."""
+
+BETWEEN_BYTES = 1 << 16
+"""Kept of what comes between two calls: its end."""
+
+STAGE_S = 1.0
+"""For a command to end after it was interrupted, and again after it was killed: time to tidy up."""
 
 BLIND_MS = 20.0
 """Between looks whether a program has ended, where the system has no pidfd."""
@@ -133,3 +147,95 @@ def read_some(fd: int, kept: Kept, most: int) -> bool:
         kept.feed(data)
         most -= len(data)
     return True
+
+
+class Outbox:
+    """Writes into a pipe or socket as it takes it. Nobody minds if it is not read."""
+
+    def __init__(self, watch: Watch, fd: int, sent: Callable[[], object] = lambda: None) -> None:
+        os.set_blocking(fd, False)
+        self._watch, self._fd, self._sent = watch, fd, sent
+        self._unsent = memoryview(b"")
+
+    def send(self, data: bytes) -> None:
+        """Replaces what was not sent yet. `sent` is called when all is, or nobody will read it."""
+        self._unsent = memoryview(data)
+        self._write()
+        if self._unsent:
+            self._watch.on(self._fd, self._write, select.POLLOUT)
+
+    def _write(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._fd, self._unsent) :]
+        except BlockingIOError:
+            return
+        except (BrokenPipeError, ConnectionResetError):  # the watch tells of the reader's end
+            self._unsent = self._unsent[:0]
+        if not self._unsent:
+            self._watch.off(self._fd)
+            self._sent()
+
+
+class Tap:
+    """A descriptor that is read for the call that runs, and between calls for itself, so that nobody blocks on it."""
+
+    def __init__(self, fd: int, idle: Idle) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self._idle = idle
+        self._lock = threading.Lock()
+        self._between = self._kept = Kept(0, BETWEEN_BYTES)
+        self._resting = False
+
+    def open(self, kept: Kept) -> None:
+        """A call begins: what came since the last one is the first that it gets."""
+        self._idle.unwatch(self.fd)
+        with self._lock:
+            self._resting = False
+            kept.feed(self._between.tail)
+            self._between, self._kept = Kept(0, BETWEEN_BYTES), kept
+
+    def read(self) -> None:
+        """What is there, or a part of it if that is much. To be called when there is something, during a call."""
+        read_some(self.fd, self._kept, STEP_BYTES)
+
+    def rest(self) -> None:
+        """The call is over: what was written before is its own, what comes now is not."""
+        read_some(self.fd, self._kept, PIPE_BYTES)
+        with self._lock:
+            self._kept, self._resting = self._between, True
+        self._idle.watch(self.fd, self._trickle)
+
+    def close(self) -> None:
+        """The last that was written goes to the call that runs."""
+        read_some(self.fd, self._kept, PIPE_BYTES)
+        os.close(self.fd)
+
+    def _trickle(self) -> None:
+        with self._lock:
+            if self._resting and not read_some(self.fd, self._between, STEP_BYTES):
+                self._idle.unwatch(self.fd)
+
+
+def converse(
+    watch: Watch,
+    found: Callable[[], Answer | None],
+    deadline: Deadline,
+    stop: Stop,
+    stages: list[Callable[[], None]],
+) -> tuple[Answer | None, bool]:
+    """Wait for an answer; where time runs out, go through `stages`, each of which has `STAGE_S` to bring it about.
+
+    The answer, or None where the child has ended or no stage is left; and whether time ran out.
+    """
+    timed_out = False
+    with watch.until(stop):
+        while (answer := found()) is None and not watch.ended:
+            watch.wait(deadline.left_ms)
+            if deadline.past or watch.stopped:
+                timed_out, watch.stopped = True, False
+                if not stages:
+                    break
+                stages.pop(0)()
+                deadline = Deadline(STAGE_S)
+    return answer, timed_out
