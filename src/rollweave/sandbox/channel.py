@@ -20,6 +20,9 @@ RECEIVE_BYTES = 1 << 18
 UNSENT_BYTES = 1 << 28
 """That may wait for a sandbox that does not read: a few of the largest bodies."""
 
+SLACK_S = 5.0
+"""Seconds that a sandbox has beyond an action's own limit to say how it ended: it kills, reaps and reads what is left."""
+
 FORGOTTEN = 1024
 """Calls that may be owed a late answer: a sandbox that owes more does not answer at all."""
 
@@ -57,19 +60,25 @@ class Channel:
         """Why nothing more comes; empty while the peer is there."""
         return self._lost
 
-    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: object) -> Reply:
-        """Ask for `action` and wait for its answer, at most `timeout_s` seconds.
+    async def call(
+        self, action: str, body: bytes = b"", *, timeout_s: float, slack_s: float = SLACK_S, **args: object
+    ) -> Reply:
+        """Ask for `action` and wait for its answer.
 
-        Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox says, SandboxTimeoutError where it says
-        nothing in time, SandboxLostError where it is gone, and ValueError for arguments that do not fit into a frame.
+        `timeout_s` is the action's own limit inside, where it has one: a program is killed then, which its answer tells. After
+        `slack_s` more there is no answer. Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox says,
+        SandboxTimeoutError where it says nothing in time, SandboxLostError where it is gone, and ValueError for arguments that
+        do not fit into a frame.
         """
         if self._lost:
             raise SandboxLostError(self._lost)
         call_id = self._next_id
-        frame = pack({**args, "id": call_id, "action": action}, body)
+        frame = pack({**args, "id": call_id, "action": action, "timeout_s": timeout_s}, body)
         self._next_id += 1
-        future = self._calls[call_id] = self._loop.create_future()
-        timer = self._loop.call_later(timeout_s, self._expire, future, f"no answer to {action} within {timeout_s} s")
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._calls[call_id] = future
+        limit_s = timeout_s + slack_s
+        timer = self._loop.call_later(limit_s, self._expire, future, f"no answer to {action} within {limit_s:g} s")
         self._send(frame)
         try:
             return await future

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .calls import Call, Failed, Refused, Result, Stop
+from .cells import Cells
+from .editor import Editor
 from .files import read, write
 from .frames import Frame, FrameDecoder, FrameError, pack
 from .idle import Idle
@@ -38,7 +40,20 @@ def ping(call: Call) -> Result:
 
 def actions(idle: Idle) -> dict[str, Action]:
     """Everything this server can do, by name. The tools among them keep their state here."""
-    return {"ping": ping, "exec": execute, "read": read, "write": write, "bash": Bash(idle)}
+    editor = Editor()
+    return {
+        "ping": ping,
+        "exec": execute,
+        "read": read,
+        "write": write,
+        "bash": Bash(idle),
+        "ipython": Cells(idle),
+        "view": editor.view,
+        "create": editor.create,
+        "replace": editor.replace,
+        "insert": editor.insert,
+        "undo": editor.undo,
+    }
 
 
 class Server:
@@ -158,11 +173,17 @@ class Server:
 
 
 def main(argv: list[str]) -> None:
-    """Serve the socket that `--fd` names, then end, whatever threads still do."""
+    """Serve the socket that `--fd` names, then end, whatever threads still do. With `--cells`, be the interpreter of cells."""
     parser = argparse.ArgumentParser(prog="inside")
     parser.add_argument("--fd", type=int, required=True, help="an inherited, connected stream socket")
-    fd = parser.parse_args(argv).fd
-    os.set_inheritable(fd, False)
-    with socket.socket(fileno=fd) as sock:
-        Server(sock).run()
-        os._exit(0)
+    parser.add_argument("--cells", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    os.set_inheritable(options.fd, False)
+    with socket.socket(fileno=options.fd) as sock:
+        if options.cells:
+            from .worker import serve
+
+            serve(sock)
+        else:
+            Server(sock).run()
+            os._exit(0)

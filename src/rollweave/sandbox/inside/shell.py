@@ -26,7 +26,7 @@ from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES
 from .idle import Idle
 from .processes import end_session, signal_group, start
-from .streams import Kept, Outbox, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Kept, Outbox, Tap, Watch, converse, has_ended
 
 START_S = 10.0
 """For a shell to start, on a machine that is very busy."""
@@ -80,14 +80,14 @@ class Bash:
         if b"\0" in call.body or len(call.body) > COMMAND_BYTES:
             raise Refused(f"command must have at most {COMMAND_BYTES} bytes and no NUL, got {len(call.body)} bytes")
         limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
-        deadline = call.deadline()
-        if not self._busy.acquire(blocking=False):
+        if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("bash runs one command at a time, and one is running")
         try:
             kept = Kept(limit - limit // 2, limit // 2)
             lost = self._retire(kept)
             if self._terminal is None:
-                self._terminal = _Terminal(self._idle)
+                self._terminal = _Terminal(self._idle, call.stop)
+            deadline = call.deadline()  # a start is not the command's
             status, timed_out = self._terminal.run(call.body, kept, deadline, call.stop)
             if status is None:
                 status, lost = self._terminal.end(), True
@@ -110,7 +110,7 @@ class Bash:
 class _Terminal:
     """A pseudo-terminal and the shell on it."""
 
-    def __init__(self, idle: Idle) -> None:
+    def __init__(self, idle: Idle, stop: Stop) -> None:
         master, self._slave = os.openpty()
         self.tap = Tap(master, idle)
         self._attributes = _make_raw(self._slave)
@@ -136,14 +136,10 @@ class _Terminal:
         self._watch.on(master, self.tap.read)
         self._watch.on(self._statuses, self._listen)
         self._commands = Outbox(self._watch, self.process.stdin.fileno())
-        self._start()
+        self._start(stop)
 
-    def _start(self) -> None:
-        stop = Stop()
-        try:
-            status, _ = self.run(b"", Kept(0), Deadline(START_S), stop)
-        finally:
-            stop.close()
+    def _start(self, stop: Stop) -> None:
+        status, _ = self.run(b"", Kept(0), Deadline(START_S), stop)
         if status is None:
             raise Failed(f"bash does not start: exit status {self.end()}")
 

@@ -27,6 +27,9 @@ STEP_BYTES = 1 << 20
 BETWEEN_BYTES = 1 << 16
 """Kept of what comes between two calls: its end."""
 
+BUSY_S = 5.0
+"""For a call whose caller has left to end: all its stages."""
+
 STAGE_S = 1.0
 """For a command to end after it was interrupted, and again after it was killed: time to tidy up."""
 
@@ -48,7 +51,7 @@ class Watch:
         self.ended = self.stopped = False
         self._process = process
         self._poll = select.poll()
-        self._handlers: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], object]] = {}
         try:
             self._pidfd = os.pidfd_open(process.pid)
         except (AttributeError, OSError):  # an old Python or kernel, or a seccomp filter
@@ -56,7 +59,7 @@ class Watch:
         else:
             self.on(self._pidfd, self._end)
 
-    def on(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
+    def on(self, fd: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
         self._handlers[fd] = handler
         self._poll.register(fd, events)
 
@@ -195,9 +198,9 @@ class Tap:
             kept.feed(self._between.tail)
             self._between, self._kept = Kept(0, BETWEEN_BYTES), kept
 
-    def read(self) -> None:
-        """What is there, or a part of it if that is much. To be called when there is something, during a call."""
-        read_some(self.fd, self._kept, STEP_BYTES)
+    def read(self) -> bool:
+        """What is there, or a part of it if that is much; False at the end of the stream. To be called during a call."""
+        return read_some(self.fd, self._kept, STEP_BYTES)
 
     def rest(self) -> None:
         """The call is over: what was written before is its own, what comes now is not."""

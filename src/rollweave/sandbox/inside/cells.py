@@ -1,0 +1,171 @@
+"""`ipython`: one interpreter that lives from cell to cell, in a process that can be killed. Python 3.9, stdlib alone.
+
+The interpreter (`worker.py`) takes IPython where it is installed, and says so where it has to do without. Its standard output
+and error are one pipe, read here, so that what was printed is there even if the process is not.
+
+Invariants: a cell has an empty standard input; when it runs out of time its process group is interrupted, then killed, and the
+reply says so; what the interpreter sends is bounded, and anything that is no answer to the cell ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
+from .frames import BODY_BYTES, FrameDecoder, FrameError, pack
+from .idle import Idle
+from .processes import end_session, signal_group, start
+from .shell import SURROUNDINGS
+from .streams import BUSY_S, Kept, Outbox, Tap, Watch, converse, has_ended
+
+START_S = 60.0
+"""For an interpreter to start: IPython is hundreds of files, from a cold disk."""
+
+RECEIVE_BYTES = 1 << 18
+"""Taken from the socket at once."""
+
+CELL_BYTES = 4 << 20
+"""Of the longest cell."""
+
+
+class Cells:
+    """The action `ipython`, whose body is the cell."""
+
+    def __init__(self, idle: Idle) -> None:
+        self._idle = idle
+        self._busy = threading.Lock()
+        self._interpreter: _Interpreter | None = None
+
+    def __call__(self, call: Call) -> Result:
+        """Run the cell; the body of the reply is the first `split` bytes printed, then the last, `dropped` between.
+
+        `result` is the text of the last expression's value, or null; `error` has `name`, `message` and `traceback`, or is null.
+        `died`: the exit status, 128 and the signal if that ended it, where the cell ended the interpreter, or null.
+        `restarted`: names and imports were lost, before this cell or by it. `interpreter` is `ipython` or `python`.
+        """
+        limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
+        if len(call.body) > CELL_BYTES:
+            raise Refused(f"cell must have at most {CELL_BYTES} bytes, got {len(call.body)}")
+        if not self._busy.acquire(timeout=BUSY_S):
+            raise Refused("ipython runs one cell at a time, and one is running")
+        try:
+            kept = Kept(limit - limit // 2, limit // 2)
+            lost = self._retire(kept)
+            if self._interpreter is None:
+                self._interpreter = _Interpreter(self._idle, call.stop)
+            deadline = call.deadline()  # a start is not the cell's
+            kind = self._interpreter.kind
+            answer, timed_out = self._interpreter.run(call.body, kept, deadline, call.stop)
+            died = None
+            if answer is None:
+                answer, died, lost = {"result": None, "error": None}, self._interpreter.end(), True
+                self._interpreter = None
+        finally:
+            self._busy.release()
+        fields = {"timed_out": timed_out, "restarted": lost, "died": died, "dropped": kept.dropped, "interpreter": kind}
+        return {**answer, **fields, "seconds": deadline.spent_s, "split": len(kept.head)}, kept.head + kept.tail
+
+    def _retire(self, kept: Kept) -> bool:
+        """Put away an interpreter that has died since the last call; its last words come first in this one. Did it?"""
+        if self._interpreter is None or not has_ended(self._interpreter.process):
+            return False
+        self._interpreter.tap.open(kept)
+        self._interpreter.end()
+        self._interpreter = None
+        return True
+
+
+class _Interpreter:
+    """One process of `worker.py`."""
+
+    def __init__(self, idle: Idle, stop: Stop) -> None:
+        self._socket, theirs = socket.socketpair()
+        reader, writer = os.pipe()
+        self.tap = Tap(reader, idle)
+        try:
+            self.process = start(
+                [sys.executable, os.path.dirname(os.path.abspath(__file__)), "--cells", "--fd", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, **SURROUNDINGS, "PYTHONIOENCODING": "utf-8:backslashreplace"},
+            )
+        except OSError as error:
+            self._socket.close()
+            os.close(reader)
+            raise Failed(f"python cannot be started: {error.strerror}") from error
+        finally:
+            theirs.close()
+            os.close(writer)
+        self._watch = Watch(self.process)
+        self._watch.on(reader, self._read)
+        self._watch.on(self._socket.fileno(), self._listen)
+        self._sending = self._socket.dup()  # a watch knows one handler for a descriptor
+        self._cells = Outbox(self._watch, self._sending.fileno())
+        self._decoder = FrameDecoder()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._number = 0
+        self.kind = self._start(stop)
+
+    def _start(self, stop: Stop) -> str:
+        kept = Kept(4096)
+        self.tap.open(kept)
+        hello, _ = converse(self._watch, lambda: self._answers.pop(0, None), Deadline(START_S), stop, [])
+        if hello is None:
+            raise Failed(f"python does not start: exit status {self.end()}: {kept.head.decode(errors='replace')}")
+        return str(hello.get("interpreter"))
+
+    def run(self, cell: bytes, kept: Kept, deadline: Deadline, stop: Stop) -> tuple[dict[str, Any] | None, bool]:
+        """The answer, or None if the interpreter has ended or must be; and whether the cell ran out of time."""
+        self._number += 1
+        self.tap.open(kept)
+        self._cells.send(pack({"id": self._number}, cell))
+        answer, timed_out = converse(self._watch, self._find, deadline, stop, [self._interrupt])
+        if answer is not None:
+            self.tap.rest()
+        return answer, timed_out
+
+    def end(self) -> int:
+        """Kill what is left of the session, and close. The exit status, 128 and the signal if that ended it."""
+        status = end_session(self.process)
+        self._watch.close()
+        self.tap.close()
+        self._socket.close()
+        self._sending.close()
+        return status if status >= 0 else 128 - status
+
+    def _read(self) -> None:
+        if not self.tap.read():
+            self._watch.off(self.tap.fd)
+
+    def _listen(self) -> None:
+        """Garbage and the end of the stream are the interpreter's end: it is killed, which the watch tells."""
+        try:
+            data = os.read(self._socket.fileno(), RECEIVE_BYTES)
+            self._decoder.feed(data)
+            while (frame := self._decoder.take()) is not None:
+                self._answers[frame[0]["id"]] = frame[0]
+                if len(self._answers) > 1:
+                    raise FrameError("more than one answer")
+        except (ConnectionResetError, FrameError):
+            data = b""
+        if not data:
+            self._watch.off(self._socket.fileno())
+            signal_group(self.process.pid, signal.SIGKILL)
+
+    def _find(self) -> dict[str, Any] | None:
+        answer = self._answers.pop(self._number, None)
+        if answer is None:
+            return None
+        return {"result": answer.get("result"), "error": answer.get("error")}
+
+    def _interrupt(self) -> None:
+        signal_group(self.process.pid, signal.SIGINT)
+        signal_group(self.process.pid, signal.SIGCONT)

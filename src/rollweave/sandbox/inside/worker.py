@@ -1,0 +1,169 @@
+"""The process that runs the agent's cells, one after another, with IPython if that can be imported. Python 3.9, stdlib alone.
+
+It gets a cell as a frame and answers with `result` and `error` (see `cells`). Invariants: every cell that returns is answered
+once; an interrupt is raised in the agent's code or not at all; texts in an answer are bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import linecache
+import os
+import signal
+import socket
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .frames import FrameDecoder, pack
+
+TEXT_CHARS = 100_000
+"""Of a result, a message or a traceback: more is read by nobody."""
+
+RECEIVE_BYTES = 1 << 18
+"""Taken from the socket at once."""
+
+Answer = dict[str, Any]
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer cells until the other end closes."""
+    interrupts = _Interrupts()
+    sys.path.insert(0, "")
+    sys.argv = [""]
+    run: Callable[[str], Answer]
+    try:
+        run, kind = _ipython(), "ipython"
+    except ImportError:
+        run, kind = Plain().run, "python"
+    decoder, us = FrameDecoder(), os.getpid()
+    sock.sendall(pack({"id": 0, "interpreter": kind}))
+    while data := sock.recv(RECEIVE_BYTES):
+        decoder.feed(data)
+        while (frame := decoder.take()) is not None:
+            header, body = frame
+            answer: Answer = {"result": None, "error": None}
+            try:
+                with interrupts:
+                    answer = run(body.decode())
+            except BaseException as error:
+                answer["error"] = _described(error, None)
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            if os.getpid() != us:  # the cell forked and came back twice: there is one answer
+                os._exit(0)
+            sock.sendall(pack({"id": header["id"], **answer}))
+
+
+class _Interrupts:
+    """SIGINT raises KeyboardInterrupt within, and does nothing outside."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        signal.signal(signal.SIGINT, self._raise)
+
+    def __enter__(self) -> None:
+        self._inside = True
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = False
+        signal.signal(signal.SIGINT, self._raise)  # the cell may have put its own
+
+    def _raise(self, number: int, frame: object) -> None:
+        if self._inside:
+            raise KeyboardInterrupt
+
+
+class Plain:
+    """Cells without IPython: the last expression's value is the result, names persist, and there is no magic."""
+
+    def __init__(self) -> None:
+        self._module = types.ModuleType("__main__")
+        sys.modules["__main__"] = self._module
+        self._count = 0
+
+    def run(self, cell: str) -> Answer:
+        self._count += 1
+        name = f"<cell {self._count}>"
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)  # tracebacks quote it
+        names = self._module.__dict__
+        result = None
+        try:
+            tree = ast.parse(cell, name)
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, name, "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+                if value is not None:
+                    names["_"] = value
+                    result = _short(repr(value))
+        except BaseException as error:
+            where = error.__traceback__
+            while where is not None and not where.tb_frame.f_code.co_filename.startswith("<cell "):
+                where = where.tb_next
+            return {"result": None, "error": _described(error, where)}
+        return {"result": result, "error": None}
+
+
+def _ipython() -> Callable[[str], Answer]:
+    """A function that runs a cell in IPython: no colour, no history file, and what it would print as Out and Error is told."""
+    from IPython import version_info
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    config: Any = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor" if version_info[0] >= 9 else "NoColor"
+    shell: Any = InteractiveShell.instance(config=config)
+    results: list[str] = []
+    errors: list[dict[str, str]] = []
+    hook = shell.displayhook
+    hook.write_output_prompt = lambda: None
+    hook.finish_displayhook = lambda: None
+    hook.write_format_data = lambda data, *_: results.append(data.get("text/plain", ""))
+    shell._showtraceback = lambda _, error, lines: errors.append({**_named(error), "traceback": _short("\n".join(lines))})
+    shell.system = shell.system_raw  # no terminal of its own: what a program prints goes where ours does
+    shell.ask_exit = _leave
+
+    def run(cell: str) -> Answer:
+        results.clear()
+        errors.clear()
+        outcome = shell.run_cell(cell, store_history=True)
+        error = outcome.error_before_exec or outcome.error_in_exec
+        if error is not None and not errors:
+            errors.append(_described(error, error.__traceback__))
+        result = _short("\n".join(results)) if results else None
+        return {"result": result, "error": errors[-1] if errors else None}
+
+    return run
+
+
+def _leave() -> None:
+    """`exit` ends the interpreter, and the next cell has a new one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _described(error: BaseException, where: types.TracebackType | None) -> dict[str, str]:
+    try:
+        text = "".join(traceback.format_exception(type(error), error, where))
+    except BaseException:  # its own __str__ fails
+        text = type(error).__name__
+    return {**_named(error), "traceback": _short(text)}
+
+
+def _named(error: BaseException) -> dict[str, str]:
+    try:
+        message = str(error)
+    except BaseException:  # the agent's own class
+        message = ""
+    return {"name": type(error).__name__, "message": _short(message)}
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}… ({len(text) - TEXT_CHARS} more characters)"
