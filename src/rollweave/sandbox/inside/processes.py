@@ -70,7 +70,7 @@ def _session(leader: int) -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
                 if int(file.read().rpartition(b")")[2].split()[3]) == leader:
                     found.append(int(entry))
     return found

@@ -204,7 +204,7 @@ def _line(command: bytes, name: bytes, before: int) -> bytes:
     terminal = b"%d" % TERMINAL_FD
     return b"".join(
         (
-            b"(exit %d)\n" % before if before else b"",  # so that `$?` lives on, too
+            b"(\\builtin exit %d)\n" % before if before else b"",  # so that `$?` lives on, too
             b"\\builtin eval -- '",
             command.replace(b"'", b"'\\''"),
             b"' </dev/null >&" + terminal + b" 2>&" + terminal + b"\n",

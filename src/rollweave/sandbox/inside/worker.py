@@ -134,8 +134,9 @@ def _ipython() -> Callable[[str], Answer]:
         errors.clear()
         outcome = shell.run_cell(cell, store_history=True)
         error = outcome.error_before_exec or outcome.error_in_exec
-        if error is not None and not errors:
-            errors.append(_described(error, error.__traceback__))
+        if error is not None:  # what is shown may be another one, which showing it has raised
+            shown = errors[-1]["traceback"] if errors else ""
+            errors.append({**_named(error), "traceback": shown} if shown else _described(error, error.__traceback__))
         result = _short("\n".join(results)) if results else None
         return {"result": result, "error": errors[-1] if errors else None}
 

@@ -1,0 +1,58 @@
+"""The action server as a process, for tests: isolated and without site packages, as any Python of a sandbox may run it."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from rollweave.sandbox import inside
+from rollweave.sandbox.channel import Channel
+
+FOLDER = Path(inside.__file__).parent
+
+ISOLATED = ("-I", "-S")
+
+
+def start(flags: Sequence[str] = ISOLATED, cwd: Path | None = None) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *flags, str(FOLDER), "--fd", str(theirs.fileno())], pass_fds=(theirs.fileno(),), cwd=cwd
+        )
+    return process, ours
+
+
+@contextlib.asynccontextmanager
+async def served(cwd: Path | None = None) -> AsyncIterator[Channel]:
+    """A channel to a server, which has ended, on its own, when this ends."""
+    process, ours = start(cwd=cwd)
+    channel = Channel(ours)
+    try:
+        yield channel
+    finally:
+        channel.close()
+        try:
+            status = process.wait(20)
+        finally:
+            process.kill()
+            process.wait()
+        assert status in (0, -9)
+
+
+async def wait_for_end(pid: int) -> None:
+    """Return when a process, which need not be ours, has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), 20)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,213 @@
+"""The host's end, against peers that are slow, silent, gone or mad: every call ends, with a typed error where it must."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.sandbox import channel as module
+from rollweave.sandbox.channel import Channel, Reply
+from rollweave.sandbox.inside.frames import FrameDecoder, pack
+from rollweave.schema.errors import (
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
+
+
+class Peer:
+    """The other end of a channel, spoken by hand."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._decoder = FrameDecoder()
+
+    async def request(self) -> tuple[dict[str, Any], bytes]:
+        loop = asyncio.get_running_loop()
+        while (frame := self._decoder.take()) is None:
+            self._decoder.feed(await asyncio.wait_for(loop.sock_recv(self.socket, 65536), 10))
+        return frame
+
+    def reply(self, call_id: int, body: bytes = b"", **fields: object) -> None:
+        self.socket.sendall(pack({"ok": True, **fields, "id": call_id}, body))
+
+
+@contextlib.asynccontextmanager
+async def paired() -> AsyncIterator[tuple[Channel, Peer]]:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    try:
+        yield channel, Peer(theirs)
+    finally:
+        channel.close()
+        theirs.close()
+
+
+def asked(channel: Channel, action: str = "do", *, timeout_s: float = 20.0, **args: object) -> asyncio.Task[Reply]:
+    return asyncio.create_task(channel.call(action, timeout_s=timeout_s, slack_s=0.0, **args))  # type: ignore[arg-type]
+
+
+async def test_calls_overlap_and_are_answered_in_any_order() -> None:
+    async with paired() as (channel, peer):
+        calls = [asked(channel, number=number) for number in range(20)]
+        requests = [(await peer.request())[0] for _ in calls]
+        for header in reversed(requests):
+            peer.reply(header["id"], str(header["number"]).encode())
+        assert [int((await call).body) for call in calls] == list(range(20))
+
+
+async def test_the_limit_of_the_action_is_sent() -> None:
+    async with paired() as (channel, peer):
+        call = asked(channel, timeout_s=7.0, path="x")
+        header, _ = await peer.request()
+        assert header == {"id": 1, "action": "do", "timeout_s": 7.0, "path": "x"}
+        peer.reply(1, size=3)
+        assert await call == Reply(header={"size": 3}, body=b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("timeout", SandboxTimeoutError), ("refused", SandboxRefusedError), ("failed", SandboxError), ("new", SandboxError)],
+)
+async def test_what_the_sandbox_says_is_raised(kind: str, error: type[Exception]) -> None:
+    async with paired() as (channel, peer):
+        call = asked(channel)
+        header, _ = await peer.request()
+        peer.reply(header["id"], ok=False, kind=kind, error="why")
+        with pytest.raises(error, match=r"^why$") as caught:
+            await call
+        assert type(caught.value) is error
+
+
+async def test_no_answer_in_time_and_then_a_late_one() -> None:
+    async with paired() as (channel, peer):
+        with pytest.raises(SandboxTimeoutError, match=r"no answer to do within 0\.01 s"):
+            await asked(channel, timeout_s=0.01)
+        assert (await peer.request())[0]["action"] == "do"
+        assert (await peer.request())[0] == {"id": 1, "action": "cancel"}
+        peer.reply(1, b"late")
+        call = asked(channel)
+        peer.reply((await peer.request())[0]["id"], b"in time")
+        assert (await call).body == b"in time"
+
+
+async def test_a_cancelled_call_is_told_and_forgotten() -> None:
+    async with paired() as (channel, peer):
+        call = asked(channel)
+        await peer.request()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await peer.request())[0] == {"id": 1, "action": "cancel"}
+        peer.reply(1)
+        again = asked(channel)
+        peer.reply((await peer.request())[0]["id"])
+        await again
+        assert not channel.lost
+
+
+async def test_a_lost_peer_ends_all_calls_and_all_later_ones() -> None:
+    async with paired() as (channel, peer):
+        calls = [asked(channel) for _ in range(3)]
+        await peer.request()
+        peer.socket.close()
+        for call in calls:
+            with pytest.raises(SandboxLostError):
+                await call
+        with pytest.raises(SandboxLostError):
+            await channel.call("do", timeout_s=1.0)
+        assert channel.lost
+
+
+async def test_closing_ends_calls() -> None:
+    async with paired() as (channel, peer):
+        call = asked(channel)
+        await peer.request()
+        channel.close()
+        with pytest.raises(SandboxLostError, match="closed"):
+            await call
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pack({"id": 2, "ok": True}),
+        pack({"id": 0, "ok": True}),
+        pack({"id": 1}),
+        pack({"id": 1, "ok": 1}),
+        pack({"id": 1, "ok": False}),
+        pack({"id": 1, "ok": False, "error": 3, "kind": []}),
+        pack({"id": 1, "ok": False, "error": "x", "kind": ["timeout"]}),
+        pack({"id": 1, "ok": True}) * 2,
+        b"\xff" * 8,
+    ],
+)
+async def test_what_is_no_answer_ends_the_channel(frame: bytes) -> None:
+    async with paired() as (channel, peer):
+        call = asked(channel)
+        await peer.request()
+        peer.socket.sendall(frame)
+        with contextlib.suppress(SandboxLostError):
+            await call
+        with pytest.raises(SandboxLostError, match=r"no reply of ours"):
+            await channel.call("do", timeout_s=20.0)
+
+
+torn = st.integers(0, 70).map(lambda cut: pack({"id": 1, "ok": True}, b"x" * 50)[:cut])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=100) | torn)
+def test_any_bytes_end_the_call_or_leave_it_waiting(data: bytes) -> None:
+    async def main() -> None:
+        async with paired() as (channel, peer):
+            call = asked(channel)
+            await peer.request()
+            peer.socket.sendall(data)
+            peer.socket.close()
+            with contextlib.suppress(SandboxError):
+                assert isinstance(await asyncio.wait_for(call, 10), Reply)
+
+    asyncio.run(main())
+
+
+async def test_a_peer_that_never_answers_is_given_up() -> None:
+    async with paired() as (channel, peer):
+
+        async def drain() -> None:
+            while True:
+                await peer.request()
+
+        draining = asyncio.create_task(drain())
+        for _ in range(module.FORGOTTEN + 1):
+            with pytest.raises(SandboxTimeoutError):
+                await asked(channel, timeout_s=0.0)
+        assert "never answered" in channel.lost
+        draining.cancel()
+
+
+async def test_a_large_body_to_a_slow_reader_and_back() -> None:
+    body = bytes(range(256)) * (1 << 14)
+    async with paired() as (channel, peer):
+        call = asyncio.create_task(channel.call("do", body, timeout_s=60.0))
+        header, got = await peer.request()
+        assert got == body
+        sending = asyncio.get_running_loop().sock_sendall(peer.socket, pack({"id": header["id"], "ok": True}, got))
+        reply, _ = await asyncio.gather(call, sending)
+        assert reply.body == body
+
+
+async def test_arguments_that_do_not_fit_are_a_value_error_and_the_channel_lives() -> None:
+    async with paired() as (channel, peer):
+        with pytest.raises(ValueError, match="header must be JSON"):
+            await channel.call("do", timeout_s=1.0, what={1})
+        call = asked(channel)
+        peer.reply((await peer.request())[0]["id"])
+        await call

@@ -1,0 +1,203 @@
+"""Cells through a channel, with IPython where it is installed and without: names that stay, typed ends, interrupts, deaths."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.sandbox.inside.cells import CELL_BYTES
+from rollweave.sandbox.tools import CellResult, IPython
+from rollweave.schema.errors import SandboxRefusedError
+from tests.sandbox.serving import served, wait_for_end
+
+SHORT_S = 0.4
+"""A time-out that is meant to run out."""
+
+
+@contextlib.asynccontextmanager
+async def interpreter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
+    """Plain Python is had by an IPython that cannot be imported, as where there is none."""
+    if kind == "python":
+        (tmp_path / "IPython.py").write_text("raise ImportError('none here')\n")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        pytest.importorskip("IPython", reason="the extra `tools` is not installed")
+        monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    async with served(cwd=tmp_path) as channel:
+        yield IPython(channel)
+
+
+@pytest.fixture(params=["ipython", "python"])
+async def cells(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
+    async with interpreter(request.param, tmp_path, monkeypatch) as found:
+        assert (await found.run("")).interpreter == request.param
+        yield found
+
+
+async def well(cells: IPython, cell: str) -> CellResult:
+    """A cell that must end well, with its interpreter."""
+    found = await cells.run(cell)
+    assert (found.error, found.died, found.timed_out, found.restarted) == (None, None, False, False), found
+    return found
+
+
+async def test_names_stay_and_the_last_value_is_the_result(cells: IPython) -> None:
+    assert (await well(cells, "import math\nx = 20\nx")).result == "20"
+    assert (await well(cells, "x + int(math.sqrt(4))")).result == "22"
+    assert (await well(cells, "y = 1")).result is None
+    assert (await well(cells, "None")).result is None
+    assert (await well(cells, "_ * 2")).result == "44"
+    assert (await well(cells, "'žluťoučký 🐴'")).result == "'žluťoučký 🐴'"
+
+
+async def test_output_is_apart_from_the_result_and_comes_in_order(cells: IPython) -> None:
+    found = await well(
+        cells, "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nos.system('echo c')\nprint('d', end='')\n5"
+    )
+    assert (found.output, found.result) == ("a\nb\nc\nd", "5")
+
+
+async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython) -> None:
+    found = await cells.run("def f():\n    return 1 / 0\nprint('before')\nf()")
+    assert found.error is not None
+    assert (found.error.name, found.error.message) == ("ZeroDivisionError", "division by zero")
+    assert "return 1 / 0" in found.error.traceback
+    assert "\x1b" not in found.error.traceback
+    assert "worker" not in found.error.traceback
+    assert (found.output, found.result, found.restarted) == ("before\n", None, False)
+
+
+@pytest.mark.parametrize(
+    ("cell", "name"),
+    [
+        ("def f(:", "SyntaxError"),
+        ("'open", "SyntaxError"),
+        ("  x\n y", "IndentationError"),
+        ("input()", "EOFError"),
+        ("raise SystemExit(3)", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class Bad:\n    def __repr__(self): raise ValueError('no')\nBad()", "ValueError"),
+        ("class Bad(Exception):\n    def __str__(self): raise ValueError('no')\nraise Bad", "Bad"),
+        ("def f(): f()\nf()", "RecursionError"),
+    ],
+)
+async def test_ends_that_are_errors_leave_the_interpreter(cell: str, name: str, cells: IPython) -> None:
+    await well(cells, "kept = 1")
+    found = await cells.run(cell)
+    assert found.error is not None
+    assert found.error.name == name
+    assert (await well(cells, "kept")).result == "1"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "while True: pass",
+        "import time; time.sleep(1000)",
+        "import os; os.system('sleep 1000; sleep 1000')",
+        "open('fifo').read()",
+    ],
+)
+async def test_out_of_time_it_is_interrupted_and_names_stay(cell: str, cells: IPython, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    await well(cells, "kept = 1")
+    found = await cells.run(f"print('begun')\n{cell}", timeout_s=SHORT_S)
+    assert (found.timed_out, found.restarted, found.output) == (True, False, "begun\n")
+    assert (await well(cells, "kept")).result == "1"
+
+
+async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) -> None:
+    cell = "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
+    found = await cells.run(cell, timeout_s=SHORT_S)
+    assert (found.timed_out, found.restarted, found.died, found.error) == (True, True, 137, None)
+    await wait_for_end(int(found.output))
+    assert (await cells.run("os")).error is not None
+
+
+@pytest.mark.parametrize(
+    ("cell", "status"),
+    [
+        ("import os; os._exit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+        ("import ctypes; ctypes.string_at(0)", 139),
+        ("import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass", 137),
+        (
+            "import os\nfor fd in range(3, 100):\n    try: os.write(fd, b'garbage' * 9)\n    except OSError: pass\nwhile True: pass",
+            137,
+        ),
+    ],
+)
+async def test_an_interpreter_that_is_gone_is_replaced(cell: str, status: int, cells: IPython) -> None:
+    found = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
+    assert (found.died, found.restarted, found.timed_out) == (status, True, False)
+    assert found.output.startswith("last words\n")
+    error = (await cells.run("kept")).error
+    assert error is not None
+    assert error.name == "NameError"
+
+
+async def test_it_dies_between_cells_and_the_next_one_says_so(cells: IPython) -> None:
+    pid = int((await well(cells, "import os; os.getpid()")).result or 0)
+    os.kill(pid, 9)
+    await wait_for_end(pid)
+    found = await cells.run("1")
+    assert (found.result, found.restarted, found.died) == ("1", True, None)
+
+
+async def test_a_fork_that_comes_back_answers_once(cells: IPython) -> None:
+    await cells.run("import os\npid = os.fork()\nif pid: os.waitpid(pid, 0)")
+    assert (await well(cells, "1 + 1")).result == "2"
+
+
+async def test_floods_are_cut(cells: IPython) -> None:
+    found = await well(cells, "print('first'); print('x' * 50_000_000); print('last')")
+    assert found.output.startswith("first\nxxx")
+    assert found.output.endswith("xxx\nlast\n")
+    assert found.dropped_bytes == 50_000_000 + len("first\n\nlast\n") - 30_000
+    assert len((await well(cells, "'x' * 50_000_000")).result or "") < 200_000
+    with pytest.raises(SandboxRefusedError, match="cell must have at most"):
+        await cells.run("#" * (CELL_BYTES + 1))
+
+
+async def test_a_thread_that_prints_between_cells_is_never_blocked(cells: IPython, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gone")
+    cell = "import threading\ndef work():\n    print('y' * 3_000_000, flush=True)\n    open('gone', 'w').close()\n"
+    await well(cells, cell + "threading.Thread(target=work).start()")
+    await asyncio.to_thread((tmp_path / "gone").read_text)
+    assert (await cells.run("print('now')", output_bytes=1 << 20)).output.endswith("y\nnow\n")
+
+
+async def test_the_agents_modules_are_its_own(cells: IPython, tmp_path: Path) -> None:
+    (tmp_path / "frames.py").write_text("mine = 1\n")
+    (tmp_path / "editor.py").write_text("mine = 2\n")
+    assert (await well(cells, "import frames, editor; frames.mine, editor.mine, __name__")).result == "(1, 2, '__main__')"
+
+
+async def test_cells_at_once_take_turns(cells: IPython) -> None:
+    await well(cells, "n = 0")
+    found = await asyncio.gather(*(cells.run("n += 1; n") for _ in range(10)))
+    assert [one.result for one in found] == [str(number) for number in range(1, 11)]
+
+
+async def test_a_cancelled_cell_is_interrupted(cells: IPython, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "begun")
+    task = asyncio.create_task(cells.run("kept = 1\nopen('begun', 'w').close()\nwhile True: pass"))
+    await asyncio.to_thread((tmp_path / "begun").read_text)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await well(cells, "kept")).result == "1"
+
+
+async def test_what_only_ipython_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with interpreter("ipython", tmp_path, monkeypatch) as cells:
+        assert (await well(cells, "display({'a': 1})\n2")).output == "{'a': 1}\n"
+        assert (await well(cells, "!echo program")).output == "program\n"
+        assert (await well(cells, "await __import__('asyncio').sleep(0, 5)")).result == "5"
+        assert (await well(cells, "5;")).result is None
+        assert (await well(cells, "%cd -q /\n%pwd")).result == "'/'"
+        found = await cells.run("exit")
+        assert (found.died, found.restarted) == (0, True)
