@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import linecache
 import os
 import signal
@@ -39,6 +40,7 @@ def serve(sock: socket.socket) -> None:
         run, kind = _ipython(), "ipython"
     except ImportError:
         run, kind = Plain().run, "python"
+    gc.freeze()  # what the imports have made stays, and need not be looked through again
     decoder, us = FrameDecoder(), os.getpid()
     sock.sendall(pack({"id": 0, "interpreter": kind}))
     while data := sock.recv(RECEIVE_BYTES):
@@ -119,6 +121,7 @@ def _ipython() -> Callable[[str], Answer]:
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor" if version_info[0] >= 9 else "NoColor"
     shell: Any = InteractiveShell.instance(config=config)
+    shell.display_formatter.active_types = ["text/plain"]  # nobody looks at pictures here
     results: list[str] = []
     errors: list[dict[str, str]] = []
     hook = shell.displayhook
@@ -134,9 +137,8 @@ def _ipython() -> Callable[[str], Answer]:
         errors.clear()
         outcome = shell.run_cell(cell, store_history=True)
         error = outcome.error_before_exec or outcome.error_in_exec
-        if error is not None:  # what is shown may be another one, which showing it has raised
-            shown = errors[-1]["traceback"] if errors else ""
-            errors.append({**_named(error), "traceback": shown} if shown else _described(error, error.__traceback__))
+        if error is not None and not errors:
+            errors.append(_described(error, error.__traceback__))
         result = _short("\n".join(results)) if results else None
         return {"result": result, "error": errors[-1] if errors else None}
 
