@@ -26,6 +26,8 @@ KINDS = ("timeout", "refused", "failed")
 
 Frame = tuple[dict[str, Any], bytes]
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 
 class FrameError(ValueError):
     """Bytes that are no frame, or a frame beyond the bounds."""
@@ -34,7 +36,7 @@ class FrameError(ValueError):
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """One frame. Raises FrameError for a header that is not JSON and beyond the bounds."""
     try:
-        text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
+        text = _encode(header).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"header must be JSON: {error}") from error
     _bound(len(text), len(body))
