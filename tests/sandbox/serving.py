@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rollweave.sandbox import inside
@@ -14,22 +14,24 @@ from rollweave.sandbox.channel import Channel
 
 FOLDER = Path(inside.__file__).parent
 
-ISOLATED = ("-I", "-S")
+PYTHON = (sys.executable, "-I", "-S")
+
+BLIND = f"import os, runpy; del os.pidfd_open; runpy.run_path({str(FOLDER)!r}, run_name='__main__')"
+"""Where the system has no pidfd."""
 
 
-def start(flags: Sequence[str] = ISOLATED, cwd: Path | None = None) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def start(*, cwd: Path | None = None, blind: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
+    program = ("-c", BLIND) if blind else (str(FOLDER),)
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, *flags, str(FOLDER), "--fd", str(theirs.fileno())], pass_fds=(theirs.fileno(),), cwd=cwd
-        )
+        process = subprocess.Popen([*PYTHON, *program, "--fd", str(theirs.fileno())], pass_fds=(theirs.fileno(),), cwd=cwd)
     return process, ours
 
 
 @contextlib.asynccontextmanager
-async def served(cwd: Path | None = None) -> AsyncIterator[Channel]:
+async def served(*, cwd: Path | None = None, blind: bool = False) -> AsyncIterator[Channel]:
     """A channel to a server, which has ended, on its own, when this ends."""
-    process, ours = start(cwd=cwd)
+    process, ours = start(cwd=cwd, blind=blind)
     channel = Channel(ours)
     try:
         yield channel

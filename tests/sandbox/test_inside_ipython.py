@@ -120,19 +120,20 @@ async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) 
 @pytest.mark.parametrize(
     ("cell", "status"),
     [
-        ("import os; os._exit(3)", 3),
-        ("import os; os.kill(os.getpid(), 9)", 137),
-        ("import ctypes; ctypes.string_at(0)", 139),
-        ("import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass", 137),
+        ("import os; os._exit(3)", {3}),
+        ("import os; os.kill(os.getpid(), 9)", {137}),
+        ("import ctypes; ctypes.string_at(0)", {139}),
+        ("import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass", {1, 137}),
         (
             "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'garb' * 9)\n    except OSError: 0\nwhile True: pass",
-            137,
+            {137},
         ),
     ],
 )
-async def test_an_interpreter_that_is_gone_is_replaced(cell: str, status: int, cells: IPython) -> None:
+async def test_an_interpreter_that_is_gone_is_replaced(cell: str, status: set[int], cells: IPython) -> None:
     found = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
-    assert (found.died, found.restarted, found.timed_out) == (status, True, False)
+    assert found.died in status
+    assert (found.restarted, found.timed_out) == (True, False)
     assert found.output.startswith("last words\n")
     error = (await cells.run("kept")).error
     assert error is not None

@@ -15,6 +15,7 @@ import pytest
 from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.inside.frames import FrameDecoder, pack
 from rollweave.sandbox.inside.server import CALLS
+from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
 from tests.sandbox.serving import FOLDER, served, start, wait_for_end
 
@@ -237,6 +238,18 @@ async def test_no_answer_in_time_is_a_time_out_and_the_server_lives() -> None:
         with pytest.raises(SandboxTimeoutError):
             await channel.call("exec", timeout_s=0.0, slack_s=0.0, argv=["sleep", "1000"])
         await channel.call("ping", timeout_s=20.0)
+
+
+async def test_without_pidfd_every_end_is_seen() -> None:
+    async with served(blind=True) as channel:
+        assert (await run(channel, "sh", "-c", "sleep 0.01; exit 3")).header["rc"] == 3
+        assert (await run(channel, "sleep", "1000", timeout_s=0.2)).header["timed_out"]
+        bash, cells = Bash(channel), IPython(channel)
+        assert (await bash.run("echo a")).output == "a\n"
+        assert (await bash.run("kill -9 $$")).exit_code == 137
+        assert (await bash.run("sleep 1000", timeout_s=0.2)).timed_out
+        assert (await cells.run("import os; os._exit(3)")).died == 3
+        assert (await cells.run("1 + 1")).result == "2"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: str(path.name))
