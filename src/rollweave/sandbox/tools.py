@@ -1,4 +1,4 @@
-"""The tools inside a sandbox as the host sees them: bash, IPython and an editor over a `Channel`, with typed results.
+"""The tools inside a sandbox as the host sees them: bash, IPython and an editor, with typed results.
 
 Nothing that a sandbox sends is trusted: a reply of another shape is a `SandboxError`. Texts are UTF-8 with replacement
 characters where bytes are none, and without terminal escapes; beyond a bound their middle is left out, which they say. Calls of
@@ -8,11 +8,11 @@ one `Bash` or `IPython` wait for each other; a cancelled call is interrupted ins
 
 import asyncio
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
-from rollweave.sandbox.channel import Channel, Reply
+from rollweave.sandbox.channel import Reply
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import SandboxError
 
@@ -35,6 +35,13 @@ ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|
 """Of terminals (ECMA-48): colours, movements, titles."""
 
 T = TypeVar("T")
+
+
+class Caller(Protocol):
+    """A sandbox, or a channel into one."""
+
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
+        """An action of its server, as `Channel.call`. Raises SandboxError."""
 
 
 class BashResult(Noun, frozen=True, kw_only=True):
@@ -108,14 +115,14 @@ class _Lines(msgspec.Struct):
 class Bash:
     """A shell that lives from command to command: its folder, variables, functions and background jobs stay."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, sandbox: Caller) -> None:
+        self._sandbox = sandbox
         self._turn = asyncio.Lock()
 
     async def run(self, command: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES) -> BashResult:
         """Run `command`, with an empty standard input. After `timeout_s` seconds it is interrupted, then killed."""
         async with self._turn:
-            reply = await self._channel.call(
+            reply = await self._sandbox.call(
                 "bash",
                 command.encode(errors="surrogateescape"),
                 timeout_s=timeout_s,
@@ -136,14 +143,14 @@ class Bash:
 class IPython:
     """An interpreter that lives from cell to cell: IPython where the sandbox has it, plain Python elsewhere."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, sandbox: Caller) -> None:
+        self._sandbox = sandbox
         self._turn = asyncio.Lock()
 
     async def run(self, cell: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES) -> CellResult:
         """Run `cell`, with an empty standard input. After `timeout_s` seconds it is interrupted, then killed."""
         async with self._turn:
-            reply = await self._channel.call(
+            reply = await self._sandbox.call(
                 "ipython",
                 cell.encode(errors="surrogateescape"),
                 timeout_s=timeout_s,
@@ -170,8 +177,8 @@ class IPython:
 class Editor:
     """Text files (UTF-8). What breaks a rule raises SandboxRefusedError, and the file is as it was."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, sandbox: Caller) -> None:
+        self._sandbox = sandbox
 
     async def view(self, path: str, *, first: int = 1, last: int | None = None) -> Text:
         """Lines `first` to `last`, 1-based and inclusive, with their numbers; of a folder, the names two levels deep."""
@@ -179,7 +186,7 @@ class Editor:
 
     async def create(self, path: str, text: str, *, overwrite: bool = False) -> None:
         """A new file; refused where one is, unless `overwrite`. Its folders are made."""
-        await self._channel.call("create", text.encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite)
+        await self._sandbox.call("create", text.encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite)
 
     async def replace(self, path: str, old: str, new: str) -> Text:
         """`old`, which must be in the file exactly once, becomes `new`. The lines around."""
@@ -191,10 +198,10 @@ class Editor:
 
     async def undo(self, path: str) -> None:
         """Take back the last edit of the file, unless it was changed otherwise since; a file that it created is removed."""
-        await self._channel.call("undo", timeout_s=EDIT_S, path=path)
+        await self._sandbox.call("undo", timeout_s=EDIT_S, path=path)
 
     async def _text(self, action: str, body: bytes = b"", **args: Any) -> Text:
-        reply = await self._channel.call(action, body, timeout_s=EDIT_S, **args)
+        reply = await self._sandbox.call(action, body, timeout_s=EDIT_S, **args)
         return Text(text=reply.body.decode(errors="replace"), lines=_converted(reply, _Lines).lines)
 
 
