@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -21,8 +22,10 @@ SHORT_S = 0.4
 
 @contextlib.asynccontextmanager
 async def shell(cwd: Path | None = None) -> AsyncIterator[Bash]:
-    async with served(cwd=cwd) as channel:
-        yield Bash(channel)
+    """In `cwd`, or in a folder that a stray redirection may fill."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with served(cwd=cwd or Path(folder)) as channel:
+            yield Bash(channel)
 
 
 async def output(bash: Bash, command: str) -> str:
