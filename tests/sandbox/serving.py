@@ -20,18 +20,27 @@ BLIND = f"import os, runpy; del os.pidfd_open; runpy.run_path({str(FOLDER)!r}, r
 """Where the system has no pidfd."""
 
 
-def start(*, cwd: Path | None = None, blind: bool = False) -> tuple[subprocess.Popen[bytes], socket.socket]:
+PRELOADED = f"import IPython.core.interactiveshell, runpy; runpy.run_path({str(FOLDER)!r}, run_name='__main__')"
+"""As in a sandbox that is a fork of a process which has imported much."""
+
+
+def start(*, cwd: Path | None = None, code: str = "") -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """`code` is run instead of the folder. Packages are there for PRELOADED alone."""
     ours, theirs = socket.socketpair()
-    program = ("-c", BLIND) if blind else (str(FOLDER),)
+    program = ("-c", code) if code else (str(FOLDER),)
     with theirs:
-        process = subprocess.Popen([*PYTHON, *program, "--fd", str(theirs.fileno())], pass_fds=(theirs.fileno(),), cwd=cwd)
+        process = subprocess.Popen(
+            [*(PYTHON[:2] if code == PRELOADED else PYTHON), *program, "--fd", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            cwd=cwd,
+        )
     return process, ours
 
 
 @contextlib.asynccontextmanager
-async def served(*, cwd: Path | None = None, blind: bool = False) -> AsyncIterator[Channel]:
+async def served(*, cwd: Path | None = None, code: str = "") -> AsyncIterator[Channel]:
     """A channel to a server, which has ended, on its own, when this ends."""
-    process, ours = start(cwd=cwd, blind=blind)
+    process, ours = start(cwd=cwd, code=code)
     channel = Channel(ours)
     try:
         yield channel

@@ -11,7 +11,7 @@ import pytest
 from rollweave.sandbox.inside.cells import CELL_BYTES
 from rollweave.sandbox.tools import CellResult, IPython
 from rollweave.schema.errors import SandboxRefusedError
-from tests.sandbox.serving import served, wait_for_end
+from tests.sandbox.serving import PRELOADED, served, wait_for_end
 
 SHORT_S = 0.4
 """A time-out that is meant to run out."""
@@ -19,21 +19,21 @@ SHORT_S = 0.4
 
 @contextlib.asynccontextmanager
 async def interpreter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
-    """Plain Python is had by an IPython that cannot be imported, as where there is none."""
+    """Plain Python is had by an IPython that cannot be imported, as where there is none; a fork by one imported before."""
     if kind == "python":
         (tmp_path / "IPython.py").write_text("raise ImportError('none here')\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     else:
         pytest.importorskip("IPython", reason="the extra `tools` is not installed")
         monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    async with served(cwd=tmp_path) as channel:
+    async with served(cwd=tmp_path, code=PRELOADED if kind == "fork" else "") as channel:
         yield IPython(channel)
 
 
-@pytest.fixture(params=["ipython", "python"])
+@pytest.fixture(params=["ipython", "fork", "python"])
 async def cells(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
     async with interpreter(request.param, tmp_path, monkeypatch) as found:
-        assert (await found.run("")).interpreter == request.param
+        assert (await found.run("")).interpreter == ("python" if request.param == "python" else "ipython")
         yield found
 
 
@@ -164,9 +164,11 @@ async def test_floods_are_cut(cells: IPython) -> None:
 
 
 async def test_a_thread_that_prints_between_cells_is_never_blocked(cells: IPython, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
     os.mkfifo(tmp_path / "gone")
-    cell = "import threading\ndef work():\n    print('y' * 3_000_000, flush=True)\n    open('gone', 'w').close()\n"
+    cell = "import threading\ndef work():\n    open('go').read()\n    print('y' * 3_000_000)\n    open('gone', 'w').close()\n"
     await well(cells, cell + "threading.Thread(target=work).start()")
+    await asyncio.to_thread((tmp_path / "go").write_text, "")
     await asyncio.to_thread((tmp_path / "gone").read_text)
     assert (await cells.run("print('now')", output_bytes=1 << 20)).output.endswith("y\nnow\n")
 

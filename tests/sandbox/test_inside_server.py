@@ -17,7 +17,7 @@ from rollweave.sandbox.inside.frames import FrameDecoder, pack
 from rollweave.sandbox.inside.server import CALLS
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
-from tests.sandbox.serving import FOLDER, served, start, wait_for_end
+from tests.sandbox.serving import BLIND, FOLDER, served, start, wait_for_end
 
 
 async def run(channel: Channel, *argv: str, body: bytes = b"", timeout_s: float = 60.0, **args: Any) -> Reply:
@@ -241,7 +241,7 @@ async def test_no_answer_in_time_is_a_time_out_and_the_server_lives() -> None:
 
 
 async def test_without_pidfd_every_end_is_seen() -> None:
-    async with served(blind=True) as channel:
+    async with served(code=BLIND) as channel:
         assert (await run(channel, "sh", "-c", "sleep 0.01; exit 3")).header["rc"] == 3
         assert (await run(channel, "sleep", "1000", timeout_s=0.2)).header["timed_out"]
         bash, cells = Bash(channel), IPython(channel)
@@ -257,7 +257,7 @@ def test_it_is_python_3_9_with_its_standard_library_alone(path: Path) -> None:
     text = path.read_text()
     tree = ast.parse(text, feature_version=(3, 9))
     assert "Python 3.9" in (ast.get_docstring(tree) or "")
-    allowed = {"IPython", "traitlets", "inside"} if path.name == "worker.py" else {"inside"}
+    allowed = {"IPython", "traitlets"} if path.name == "worker.py" else set[str]()
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:

@@ -9,6 +9,7 @@ reply says so; what the interpreter sends is bounded, and anything that is no an
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,15 +21,18 @@ from typing import Any
 from .calls import DEFAULT_LIMIT, Call, Deadline, Failed, Refused, Result, Stop
 from .frames import BODY_BYTES, FrameDecoder, FrameError, pack
 from .idle import Idle
-from .processes import end_session, signal_group, start
+from .processes import end_session, fork, signal_group, start
 from .shell import SURROUNDINGS
-from .streams import BUSY_S, Kept, Outbox, Tap, Watch, converse, has_ended
+from .streams import BUSY_S, Child, Kept, Outbox, Tap, Watch, converse, has_ended
 
 START_S = 60.0
 """For an interpreter to start: IPython is hundreds of files, from a cold disk."""
 
 RECEIVE_BYTES = 1 << 18
 """Taken from the socket at once."""
+
+PRELOADED = "IPython.core.interactiveshell"
+"""Where this was imported before the server began, an interpreter is a fork of us: milliseconds, not a third of a second."""
 
 CELL_BYTES = 4 << 20
 """Of the longest cell."""
@@ -89,14 +93,7 @@ class _Interpreter:
         reader, writer = os.pipe()
         self.tap = Tap(reader, idle)
         try:
-            self.process = start(
-                [sys.executable, os.path.dirname(os.path.abspath(__file__)), "--cells", "--fd", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=writer,
-                stderr=writer,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, **SURROUNDINGS, "PYTHONIOENCODING": "utf-8:backslashreplace"},
-            )
+            self.process = _fork(theirs, writer) if PRELOADED in sys.modules else _spawn(theirs, writer)
         except OSError as error:
             self._socket.close()
             os.close(reader)
@@ -169,3 +166,31 @@ class _Interpreter:
     def _interrupt(self) -> None:
         signal_group(self.process.pid, signal.SIGINT)
         signal_group(self.process.pid, signal.SIGCONT)
+
+
+def _spawn(sock: socket.socket, output: int) -> Child:
+    return start(
+        [sys.executable, os.path.dirname(os.path.abspath(__file__)), "--cells", "--fd", str(sock.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=(sock.fileno(),),
+        env={**os.environ, **SURROUNDINGS},
+    )
+
+
+def _fork(sock: socket.socket, output: int) -> Child:
+    def become() -> None:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        for fd in map(int, os.listdir("/proc/self/fd")):  # the channel above all
+            if fd > 2 and fd != sock.fileno():
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        os.environ.update(SURROUNDINGS)
+        from .worker import serve
+
+        serve(sock)
+
+    return fork(become)

@@ -17,9 +17,9 @@ from typing import IO, Any
 
 from .calls import DEFAULT_LIMIT, Call, Refused, Result
 from .frames import BODY_BYTES
-from .streams import CHUNK_BYTES, PIPE_BYTES, Kept, Outbox, Watch, has_ended, read_some
+from .streams import CHUNK_BYTES, PIPE_BYTES, Child, Kept, Outbox, Watch, has_ended, read_some
 
-_alive: dict[int, subprocess.Popen[bytes]] = {}
+_alive: dict[int, Child] = {}
 _guard = threading.Lock()
 
 
@@ -31,7 +31,37 @@ def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
     return process
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
+def fork(become: Callable[[], object]) -> Child:
+    """A fork of us, in a session of its own, in which `become` is called, and which then ends. As `start` otherwise.
+
+    Other threads of ours are not there in it, nor what locks they held: `become` must need none of those.
+    """
+    with _guard:
+        pid = os.fork()
+        if not pid:
+            try:
+                os.setsid()
+                become()
+            finally:
+                os._exit(1)
+        process = _alive[pid] = Forked(pid)
+    return process
+
+
+class Forked:
+    """A fork of ours, as `subprocess.Popen` has a program."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def end(process: Child) -> int:
     """Reap a program, killed by its process group unless it has ended. Its exit status."""
     with _guard:
         _alive.pop(process.pid, None)
@@ -40,7 +70,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def end_session(process: subprocess.Popen[bytes]) -> int:
+def end_session(process: Child) -> int:
     """Kill and reap a program and all of its session that is left: its background jobs. Its exit status."""
     signal_group(process.pid, signal.SIGKILL)
     for pid in _session(process.pid):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from .calls import Deadline, Stop
 from .idle import Idle
@@ -37,7 +36,20 @@ BLIND_MS = 20.0
 """Between looks whether a program has ended, where the system has no pidfd."""
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
+class Child(Protocol):
+    """A process that we started: a `subprocess.Popen`, or a fork."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def wait(self) -> int:
+        """Reap it."""
+
+
+def has_ended(process: Child) -> bool:
     """Has a child of ours ended? It is not reaped, so that its number stays its own."""
     if process.returncode is not None:
         return True
@@ -47,7 +59,7 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
 class Watch:
     """Calls a handler for each descriptor that is ready. `ended`: the child has; `stopped`: the call should stop."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Child) -> None:
         self.ended = self.stopped = False
         self._process = process
         self._poll = select.poll()

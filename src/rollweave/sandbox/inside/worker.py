@@ -35,6 +35,9 @@ def serve(sock: socket.socket) -> None:
     interrupts = _Interrupts()
     sys.path.insert(0, "")
     sys.argv = [""]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for name, fd in (("stdout", 1), ("stderr", 2)):  # by lines, so that both and what programs print are in order
+        setattr(sys, name, open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
     run: Callable[[str], Answer]
     try:
         run, kind = _ipython(), "ipython"
@@ -65,19 +68,13 @@ class _Interrupts:
     """SIGINT raises KeyboardInterrupt within, and does nothing outside."""
 
     def __init__(self) -> None:
-        self._inside = False
-        signal.signal(signal.SIGINT, self._raise)
+        self.__exit__()
 
     def __enter__(self) -> None:
-        self._inside = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = False
-        signal.signal(signal.SIGINT, self._raise)  # the cell may have put its own
-
-    def _raise(self, number: int, frame: object) -> None:
-        if self._inside:
-            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which programs that are started would inherit
 
 
 class Plain:
