@@ -175,8 +175,8 @@ async def test_a_thread_that_prints_between_cells_is_never_blocked(cells: IPytho
 
 async def test_the_agents_modules_are_its_own(cells: IPython, tmp_path: Path) -> None:
     (tmp_path / "frames.py").write_text("mine = 1\n")
-    (tmp_path / "editor.py").write_text("mine = 2\n")
-    assert (await well(cells, "import frames, editor; frames.mine, editor.mine, __name__")).result == "(1, 2, '__main__')"
+    (tmp_path / "inside.py").write_text("mine = 2\n")
+    assert (await well(cells, "import frames, inside; frames.mine, inside.mine, __name__")).result == "(1, 2, '__main__')"
 
 
 async def test_cells_at_once_take_turns(cells: IPython) -> None:

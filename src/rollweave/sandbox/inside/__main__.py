@@ -1,28 +1,26 @@
 """`python3 [-I] [-S] .../inside --fd N`: serve the connected socket N. Python 3.9, stdlib alone.
 
-The folder becomes the package `rollweave_inside` by its path, and leaves `sys.path`: no module of its parent or its own can
-shadow, or be shadowed by, what the agent's code imports.
+The folder becomes the package `inside` by its path, and leaves `sys.path`: no module of its parent or its own can shadow, or be
+shadowed by, what the agent's code imports.
 """
 
 import importlib.util
 import sys
 from pathlib import Path
 
-NAME = "rollweave_inside"
-
 
 def load() -> None:
-    """Make `import rollweave_inside` mean this folder, whatever it and its parents are called."""
+    """Make `import inside` mean this folder, whatever it and its parents are called."""
     here = Path(__file__).absolute().parent
-    spec = importlib.util.spec_from_file_location(NAME, here / "__init__.py", submodule_search_locations=[str(here)])
+    spec = importlib.util.spec_from_file_location("inside", here / "__init__.py", submodule_search_locations=[str(here)])
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {here}")
     package = importlib.util.module_from_spec(spec)
-    sys.modules[NAME] = package
+    sys.modules["inside"] = package
     spec.loader.exec_module(package)
     sys.path[:] = [path for path in sys.path if Path(path).absolute() != here]
 
 
 if __name__ == "__main__":
     load()
-    importlib.import_module(f"{NAME}.server").main(sys.argv[1:])
+    importlib.import_module("inside.server").main(sys.argv[1:])

@@ -43,6 +43,8 @@ def serve(sock: socket.socket) -> None:
         run, kind = _ipython(), "ipython"
     except ImportError:
         run, kind = Plain().run, "python"
+    for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
+        del sys.modules[name]  # the agent may have a package of that name; we have what we need
     gc.freeze()  # what the imports have made stays, and need not be looked through again
     decoder, us = FrameDecoder(), os.getpid()
     sock.sendall(pack({"id": 0, "interpreter": kind}))
