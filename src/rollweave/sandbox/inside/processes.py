@@ -97,8 +97,11 @@ def kill_all() -> None:
 
 def _session(leader: int) -> list[int]:
     """Processes whose session is that of `leader`: field 6 of /proc/PID/stat, after a name that may hold anything."""
-    found = []
-    for entry in os.listdir("/proc"):
+    found: list[int] = []
+    entries: list[str] = []
+    with contextlib.suppress(OSError):  # there may be no /proc
+        entries = os.listdir("/proc")
+    for entry in entries:
         if entry.isdigit():
             with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
                 if int(file.read().rpartition(b")")[2].split()[3]) == leader:

@@ -9,6 +9,7 @@ killed and the process ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import threading
@@ -95,7 +96,8 @@ class Server:
                 if call is None:
                     break
             if alone:
-                self._hire()
+                with contextlib.suppress(RuntimeError):  # no thread is to be had: then we read again when we have answered
+                    self._hire()
             self._answer(call)
         stop.close()
 
