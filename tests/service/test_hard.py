@@ -152,6 +152,16 @@ async def test_a_service_that_ended_begins_without_its_past(tmp_path: Path) -> N
         assert replay.events == 0
 
 
+async def test_a_result_whose_file_was_deleted_is_gone_and_says_so(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        assert (await ask(service.address, "GET", "/v1/rollouts/x?wait=30"))[0] == 200
+        (run_dir(config) / "trajectories" / "000000.bin").unlink()
+        status, body, _ = await ask(service.address, "GET", "/v1/rollouts/x")
+        assert (status, body["error"]["type"]) == (410, "gone")
+
+
 def test_a_model_that_is_not_there_leaves_nothing_behind(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "away")

@@ -18,7 +18,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
 from rollweave.service.openapi import document
-from rollweave.service.service import ClosedError, ConflictError, FullError, RefusedError, Service, UnknownError
+from rollweave.service.service import ClosedError, ConflictError, FullError, GoneError, RefusedError, Service, UnknownError
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ RETRY_S = 1
 STATUS: Mapping[type[Exception], int] = {
     UnknownError: 404,
     ConflictError: 409,
+    GoneError: 410,
     FullError: 429,
     ClosedError: 503,
     ConfigError: 400,
@@ -51,6 +52,7 @@ KIND: Mapping[int, str] = {
     401: "unauthorized",
     404: "unknown",
     409: "conflict",
+    410: "gone",
     413: "too_large",
     429: "full",
     503: "closed",

@@ -40,7 +40,7 @@ def document() -> dict[str, Any]:
     paths = {
         "/v1/rollouts": {"post": _operation("submit", "Ask for rollouts", 202, either, body=body, errors=many)},
         "/v1/rollouts/{id}": {
-            "get": _operation("status", "Status, and results", 200, rollout, parameters=[one, wait], errors=(400, 404)),
+            "get": _operation("status", "Status, and results", 200, rollout, parameters=[one, wait], errors=(400, 404, 410)),
             "delete": _operation("cancel", "Cancel", 202, rollout, parameters=[one], errors=(404,)),
         },
         "/v1/completions": {

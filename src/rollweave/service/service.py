@@ -68,6 +68,10 @@ class FullError(RefusedError):
     """As many rollouts wait as may."""
 
 
+class GoneError(RefusedError):
+    """What it came to was there, and cannot be read any more."""
+
+
 class ClosedError(RefusedError):
     """The service is ending."""
 
@@ -198,7 +202,7 @@ class Service:
         return await self._tasks.of(request)
 
     def status(self, job_id: str, *, results: bool) -> RolloutStatus:
-        """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError."""
+        """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError, GoneError."""
         job = self._jobs.find(job_id)
         if job is None:
             raise UnknownError(f"there is no rollout {job_id!r:.100}")
@@ -212,7 +216,10 @@ class Service:
         return RolloutStatus(id=job.id, handler=job.request.handler, state=state, members=tuple(members))
 
     def _done(self, result: Result, wanted: bool) -> MemberStatus:
-        trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
+        try:
+            trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
+        except (OSError, msgspec.MsgspecError) as error:  # somebody has deleted or damaged a file of the store
+            raise GoneError(f"the trajectory of {result.member} cannot be read any more: {error}") from error
         return MemberStatus(
             id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
         )
