@@ -206,7 +206,7 @@ def refuse(request: EngineRequest, name: str) -> EngineBackend:
 
 async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None:
     config = service_config(tmp_path)
-    body = {"address": "http://127.0.0.1:1", "dialect": "none"}
+    body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
     for life in range(2):
         with serving(config, connect=refuse) as service:
             for _ in range(2):
@@ -221,6 +221,6 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
 
 async def test_one_address_is_one_engine(tmp_path: Path) -> None:
     with serving(service_config(tmp_path, serve={"engines": "registered"})) as service:
-        body = {"address": "http://127.0.0.1:1", "dialect": "none"}
+        body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         found = await asyncio.gather(*(ask(service.address, "POST", "/v1/engines", body) for _ in range(20)))
         assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}
