@@ -15,8 +15,8 @@ from rollweave.policy.priority import overdue_rank
 from rollweave.schema.base import EngineId
 
 PATIENCE = 4
-"""Mean turns that KV is kept for a trajectory whose environment works. With 1, simulated software engineering, whose tools have a
-long tail, took up to 1 % longer."""
+"""Mean turns that KV is kept for a trajectory whose environment works. With 1, simulated software engineering, whose tools have
+a long tail, took up to 1 % longer."""
 
 GROWTH = 1.5
 """Trajectories under way, or predictions since, as a multiple of those planned for, from which a new plan is made."""
