@@ -1,6 +1,7 @@
 """One suite over the back ends: what every sandbox must do, whatever makes it."""
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -11,11 +12,12 @@ import pytest
 import pytest_asyncio
 
 from rollweave.sandbox.base import MIB, Backend, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.plain import Plain
 from rollweave.sandbox.processes import Table, started
 from rollweave.sandbox.tools import Bash, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
 
-from .worlds import ISOLATING, NAMES, SPEC, opened, python
+from .worlds import ISOLATING, NAMES, SPEC, left_of, opened, python
 
 
 @pytest_asyncio.fixture(params=NAMES)
@@ -253,3 +255,12 @@ async def test_tools_work_inside(backend: Backend) -> None:
     assert (await cells.run("value + 1")).result == "21"
     with pytest.raises(SandboxLostError):
         await asyncio.gather(cells.run("import time; time.sleep(60)"), sandbox.stop(grace_s=0.0))
+
+
+def test_a_back_end_that_is_forgotten_leaves_no_folder() -> None:
+    made = Plain()
+    folders = [made._launcher._base, made._launcher._kept]
+    assert left_of(folders) == folders
+    del made
+    gc.collect()
+    assert left_of(folders) == []

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,8 @@ class Launcher:
         self._base = tempfile.mkdtemp(prefix="rollweave-sandbox-", dir="/run" if os.getuid() == 0 else None)
         os.chmod(self._base, 0o711)
         self._kept = tempfile.mkdtemp(prefix="rollweave-sandbox-")
+        # Whoever forgets a launcher, or never opens it, leaves no folder behind.
+        self._remove = weakref.finalize(self, _remove, self._base, self._kept)
 
     @property
     def root(self) -> str:
@@ -163,7 +166,7 @@ class Launcher:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
                 await self._close_warden()
-        await asyncio.to_thread(_remove, self._base, self._kept)
+        await asyncio.to_thread(self._remove)
         self._thread.shutdown(wait=False)
 
     # --- within ---
