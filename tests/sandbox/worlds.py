@@ -47,8 +47,8 @@ async def opened(name: str) -> AsyncIterator[Backend]:
         yield made
     finally:
         await made.close()
-    assert family(os.getpid()) == before
-    assert len(os.listdir("/proc/self/fd")) == fds
+    assert family(os.getpid()) <= before  # what earlier tests left may have ended meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= fds
     assert left_of(folders) == []
 
 

@@ -5,7 +5,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import pytest
@@ -14,7 +14,7 @@ from rollweave.backends.base import EngineBackend
 from rollweave.codec.config import load
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.service.client import RolloutClient
@@ -219,8 +219,27 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
             assert found["members"][0]["stop_reason"] == "finished"
 
 
+class Waiting:
+    """An engine that is never ready."""
+
+    def __init__(self, request: EngineRequest, name: str) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def ready(self) -> NoReturn:
+        await self.lost
+        raise EngineError("it was never ready")
+
+    def kill(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result("killed")
+
+    async def close(self) -> None:
+        self.kill()
+
+
 async def test_one_address_is_one_engine(tmp_path: Path) -> None:
-    with serving(service_config(tmp_path, serve={"engines": "registered"})) as service:
+    connect: Any = Waiting
+    with serving(service_config(tmp_path, serve={"engines": "registered"}), connect=connect) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
         found = await asyncio.gather(*(ask(service.address, "POST", "/v1/engines", body) for _ in range(20)))
         assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}
