@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.state import Phase, Stage
+from rollweave.core.state import EngineStatus, Phase, Stage
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -188,3 +188,22 @@ def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> 
     world.register("x")
     world.until_delivered()
     assert world.core.state.phase is Phase.SERVING
+
+
+def test_an_engine_that_joins_and_never_answers_is_removed_and_jobs_wait_for_another() -> None:
+    world = Service(asked=3)
+    world.start()
+    while not world.engine_version:
+        world.step()
+    for name in world.seats:
+        while name in world.core.state.engines:
+            engine = world.core.state.engines[EngineId(name)]
+            if engine.status is EngineStatus.SERVING:
+                world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="dies at each turn"))
+            else:
+                joined = e.EngineJoined(engine_id=engine.id, epoch=engine.epoch, max_slots=2, kv_total_tokens=9, version=0)
+                world.feed(joined)
+            assert world.handled < 5000, "it is started again for ever"
+    assert world.core.state.phase is Phase.SERVING
+    world.register("x")
+    world.until_delivered()

@@ -51,7 +51,7 @@ def on_joined(run: Run, event: EngineJoined) -> None:
     if event.version < 0:
         _enter(run, engine, EngineStatus.STALE)
         return
-    engine.version, engine.weights_id, engine.restarts = event.version, event.version, 0
+    engine.version, engine.weights_id = event.version, event.version
     placing.engines_changed(run)
     _enter(run, engine, EngineStatus.SERVING)
 

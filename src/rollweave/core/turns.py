@@ -41,6 +41,8 @@ def on_done(run: Run, event: TurnDone) -> None:
     run.fleet.vacate(engine, trajectory.id, turn.rank)
     run.touched += [None, engine.id]
     engine.strikes = 0
+    if run.state.serving:
+        engine.restarts = 0  # it takes no weights, by which others earn it
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     counters = run.state.counters
     counters.turns += 1

@@ -390,7 +390,6 @@ class Pipeline:
             self._turn_failed(command, flaw)
             return
         attempt.spoken = (turn.tokens, result.tokens)
-        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
         self._post(
             TurnDone(
                 trajectory_id=command.trajectory_id,
@@ -404,6 +403,8 @@ class Pipeline:
             )
         )
         turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
+        # Last: where the trace cannot be written the turn is answered all the same.
+        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
 
     def _turn_failed(self, command: StartTurn, error: str) -> None:
         self._post(

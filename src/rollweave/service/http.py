@@ -160,6 +160,7 @@ class _Routes:
         """Prometheus' text format."""
         del request
         counts, lines = dict(self._service.counts()), []
+        lines += ["# TYPE rollweave_engines gauge", f"rollweave_engines {counts.pop('engines')}"]
         totals = {"submitted": counts.pop("submitted"), "output_tokens": counts.pop("output_tokens")}
         lines += ["# TYPE rollweave_rollouts gauge"]
         lines += [f'rollweave_rollouts{{stage="{stage}"}} {count}' for stage, count in counts.items()]

@@ -367,6 +367,7 @@ class Service:
             "run": len(state.in_run),
             "eval": len(state.in_eval) + len(state.eval_queue),
             "closing": len(state.closing),
+            "engines": sum(engine.status is CoreEngineStatus.SERVING for engine in state.engines.values()),
             "turns_waiting": len(state.turn_queue),
             "turns_running": sum(len(engine.active) for engine in state.engines.values()),
             "submitted": state.counters.submitted,
