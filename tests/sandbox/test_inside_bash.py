@@ -180,9 +180,11 @@ async def test_a_background_job_delays_nothing_and_its_output_comes_with_the_nex
 
 
 async def test_a_job_that_prints_between_commands_is_never_blocked(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
     os.mkfifo(tmp_path / "gone")
     async with shell(tmp_path) as bash:
-        await output(bash, "(head -c 3000000 /dev/zero | tr '\\0' x; : > gone) &")
+        await output(bash, "(read -r _ < go; head -c 3000000 /dev/zero | tr '\\0' x; : > gone) &")
+        await asyncio.to_thread((tmp_path / "go").write_text, "now\n")
         await asyncio.to_thread((tmp_path / "gone").read_text)  # more than a terminal holds was printed
         assert len((await bash.run("echo now", output_bytes=1 << 20)).output) == (1 << 16) + len("now\n")
 
