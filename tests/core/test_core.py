@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
@@ -59,6 +59,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES))
+@example(seed=7956, mode="one_step")  # an engine with more turns than slots beside one with a free slot
 def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
     """By gain. Those whose contexts have no room, and those that this engine has failed, may wait."""
     world = World(config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}), seed)

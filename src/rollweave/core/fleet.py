@@ -19,6 +19,7 @@ class Fleet:
     loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of engines that take turns
     slots: int = 0  # of engines that take turns
     active: int = 0  # turns on these
+    free: int = 0  # slots of these without a turn: an engine that was given more turns than it has slots hides none
     busy: int = 0  # of these, the engines that have turns
     draining: int = 0
     starting: int = 0
@@ -38,6 +39,7 @@ class Fleet:
             loads={engine.id: _load(engine, ranks[engine.id]) for engine in serving},
             slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
+            free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
             busy=sum(bool(engine.active) for engine in serving),
             draining=len(state.engines) - len(staying),
             starting=starting,
@@ -75,6 +77,7 @@ class Fleet:
         before = self.loads[engine.id]
         after = self.loads[engine.id] = _load(engine, self._ranks[engine.id])
         self.active += after.active - before.active
+        self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
         self.busy += (after.active > 0) - (before.active > 0)
 
 

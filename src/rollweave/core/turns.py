@@ -188,7 +188,7 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
 
 def _share_out(run: Run, waited_for: list[EngineId | None] | None) -> None:
     """Engines that have a slot free, of those that the event touched, take turns that wait for others."""
-    if run.fleet.active >= run.fleet.slots:
+    if not run.fleet.free:
         return
     for engine_id in run.fleet.loads if waited_for is None else dict.fromkeys(waited_for):
         while engine_id is not None and _has_slot(run, engine_id) and _take_over(run, engine_id):
@@ -290,7 +290,7 @@ def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
     fits = home is not None and placing.fits(run, trajectory, run.state.engines[home.id])
     if home is not None and fits and home.active < home.slots:
         return home.id
-    if run.scheduling.migration == "gain" and run.fleet.active < run.fleet.slots:
+    if run.scheduling.migration == "gain" and run.fleet.free:
         free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
         idlest = placing.idlest(run, [engine_id for engine_id in free if engine_id not in (turn.lane, *turn.avoid)])
         if idlest is not None and placing.fits(run, trajectory, idlest):
