@@ -53,12 +53,7 @@ class _Taken(msgspec.Struct):
 def read_rollouts(journal: Path, config: RunConfig) -> list[Rollout]:
     """One for each training step. Raises ConfigError for a compacted journal and for one that replays otherwise."""
     replay, reader = Replay(journal, config), _Reader()
-    for now, event, commands in replay:
-        if not replay.events - 1 and not isinstance(event, e.RunStarted):
-            raise ConfigError(f"{journal} must be the journal of a whole run, it begins with {type(event).__name__}")
-        reader.hear(now, event)
-        for command in commands:
-            reader.told(now, command)
+    replay.tell(reader)
     if replay.differing:
         raise ConfigError(f"{journal} must replay to what was decided, {replay.differing} events do not")
     return reader.rollouts

@@ -19,10 +19,7 @@ def check(run: Run) -> None:
     _check_turns(run)
     _check_groups(run)
     _check_bounds(run)
-    counters = run.state.counters
-    over = (Stage.SCORED, Stage.ENDED)
-    waiting = [t for t in run.state.trajectories.values() if run.state.groups[t.group_id].purpose is Purpose.SERVE]
-    assert counters.submitted == sum(counters.delivered.values()) + sum(t.stage not in over for t in waiting), counters
+    _check_service(run)
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
 
@@ -100,6 +97,14 @@ def _check_groups(run: Run) -> None:
     for group_id in state.buffer if state.swept_at == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), group_id
+
+
+def _check_service(run: Run) -> None:
+    """What was submitted is delivered or under way."""
+    state, over = run.state, (Stage.SCORED, Stage.ENDED)
+    asked = [one for one in state.trajectories.values() if state.groups[one.group_id].purpose is Purpose.SERVE]
+    under_way = sum(one.stage not in over for one in asked)
+    assert state.counters.submitted == sum(state.counters.delivered.values()) + under_way, state.counters
 
 
 def _check_bounds(run: Run) -> None:

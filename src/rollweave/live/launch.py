@@ -8,8 +8,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from rollweave.live.predictor import OpenLink
 from rollweave.live.predictor import in_process as predict_in_process
 from rollweave.live.predictor import in_thread as predict_in_thread
 from rollweave.live.recover import Beginning, recover
+from rollweave.live.signals import on_ending_signals
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
 from rollweave.live.world import World
@@ -320,10 +319,7 @@ def _threads(count: int) -> Mapping[str, str]:
 @contextlib.contextmanager
 def _signals(world: World, progress: Progress) -> Iterator[None]:
     """The first SIGINT or SIGTERM stops in order, the second at once. Only the main thread can take signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    main = asyncio.current_task()
     assert main is not None, "called from a coroutine"
     asked = 0
 
@@ -336,14 +332,10 @@ def _signals(world: World, progress: Progress) -> Iterator[None]:
             progress.phase("stopping in order; once more to stop at once")
             world.stop()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
     try:
-        yield
+        with on_ending_signals(on_signal):
+            yield
     except asyncio.CancelledError:
         if asked > 1:
             raise KeyboardInterrupt from None
         raise
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)

@@ -17,7 +17,8 @@ from rollweave.live.tasks import Tasks
 from rollweave.live.world import WAITING_PER_SLOT, EpisodeSpans
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
-from rollweave.rollout.pipeline import MakeEpisode, Pipeline
+from rollweave.rollout.driver import MakeEpisode
+from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, Warn
 from rollweave.schema.config import RunConfig

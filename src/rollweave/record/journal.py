@@ -6,7 +6,7 @@ a core like the one they happened to gives commands with the same digests. A dif
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import xxhash
@@ -16,7 +16,8 @@ from rollweave.core.core import Core
 from rollweave.schema.base import Noun
 from rollweave.schema.commands import Command
 from rollweave.schema.config import RunConfig
-from rollweave.schema.events import Event
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import Event, RunStarted
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -67,11 +68,22 @@ class RunJournal:
         self.close()
 
 
+class Reader(Protocol):
+    """Who is told of a run from its journal."""
+
+    def hear(self, now: float, event: Event) -> None:
+        """An event."""
+
+    def told(self, now: float, command: Command) -> None:
+        """A command that the event just heard led to."""
+
+
 class Replay:
     """Rebuilds the core from a journal. Iterate to the end; then `core` stands where the run stood."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         """`config` is the one under which the events happened. Raises CorruptJournalError."""
+        self._path = path
         self._journal: JournalReader[Handled] = JournalReader(path, Handled)
         snapshot = self._journal.snapshot()
         self.core = Core(config) if snapshot is None else Core.restore(snapshot, config)
@@ -86,6 +98,15 @@ class Replay:
             self.events += 1
             self.differing += digest(commands) != handled.digest
             yield now, handled.event, commands
+
+    def tell(self, reader: Reader) -> None:
+        """Replay all of a whole run to `reader`. Raises ConfigError for a journal that was compacted."""
+        for now, event, commands in self:
+            if self.events == 1 and not isinstance(event, RunStarted):
+                raise ConfigError(f"{self._path} must be the journal of a whole run, it begins with {type(event).__name__}")
+            reader.hear(now, event)
+            for command in commands:
+                reader.told(now, command)
 
     def finish(self) -> Core:
         """Replay all; the core at the end."""

@@ -15,7 +15,8 @@ import msgspec
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
-from rollweave.rollout.episode import Answer, EpisodeStopError, TurnPort
+from rollweave.rollout.driver import Driver, MakeEpisode
+from rollweave.rollout.episode import Answer, EpisodeStopError
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -42,7 +43,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
-from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
@@ -51,58 +52,6 @@ LEAST_BUDGET_S = 1e-3
 """Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
 
 Key = tuple[TrajectoryId, int]
-
-
-class Driver(Protocol):
-    """What the pipeline drives through INIT, RUN and EVAL: one attempt (`rollout/episode.py` is the usual one).
-
-    Each stage is awaited once, in order, and raises `EpisodeStopError`, or is cancelled; then comes `close` or `kill`.
-    """
-
-    stop_reason: StopReason
-    """Of INIT and RUN, once `trajectory` was called."""
-    eval_s: float
-
-    @property
-    def turns(self) -> int:
-        """That the agent has taken."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of the first turn."""
-
-    @property
-    def reward(self) -> float:
-        """So far."""
-
-    @property
-    def plan(self) -> tuple[int, ...]:
-        """The first tokens of the first turn."""
-
-    @property
-    def budget_s(self) -> float:
-        """Active seconds that are left."""
-
-    async def init(self) -> None:
-        """Begin."""
-
-    async def run(self, port: TurnPort) -> StopReason:
-        """Until the attempt has ended for a reason that may be trained on."""
-
-    async def score(self) -> Score:
-        """Its reward; after `close`."""
-
-    async def close(self) -> None:
-        """Free what INIT took."""
-
-    def kill(self) -> None:
-        """Free it now."""
-
-    def trajectory(self, reason: StopReason, error: str) -> Trajectory:
-        """What is stored of the attempt."""
-
-
-MakeEpisode = Callable[[StartInit], Driver]
 
 
 class Spans(Protocol):

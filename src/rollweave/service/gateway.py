@@ -25,6 +25,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
 from rollweave.service.dialogue import Ask, RequestError, parse_chat
+from rollweave.service.listening import listening
 from rollweave.service.replies import Json, Reply, chunks, finish_reason, pieces_of, whole
 from rollweave.service.sessions import Generate, Session, SessionLimits, Turn
 
@@ -198,14 +199,8 @@ class Gateway:
 @contextlib.asynccontextmanager
 async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serve while the context is open; its base URL. Port 0 is a free one."""
-    runner = web.AppRunner(gateway.app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        bound = runner.addresses[0]
-        yield f"http://{bound[0]}:{bound[1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(gateway.app(), host, port, shutdown_s=1.0) as address:
+        yield address
 
 
 async def _settled(turn: Turn, timeout_s: float | None) -> bool:

@@ -17,6 +17,7 @@ from aiohttp.typedefs import Middleware
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
+from rollweave.service.listening import listening
 from rollweave.service.openapi import document
 from rollweave.service.service import ClosedError, ConflictError, FullError, GoneError, RefusedError, Service, UnknownError
 
@@ -94,25 +95,25 @@ class _Routes:
 
     async def submit(self, request: web.Request) -> web.Response:
         body = await request.read()
-        asked = _decode(body, object)  # which of both, the keys say
+        asked = decode(body, object)  # which of both, the keys say
         several = isinstance(asked, dict) and "rollouts" in asked
-        requests = _decode(body, Batch).rollouts if several else (_decode(body, RolloutRequest),)
+        requests = decode(body, Batch).rollouts if several else (decode(body, RolloutRequest),)
         found = await self._service.submit(requests)
-        return _json({"rollouts": found} if several else found[0], status=202)
+        return json_answer({"rollouts": found} if several else found[0], status=202)
 
     async def status(self, request: web.Request) -> web.Response:
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
-        return _json(await self._service.wait(request.match_info["id"], seconds))
+        return json_answer(await self._service.wait(request.match_info["id"], seconds))
 
     async def cancel(self, request: web.Request) -> web.Response:
-        return _json(self._service.cancel(request.match_info["id"]), status=202)
+        return json_answer(self._service.cancel(request.match_info["id"]), status=202)
 
     async def completions(self, request: web.Request) -> web.Response:
         after = int(_number(request, "after", default=0, most=2**53))
         limit = int(_number(request, "limit", default=100, least=1, most=COMPLETIONS))
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
         found = await self._service.completed(after, limit=limit, seconds=seconds)
-        return _json({"completions": found, "next": found[-1].number if found else after})
+        return json_answer({"completions": found, "next": found[-1].number if found else after})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: a completion each, from `Last-Event-ID` on, or from now."""
@@ -132,29 +133,29 @@ class _Routes:
 
     async def handlers(self, request: web.Request) -> web.Response:
         del request
-        return _json({"handlers": self._service.handlers()})
+        return json_answer({"handlers": self._service.handlers()})
 
     # Engines.
 
     async def engines(self, request: web.Request) -> web.Response:
         del request
-        return _json({"engines": self._service.engines()})
+        return json_answer({"engines": self._service.engines()})
 
     async def register(self, request: web.Request) -> web.Response:
-        return _json(self._service.register(_decode(await request.read(), EngineRequest)), status=202)
+        return json_answer(self._service.register(decode(await request.read(), EngineRequest)), status=202)
 
     async def withdraw(self, request: web.Request) -> web.Response:
         drain = request.query.get("drain", "true")
         if drain not in ("true", "false"):
             raise ConfigError(f"drain must be true or false, got {drain!r:.40}")
         self._service.withdraw(EngineId(request.match_info["id"]), drain=drain == "true")
-        return _json({"engines": self._service.engines()}, status=202)
+        return json_answer({"engines": self._service.engines()}, status=202)
 
     # The service.
 
     async def health(self, request: web.Request) -> web.Response:
         del request
-        return _json({"status": "closing" if self._service.closed else "ok", **self._service.counts()})
+        return json_answer({"status": "closing" if self._service.closed else "ok", **self._service.counts()})
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -175,7 +176,7 @@ class _Routes:
 
     async def openapi(self, request: web.Request) -> web.Response:
         del request
-        return _json(document())
+        return json_answer(document())
 
 
 @web.middleware
@@ -210,7 +211,7 @@ def problem(status: int, message: str, *, headers: Mapping[str, str] | None = No
     """An error as this API says it."""
     more = {"Retry-After": str(RETRY_S)} if status in (429, 503, 507) else {}
     body = {"error": {"type": KIND.get(status, "refused"), "message": message}}
-    return _json(body, status=status, headers={**more, **(headers or {})})
+    return json_answer(body, status=status, headers={**more, **(headers or {})})
 
 
 def status_of(error: Exception) -> int:
@@ -218,16 +219,18 @@ def status_of(error: Exception) -> int:
     return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
-def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """`value` as JSON."""
     body = msgspec.json.encode(value)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
-def _decode(body: bytes, kind: type[T]) -> T:
+def decode(body: bytes, kind: type[T], *, rule: str = "JSON as /openapi.json says") -> T:
+    """Raises ConfigError for a body that is not one of `kind`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the body must be JSON as /openapi.json says: {error}") from error
+        raise ConfigError(f"the body must be {rule}: {error}") from error
 
 
 def _number(request: web.Request, name: str, *, default: float, least: float = 0.0, most: float) -> float:
@@ -251,13 +254,6 @@ def _whole(name: str, said: str) -> int:
 
 async def serve(app: web.Application, host: str, port: int, stopped: asyncio.Event, ready: Callable[[str], None]) -> None:
     """Listen until `stopped`; `ready` gets the address. Raises OSError where the port is taken."""
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=5.0, handler_cancellation=True)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        found = runner.addresses[0]
-        ready(f"http://{found[0]}:{found[1]}")
+    async with listening(app, host, port, shutdown_s=5.0) as address:
+        ready(address)
         await stopped.wait()
-    finally:
-        await runner.cleanup()

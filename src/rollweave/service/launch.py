@@ -8,9 +8,7 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +21,7 @@ from rollweave.live.clock import RunClock
 from rollweave.live.launch import Episodes, Processes, Programs
 from rollweave.live.recover import Beginning, recover
 from rollweave.live.serving import ServiceWorld
+from rollweave.live.signals import on_ending_signals
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import Trace
@@ -200,7 +199,7 @@ class _Start:
         listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
-            with _signals(service, stop):
+            with on_ending_signals(lambda: stop(not service.closed)):  # the first drains, the second cancels
                 await asyncio.wait([living, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
             service.end()
@@ -220,20 +219,3 @@ async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:
             world.compact()
         except DiskError as error:  # the journal goes on as it is
             warned(Warn(component="journal", message=str(error)))
-
-
-@contextlib.contextmanager
-def _signals(service: Service, stop: Callable[[bool], None]) -> Iterator[None]:
-    """The first SIGINT or SIGTERM drains, a second one cancels what is left. Only the main thread can take signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, lambda: stop(not service.closed))
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

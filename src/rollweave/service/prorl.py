@@ -18,6 +18,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import AskedLimits, EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
+from rollweave.service.http import decode, json_answer
 from rollweave.service.service import RefusedError, Service, UnknownError
 
 T = TypeVar("T")
@@ -87,15 +88,15 @@ class ProRL:
     def _guarded(self, call: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         async def guarded(request: web.Request) -> web.Response:
             try:
-                return _json(await call(request))
+                return json_answer(await call(request))
             except _DetailError as error:
-                return _json({"detail": str(error)}, status=error.status)
+                return json_answer({"detail": str(error)}, status=error.status)
             except ConfigError as error:
-                return _json({"detail": str(error)}, status=400)
+                return json_answer({"detail": str(error)}, status=400)
             except RefusedError as error:
-                return _json({"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503)
+                return json_answer({"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503)
             except DiskError as error:
-                return _json({"detail": str(error)}, status=507)
+                return json_answer({"detail": str(error)}, status=507)
 
         return guarded
 
@@ -123,10 +124,10 @@ class ProRL:
         active = {f"active_{stage}": counts[stage] for stage in ("init", "run", "eval")}
         queued = {"init_queue": counts["queued"], "run_queue": counts["turns_waiting"], "eval_queue": 0}
         total = sum(active.values()) + counts["queued"]
-        return _json({"status": "running" if self._started else "stopped", **queued, **active, "total": total})
+        return json_answer({"status": "running" if self._started else "stopped", **queued, **active, "total": total})
 
     async def add_server(self, request: web.Request) -> dict[str, str]:
-        address = _decode(await request.read(), Address).address
+        address = decode(await request.read(), Address, rule="JSON").address
         known = address if address.startswith(("http://", "https://")) else f"http://{address}"
         self._service.register(_asked(EngineRequest, address=known.rstrip("/"), dialect="prorl"))
         return {"status": f"Added LLM server address: {address}"}
@@ -140,7 +141,7 @@ class ProRL:
         return {"status": "Cleared all LLM server addresses"}
 
     async def cancel(self, request: web.Request) -> dict[str, str]:
-        job_id = str(_decode(await request.read(), JobId).job_id)
+        job_id = str(decode(await request.read(), JobId, rule="JSON").job_id)
         if job_id not in self._jobs:
             raise _DetailError(404, f"Job {job_id} not found")
         self._cancel(job_id)
@@ -156,7 +157,7 @@ class ProRL:
         """Blocks until the job is over. A client that goes away cancels it."""
         if not self._started:
             raise _DetailError(503, "Server is not running")
-        body = _decode(await request.read(), Process)
+        body = decode(await request.read(), Process, rule="JSON")
         if not self._service.engines():
             raise _DetailError(503, "No LLM server is registered")
         theirs = str(body.job_id if body.job_id is not None else body.instance.get("instance_id", next(self._numbers)))
@@ -277,14 +278,3 @@ def _asked(kind: type[T], **fields: Any) -> T:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the body must be JSON: {error}") from error
-
-
-def _json(value: Any, *, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

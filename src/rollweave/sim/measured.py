@@ -51,12 +51,7 @@ class Timings(msgspec.Struct, kw_only=True):
 def read_timings(journal: Path, config: RunConfig) -> Timings:
     """Read the journal of a run of `config`. Raises ConfigError for one that was compacted, CorruptJournalError."""
     replay, reader = Replay(journal, config), _Reader()
-    for now, event, commands in replay:
-        if not replay.events - 1 and not isinstance(event, e.RunStarted):
-            raise ConfigError(f"{journal} must be the journal of a whole run, it begins with {type(event).__name__}")
-        reader.hear(now, event)
-        for command in commands:
-            reader.told(now, command)
+    replay.tell(reader)
     reader.timings.events = replay.events
     return reader.timings
 
