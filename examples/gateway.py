@@ -19,10 +19,10 @@ from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.codec.chat import ChatCodec
 from rollweave.engine.loop import EngineLoop
+from rollweave.gateway.server import Gateway, Recorded, serve
+from rollweave.gateway.sessions import SessionLimits
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
-from rollweave.service.gateway import Gateway, Recorded, serve
-from rollweave.service.sessions import SessionLimits
 
 KV_TOKENS = 65_536
 

@@ -1,1 +1,1 @@
-"""Rollouts as a service: the doors of `live/serving.py`, and the gateway for agent programs."""
+"""Rollouts as a service: the doors of `live/serving.py`."""

@@ -14,10 +14,10 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from rollweave.backends.listening import listening
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
-from rollweave.service.listening import listening
 from rollweave.service.openapi import document
 from rollweave.service.service import ClosedError, ConflictError, FullError, GoneError, RefusedError, Service, UnknownError
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.sessions import Call, CallState, SessionRecorder
+from rollweave.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import Finish, GenerateResult, VersionSpan
 from rollweave.schema.work import SegmentKind, TokenSequence

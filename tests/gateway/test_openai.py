@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
+from rollweave.gateway.server import Access
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateResult, Sampling
-from rollweave.service.gateway import Access
 
 from .real import CONTEXT, Turns, checkpoint, engine, logprob_error, served
 from .scripts import TOOL

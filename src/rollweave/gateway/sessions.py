@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from rollweave.codec.chat import ChatCodec, ChatError
 from rollweave.codec.tools import ToolFormat
 from rollweave.envs.base import mix
-from rollweave.rollout.sessions import Call, CallState, SessionRecorder
+from rollweave.gateway.dialogue import Ask, RequestError
+from rollweave.gateway.recorder import Call, CallState, SessionRecorder
+from rollweave.gateway.replies import read_turn
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import Finish, GenerateResult, Sampling
-from rollweave.service.dialogue import Ask, RequestError
-from rollweave.service.replies import read_turn
 
 Generate = Callable[[str, tuple[int, ...], Sampling], Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling)`: the agent's turn. Raises EngineError where there is none; may be cancelled."""

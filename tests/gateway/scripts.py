@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 
 from rollweave.codec.chat import ChatCodec
+from rollweave.gateway.server import Access, Gateway, serve
 from rollweave.schema.serving import Finish, GenerateResult, Sampling, VersionSpan
-from rollweave.service.gateway import Access, Gateway, serve
 from tests.codec.chats import bpe, codec
 
 CODEC = codec("tools")

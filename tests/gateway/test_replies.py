@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.codec.tools import Hermes
+from rollweave.gateway.dialogue import Ask
+from rollweave.gateway.replies import Reply, chunks, finish_reason, pieces_of, read_turn, whole
 from rollweave.schema.serving import Finish
-from rollweave.service.dialogue import Ask
-from rollweave.service.replies import Reply, chunks, finish_reason, pieces_of, read_turn, whole
 
 from .scripts import CALL, CODEC, END, encode, spoken
 

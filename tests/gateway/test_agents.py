@@ -1,6 +1,6 @@
 """A third party's agent program, unchanged: OpenAI's agents SDK with a tool, before a script, then before a model taught by it.
 
-Needs the extra `agents` (`pip install -e .[test,agents]`); run with `pytest -m slow tests/service/test_agents.py`.
+Needs the extra `agents` (`pip install -e .[test,agents]`); run with `pytest -m slow tests/gateway/test_agents.py`.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The gateway: OpenAI's chat API in front of the agent's turns, so that any agent program runs as it is.
 
 Each session is a base URL, `/s/{session}/v1`, and a token, which the program gets as its API key. What it is told and what it
-samples is recorded token by token (`rollout/sessions.py`). The gateway chooses no engine: its owner passes `generate`.
+samples is recorded token by token (`gateway/recorder.py`). The gateway chooses no engine: its owner passes `generate`.
 
 Invariants: whatever a client sends, the answer is OpenAI's JSON, or its stream of events; nobody reaches another's session; a
 client that goes away stops its generation. Served without `handler_cancellation` that last one would not hold: use `serve`.
@@ -19,15 +19,15 @@ from typing import Final
 import xxhash
 from aiohttp import web
 
+from rollweave.backends.listening import listening
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.tools import ToolFormat
+from rollweave.gateway.dialogue import Ask, RequestError, parse_chat
+from rollweave.gateway.replies import Json, Reply, chunks, finish_reason, pieces_of, whole
+from rollweave.gateway.sessions import Generate, Session, SessionLimits, Turn
 from rollweave.schema.base import Noun
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
-from rollweave.service.dialogue import Ask, RequestError, parse_chat
-from rollweave.service.listening import listening
-from rollweave.service.replies import Json, Reply, chunks, finish_reason, pieces_of, whole
-from rollweave.service.sessions import Generate, Session, SessionLimits, Turn
 
 MAX_BODY: Final = 16 * 2**20
 """Bytes of a request: four times a context of a million tokens of plain text."""

@@ -16,10 +16,10 @@ from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.codec.chat import ChatCodec
 from rollweave.engine.loop import EngineLoop
+from rollweave.gateway.server import Access, Gateway, serve
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
-from rollweave.service.gateway import Access, Gateway, serve
 from tests.codec.chats import SPECIAL_MAP, TOOLS, bpe
 from tests.engine.models import build, oracle_logprobs, save
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.tools import Speech, ToolFormat
+from rollweave.gateway.dialogue import Ask
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import Finish, GenerateResult
-from rollweave.service.dialogue import Ask
 
 Json = dict[str, Any]
 

@@ -12,12 +12,12 @@ import yarl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollweave.gateway.dialogue import RequestError, parse_chat
+from rollweave.gateway.server import MAX_BODY, Gateway, Recorded
+from rollweave.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import Finish, Sampling
 from rollweave.schema.work import SegmentKind
-from rollweave.service.dialogue import RequestError, parse_chat
-from rollweave.service.gateway import MAX_BODY, Gateway, Recorded
-from rollweave.service.sessions import SessionLimits
 from tests.codec.chats import codec
 
 from .scripts import CALL, CHAT, CODEC, END, TOOL, Client, Script, ask, encode, gateway, spoken
