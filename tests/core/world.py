@@ -137,6 +137,12 @@ class World:
                     pass
                 elif self.fails():
                     self.later(e.TurnFailed(**key, error="broken"))
+                elif self.failure and self.fails():  # and an answer may be on its way
+                    self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=0))
+                    del key["try_number"]
+                    self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
+                    self.later(e.TurnWithdrawn(**key), self.spread)
+                    self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
                 else:
                     version = self.engine_version[command.engine_id]
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))

@@ -11,7 +11,7 @@ from rollweave.schema.commands import Command
 from rollweave.schema.events import Event
 
 Attempt = tuple[str, int]
-OfAttempt = e.EnvReady | e.TurnRequested | e.TrajectoryEnded | e.RewardReady | e.RewardFailed
+OfAttempt = e.EnvReady | e.TurnRequested | e.TurnWithdrawn | e.TrajectoryEnded | e.RewardReady | e.RewardFailed
 OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
 
 
@@ -77,6 +77,10 @@ class Referee:
                 assert event.context_tokens > 0
                 self.turns[attempt] = event.turn + 1
                 self.asked.add(attempt)
+            case e.TurnWithdrawn():
+                attempt = self._alive(event, "run", "cancel")
+                assert attempt in self.asked or attempt in self.cancelled, f"{event} while no turn is open"
+                self.asked.discard(attempt)
             case e.TurnDone() | e.TurnFailed():
                 self._answer(event)
             case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (str(who), number) in self.crossed:

@@ -109,6 +109,8 @@ def _route(run: Run, event: Event) -> None:
             turns.on_done(run, event)
         case e.TurnFailed():
             turns.on_failed(run, event)
+        case e.TurnWithdrawn():
+            turns.on_withdrawn(run, event)
         case e.EnvReady():
             trajectories.on_env_ready(run, event)
         case e.PredictionReady():

@@ -13,7 +13,7 @@ from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.policy.routing import choose
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartTurn
-from rollweave.schema.events import TurnDone, TurnFailed, TurnRequested
+from rollweave.schema.events import TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
 from rollweave.schema.work import StopReason
 
 
@@ -57,6 +57,13 @@ def on_failed(run: Run, event: TurnFailed) -> None:
     trajectory, _turn = _open_turn(run, event)
     if trajectory is not None:
         fail(run, trajectory, event.error)
+
+
+def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
+    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
+    if trajectory is not None and trajectory.turn is not None and trajectory.turn.number == event.turn:
+        trajectories.release_turn(run, trajectory)
+        trajectory.since = run.now
 
 
 def _open_turn(run: Run, event: TurnDone | TurnFailed) -> tuple[Trajectory | None, Turn | None]:

@@ -130,6 +130,14 @@ class TurnFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+class TurnWithdrawn(Tagged, frozen=True, kw_only=True):
+    """Nobody waits for this turn any more, and the attempt goes on: an agent program has given up a call."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+
+
 class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
     """INIT or RUN is over and the environment is closed. Also the answer to `CancelTrajectory`."""
 
@@ -316,6 +324,7 @@ Event = (
     | TurnRequested
     | TurnDone
     | TurnFailed
+    | TurnWithdrawn
     | TrajectoryEnded
     | RewardReady
     | RewardFailed
