@@ -11,7 +11,8 @@ from rollweave.codec.chat import ChatCodec
 from rollweave.codec.template import ChatTemplate
 from rollweave.envs.base import Episode as Seen
 from rollweave.envs.base import Observation, Score, Step
-from rollweave.rollout.episode import Episode, Speech
+from rollweave.rollout.driver import Speech
+from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId

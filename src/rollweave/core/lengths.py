@@ -42,8 +42,10 @@ def begin(run: Run, trajectory: Trajectory) -> None:
 
 
 def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
+    """A handler's prompt is known with its first turn only: then `prompt_tokens` is 0."""
     trajectory.prompt_tokens = trajectory.context_tokens = prompt_tokens
-    _mix(run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens)
+    if prompt_tokens:
+        _mix(run.state.prompt_tokens, run.state.groups[trajectory.group_id].name, prompt_tokens)
 
 
 def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
@@ -52,6 +54,8 @@ def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
         step_s = run.now - trajectory.since
         trajectory.tool_s += step_s
         _mix(run.state.tool_s, run.state.groups[trajectory.group_id].name, step_s)
+    if not trajectory.prompt_tokens:
+        on_ready(run, trajectory, context_tokens)
     trajectory.context_tokens = context_tokens
     trajectory.claims = context_tokens + round(run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0))
     run.order_changed(trajectory)
@@ -125,7 +129,7 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
         gone = known.pop(0) if len(known) > KEPT_LENGTHS else 0
         sums = run.state.length_sums
         sums[group.name] = sums.get(group.name, 0) + trajectory.output_tokens - gone
-        _mix(run.state.growth, group.name, (trajectory.context_tokens - trajectory.prompt_tokens) / trajectory.output_tokens)
+        _mix(run.state.growth, group.name, _grown(trajectory) / trajectory.output_tokens)
     if trajectory.predicts >= 0:
         run.emit(
             Harvest(
@@ -135,6 +139,11 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
             )
         )
         trajectory.predicts = trajectory.predicted = -1
+
+
+def _grown(trajectory: Trajectory) -> int:
+    """Tokens that came to its context; none where an agent program has begun a shorter one meanwhile."""
+    return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 
 
 def _mix(means: dict[str, float], name: str, value: float) -> None:
@@ -177,7 +186,7 @@ def _ask(run: Run, trajectory: Trajectory) -> None:
                 turn=trajectory.asked,
                 output_tokens=trajectory.output_tokens,
                 last_output_tokens=trajectory.last_output_tokens,
-                observation_tokens=trajectory.context_tokens - trajectory.prompt_tokens - trajectory.output_tokens,
+                observation_tokens=max(0, _grown(trajectory) - trajectory.output_tokens),
                 tool_s=trajectory.tool_s,
                 siblings=len(lengths),
                 sibling_mean=sum(lengths) / len(lengths) if lengths else 0.0,

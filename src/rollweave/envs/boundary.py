@@ -40,7 +40,7 @@ class GuardedEnv:
         try:
             env = resolve(name)(**options)
         except RAISED as error:
-            raise EnvError(_what_happened("making the environment", error)) from error
+            raise EnvError(what_happened("making the environment", error)) from error
         self._env = Faulty(env, faults, seed=seed, block=block)
 
     async def reset(self, task: Task) -> Observation:
@@ -69,9 +69,9 @@ class GuardedEnv:
         except asyncio.CancelledError as error:
             if _asked_to_cancel():
                 raise
-            raise EnvError(_what_happened(method, error)) from error
+            raise EnvError(what_happened(method, error)) from error
         except RAISED as error:
-            raise EnvError(_what_happened(method, error)) from error
+            raise EnvError(what_happened(method, error)) from error
 
 
 async def scored(name: str, options: Options, episode: Episode, *, faults: FaultsConfig, seed: int) -> Score:
@@ -88,18 +88,23 @@ async def scored(name: str, options: Options, episode: Episode, *, faults: Fault
     except asyncio.CancelledError as error:
         if _asked_to_cancel():
             raise
-        raise RewardError(_what_happened("score", error)) from error
+        raise RewardError(what_happened("score", error)) from error
     except RAISED as error:
-        raise RewardError(_what_happened("score", error)) from error
+        raise RewardError(what_happened("score", error)) from error
+    return checked_score(found, "score", success=episode.success)
+
+
+def checked_score(found: Any, method: str, *, success: bool | None) -> Score:
+    """What `method` returned as a Score; a number's `success` is the given one. Raises RewardError."""
     found = _plain(found) if hasattr(found, "item") else found
     if isinstance(found, int | float):
-        found = Score(reward=float(found), success=episode.success)
+        found = Score(reward=float(found), success=success)
     try:
         score = _typed(found, Score) if isinstance(found, Score) else None
     except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise RewardError(f"score must return a number or a Score: {error}") from error
+        raise RewardError(f"{method} must return a number or a Score: {error}") from error
     if score is None or not abs(score.reward) <= LARGEST_REWARD:
-        raise RewardError(f"score must return a finite number, at most {LARGEST_REWARD:g}, or a Score, got {_short(found)}")
+        raise RewardError(f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or a Score, got {_short(found)}")
     return score
 
 
@@ -138,7 +143,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def _what_happened(method: str, error: BaseException) -> str:
+def what_happened(method: str, error: BaseException) -> str:
     """The error and the last place in the code it came from."""
     if isinstance(error, RollweaveError):
         return f"{method}: {error}"

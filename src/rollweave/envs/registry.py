@@ -1,4 +1,7 @@
-"""From the name of an environment to its class: built in, `package.module:Class`, or an entry point `rollweave.envs`."""
+"""From the name of an environment or handler to its class: built in, `package.module:Class`, or an entry point.
+
+Packages announce environments as `rollweave.envs` and handlers as `rollweave.handlers`.
+"""
 
 import difflib
 import functools
@@ -10,7 +13,10 @@ from typing import Any
 from rollweave.envs.base import Options
 from rollweave.schema.errors import ConfigError
 
-ENTRY_POINTS = "rollweave.envs"
+ENTRY_POINTS = ("rollweave.envs", "rollweave.handlers")
+
+METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
+"""What makes a class the one or the other."""
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
@@ -24,14 +30,24 @@ BUILT_IN = {
 
 @functools.lru_cache(64)
 def resolve(name: str) -> type[Any]:
-    """The environment class called `name`. Raises ConfigError that says what is wrong with it, and what there is."""
+    """The class called `name`, of an `Env` or a handler. Raises ConfigError that says what is wrong with it, what there is."""
     found = load(_reference(name), what=f"environment {name!r}")
     if not inspect.isclass(found):
         raise ConfigError(f"environment {name!r} must be a class, got {type(found).__name__}")
-    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if missing:
-        raise ConfigError(f"environment {name!r} must have reset and step, {found.__name__} has no {' and no '.join(missing)}")
+    lacks = min((_lacks(found, methods) for methods in METHODS.values()), key=len)
+    if lacks:
+        rule = "must have reset and step, or init, run and eval as a handler has"
+        raise ConfigError(f"environment {name!r} {rule}; {found.__name__} has no {' and no '.join(lacks)}")
     return found
+
+
+def is_handler(name: str) -> bool:
+    """Whether it drives the attempt itself (`handlers/base.py`), instead of answering as an `Env`. Raises ConfigError."""
+    return not _lacks(resolve(name), METHODS["handler"])
+
+
+def _lacks(kind: type[Any], methods: tuple[str, ...]) -> list[str]:
+    return [method for method in methods if not callable(getattr(kind, method, None))]
 
 
 def check_options(name: str, options: Options) -> None:
@@ -66,19 +82,23 @@ def load(reference: str, *, what: str) -> Any:
 
 def names() -> list[str]:
     """The names that need no module: built in, or announced by an installed package."""
-    return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    return sorted({*BUILT_IN, *_announced()})
 
 
 def _reference(name: str) -> str:
     if name in BUILT_IN or ":" in name:
         return BUILT_IN.get(name, name)
-    announced = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINTS)}
+    announced = _announced()
     if name not in announced:
         known = names()
         raise ConfigError(
             f"environment must be one of {', '.join(known)}, or package.module:Class, got {name!r}{_nearest(name, known)}"
         )
     return announced[name]
+
+
+def _announced() -> dict[str, str]:
+    return {entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)}
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -17,7 +17,7 @@ from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
 from rollweave.envs.boundary import RAISED, GuardedEnv, scored
 from rollweave.envs.process import ProcessEnv, Workers, score_in_process
-from rollweave.envs.registry import check_options, resolve
+from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.words import Setting
 from rollweave.policy.mixture import next_domain
 from rollweave.schema.base import TaskId
@@ -96,6 +96,8 @@ class TaskSource:
         self._domains = {task.name: task for task in config.tasks}
         for task in config.tasks:
             check_options(task.env, task.options)
+            if task.isolation == "process" and is_handler(task.env):
+                raise ConfigError(f"tasks.isolation must be inline for a handler, got process for {task.name!r}")
         self.workers = Workers(logs if logs is not None else (Path(config.run.dir) / config.run.name / "logs").absolute())
         self._worlds = {task.name: Worlds(task, config.faults, self.workers) for task in config.tasks}
 

@@ -58,12 +58,15 @@ class Recorded(Noun, frozen=True, kw_only=True):
 
 
 class Gateway:
-    """Sessions of one model. `tools` says how it calls tools; None: as its chat template tells it to, if that is known."""
+    """Sessions of one model, whose turns are `generate`d, unless a session brings its own.
+
+    `tools` says how the model calls tools; None: as its chat template tells it to, if that is known.
+    """
 
     def __init__(
         self,
         codec: ChatCodec,
-        generate: Generate,
+        generate: Generate | None = None,
         *,
         model: str,
         tools: ToolFormat | None = None,
@@ -76,7 +79,13 @@ class Gateway:
         self._started = int(time.time())
 
     def open(
-        self, id: str, *, limits: SessionLimits | None = None, sampling: Sampling | None = None, pinned: bool = False
+        self,
+        id: str,
+        *,
+        generate: Generate | None = None,
+        limits: SessionLimits | None = None,
+        sampling: Sampling | None = None,
+        pinned: bool = False,
     ) -> Access:
         """A new session. `sampling` holds where the client says nothing, and with `pinned` whatever it says.
 
@@ -88,16 +97,24 @@ class Gateway:
             raise ValueError(f"session.id must be new, got {id!r} again")
         if len(self._sessions) >= MAX_SESSIONS:
             raise ValueError(f"open sessions must be at most {MAX_SESSIONS}, got one more")
+        generate = generate or self._generate
+        if generate is None:
+            raise ValueError("generate must be the gateway's or the session's, got none")
         session = Session(
             id,
             codec=self._codec,
             tools=self._tools,
+            generate=generate,
             limits=limits or SessionLimits(),
             sampling=sampling or Sampling(),
             pinned=pinned,
         )
         self._sessions[id] = session
         return Access(path=f"/s/{id}/v1", token=session.token)
+
+    def session(self, id: str) -> Session:
+        """For whoever asks in process. Raises KeyError where there is none."""
+        return self._sessions[id]
 
     def sequences(self, id: str) -> tuple[TokenSequence, ...]:
         """What session `id` has recorded so far. Raises KeyError where there is none."""
@@ -130,7 +147,7 @@ class Gateway:
         key, repeated = _identity(request, body)
         if session.closed:  # while the body was on its way
             raise _unknown(session.id)
-        async with session.turn(ask, key, repeated=repeated, generate=self._generate) as turn:
+        async with session.turn(ask, key, repeated=repeated) as turn:
             return await (self._stream if ask.stream else self._whole)(request, session, turn, ask)
 
     async def _whole(self, request: web.Request, session: Session, turn: Turn, ask: Ask) -> web.StreamResponse:

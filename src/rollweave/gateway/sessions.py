@@ -21,6 +21,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import Finish, GenerateResult, Sampling
+from rollweave.schema.work import StopReason
 
 Generate = Callable[[str, tuple[int, ...], Sampling], Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling)`: the agent's turn. Raises EngineError where there is none; may be cancelled."""
@@ -60,28 +61,44 @@ class Session:
     """One agent program's conversations. `sampling` holds where the client says nothing; all the time if `pinned`."""
 
     def __init__(
-        self, id: str, *, codec: ChatCodec, tools: ToolFormat | None, limits: SessionLimits, sampling: Sampling, pinned: bool
+        self,
+        id: str,
+        *,
+        codec: ChatCodec,
+        tools: ToolFormat | None,
+        generate: Generate,
+        limits: SessionLimits,
+        sampling: Sampling,
+        pinned: bool,
     ) -> None:
         self.id, self.limits = id, limits
+        self.exhausted: StopReason | None = None
+        """The limit for which a turn was refused, if that will not change."""
         self.token = secrets.token_urlsafe(32)
         self.recorder = SessionRecorder(codec)
         self.closed = False
-        self._codec, self._tools = codec, tools
+        self._codec, self._tools, self._generate = codec, tools, generate
         self._sampling, self._pinned = sampling, pinned
         self._turns: dict[Call, Turn] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
         self._spent = 0
+
+    @property
+    def calls(self) -> int:
+        """Turns that were asked for, but those that were given up."""
+        return len(self._turns)
 
     def admits(self, token: str) -> bool:
         """Whether this is the session's token."""
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.token.encode())
 
     @contextlib.asynccontextmanager
-    async def turn(self, ask: Ask, key: Hashable, *, repeated: bool, generate: Generate) -> AsyncIterator[Turn]:
+    async def turn(self, ask: Ask, key: Hashable, *, repeated: bool) -> AsyncIterator[Turn]:
         """The turn that is asked for, as long as somebody attends it. Raises RequestError.
 
         Who attends calls `deliver` once the client has the answer; where nobody did, the answer is lost.
         """
-        turn = self._turn(ask, key, repeated, generate)
+        turn = self._turn(ask, key, repeated)
         turn.waiting += 1
         try:
             yield turn
@@ -101,7 +118,13 @@ class Session:
         for turn in list(self._turns.values()):
             self._cancel(turn)
 
-    def _turn(self, ask: Ask, key: Hashable, repeated: bool, generate: Generate) -> Turn:
+    async def ended(self) -> None:
+        """`close`, and return when nothing is under way."""
+        self.close()
+        while self._under_way:
+            await asyncio.wait(list(self._under_way))
+
+    def _turn(self, ask: Ask, key: Hashable, repeated: bool) -> Turn:
         forced = ""
         if ask.tools:
             self._check_tools(ask)
@@ -120,7 +143,9 @@ class Session:
                 self.recorder.drop(call)
                 raise
             self._turns[call] = turn
-            turn.task = asyncio.create_task(self._generate(turn, ask, sampling, generate), name=f"{self.id}-{call.number}")
+            turn.task = asyncio.create_task(self._take_turn(turn, ask, sampling), name=f"{self.id}-{call.number}")
+            self._under_way.add(turn.task)
+            turn.task.add_done_callback(self._under_way.discard)
         return turn
 
     def _check_tools(self, ask: Ask) -> None:
@@ -138,11 +163,14 @@ class Session:
         if running >= limits.concurrent:
             raise RequestError(429, f"calls at once must be at most {limits.concurrent}", code="rate_limit_exceeded")
         if len(self._turns) >= limits.calls:
+            self.exhausted = StopReason.MAX_TURNS
             raise RequestError(429, f"calls of a session must be at most {limits.calls}", code="insufficient_quota")
         if self._spent >= limits.tokens:
+            self.exhausted = StopReason.MAX_TOKENS
             raise RequestError(429, f"tokens sampled in a session must be at most {limits.tokens}", code="insufficient_quota")
         room = limits.context - len(call.prompt)
         if room < 1:
+            self.exhausted = StopReason.MAX_TOKENS
             text = f"messages must leave room in a context of {limits.context} tokens, got {len(call.prompt)} tokens"
             raise RequestError(400, text, param="messages", code="context_length_exceeded")
         return self._sampling_of(ask, call, min(room, limits.turn_tokens, limits.tokens - self._spent))
@@ -163,10 +191,10 @@ class Session:
             seed=mix(base.seed, call.number) if pinned or ask.seed is None else ask.seed,
         )
 
-    async def _generate(self, turn: Turn, ask: Ask, sampling: Sampling, generate: Generate) -> None:
+    async def _take_turn(self, turn: Turn, ask: Ask, sampling: Sampling) -> None:
         try:
             async with asyncio.timeout(self.limits.turn_s):
-                result = await generate(self.id, turn.call.prompt, sampling)
+                result = await self._generate(self.id, turn.call.prompt, sampling)
             turn.error = turn.error or _refused(result)
             if turn.error is None:
                 self._take(turn, ask, result)

@@ -6,23 +6,19 @@ process of it is left; a run that ended says why and what came of every trajecto
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
-from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
+from rollweave.live.episodes import Episodes
 from rollweave.live.metrics import Metrics, Progress, Silent
 from rollweave.live.predictor import OpenLink
 from rollweave.live.predictor import in_process as predict_in_process
@@ -37,15 +33,13 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
 from rollweave.record.trace import Trace
-from rollweave.rollout.episode import Episode, Speech
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.commands import StartInit, Warn
+from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat
 from rollweave.schema.prediction import PredictorSpec
-from rollweave.schema.serving import EngineSpec, Sampling
-from rollweave.schema.work import Decoding, Purpose
+from rollweave.schema.serving import EngineSpec
 
 BACKSTOP = 2.0
 """Our own limits on a silent child, as a multiple of the core's: the core acts first, with its own reasons."""
@@ -107,14 +101,15 @@ class _Start:
             trace = Trace(run.trace)
             stack.callback(trace.close)
             self._announce(metrics, begun)
-            world, seats = self._world(begun, clock, journal, store, metrics, trace)
+            episodes = Episodes(config, model_dir(config, run), self._source, clock)
+            world, seats = self._world(begun, clock, journal, store, metrics, trace, episodes)
             with _signals(world, self._progress):
                 try:
                     await world.run(begun.first(seats), engines=seats, fresh=not begun.resumed)
                 except DiskError as error:
                     raise DiskError(error.errno, f"{error}; {_standing(core)}; --resume goes on once there is room") from error
                 finally:
-                    await self._source.close()
+                    await episodes.close()
             evaluation = metrics.final_evaluation or metrics.last_evaluation
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
@@ -141,6 +136,7 @@ class _Start:
         store: TrajectoryStore,
         metrics: Metrics,
         trace: Trace,
+        episodes: Episodes,
     ) -> tuple[World, tuple[EngineSeat, ...]]:
         config, source = self._config, self._source
         checkpoints = Checkpoints(self._run.checkpoints)
@@ -166,10 +162,15 @@ class _Start:
             make_engine=processes.engine,
             make_trainer=processes.trainer,
             open_predictor=processes.predictor(),
-            make_episode=Episodes(config, processes.model_dir, source, clock).make,
+            make_episode=episodes.make,
             progress=self._progress,
         )
         return world, begun_with(config, begun.core.state)
+
+
+def model_dir(config: RunConfig, run: RunDir) -> Path:
+    """Where the model is that the run begins with; one from scratch is there once the first trainer has built it."""
+    return Path(config.model.path).absolute() if config.model.path is not None else run.model
 
 
 class Processes:
@@ -190,7 +191,7 @@ class Processes:
         self._version = version
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
-        self.model_dir = Path(config.model.path).absolute() if config.model.path is not None else run.model
+        self.model_dir = model_dir(config, run)
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():
             self._model_ready.set_result(None)
@@ -260,48 +261,6 @@ class Processes:
         if not self._model_ready.done():
             self._model_ready.set_result(None)
         self._on_ready()
-
-
-class Episodes:
-    """Makes the driver of one attempt: the world of its task domain, the way its agent speaks, the run's seed."""
-
-    def __init__(self, config: RunConfig, model_dir: Path, source: TaskSource, clock: RunClock) -> None:
-        self._config, self._model_dir, self._source, self._clock = config, model_dir, source, clock
-
-    def make(self, command: StartInit) -> Episode:
-        name = command.task.tag
-        return Episode(
-            command,
-            worlds=self._source.worlds(name),
-            speech=_as_asked(self._speech(name, command.purpose), command.decoding),
-            seed=self._config.run.seed if command.decoding.seed is None else command.decoding.seed,
-            clock=self._clock.now,
-        )
-
-    @functools.cached_property
-    def _codec(self) -> ChatCodec:
-        return ChatCodec.from_directory(self._model_dir)
-
-    @functools.cache  # noqa: B019 (one object a run)
-    def _speech(self, name: str, purpose: Purpose) -> Speech:
-        rollout, codec = self._config.rollout, self._codec
-        words = self._source.allowed_words(name)
-        training = purpose is not Purpose.EVAL
-        sampling = Sampling(
-            temperature=rollout.temperature if training else self._config.eval.temperature,
-            top_p=rollout.top_p if training else 1.0,
-            top_k=rollout.top_k if training else 0,
-            stop_token_ids=codec.stop_token_ids,
-            stop=codec.stop,
-            allowed=(*codec.words(words), *codec.stop_token_ids) if words else (),
-        )
-        return Speech(codec=codec, sampling=sampling)
-
-
-def _as_asked(speech: Speech, decoding: Decoding) -> Speech:
-    """With what was asked for in the place of the service's own."""
-    asked = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(decoding, name)) is not None}
-    return dataclasses.replace(speech, sampling=msgspec.structs.replace(speech.sampling, **asked)) if asked else speech
 
 
 def _standing(core: Core) -> str:

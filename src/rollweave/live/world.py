@@ -23,10 +23,10 @@ from rollweave.live.trainer_link import TrainerBackend
 from rollweave.policy.scheduling import scheduling
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import ENVIRONMENTS, Trace
-from rollweave.rollout.episode import Episode
+from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, StartInit, TrainStep, Warn
+from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.training import TrainMetrics
@@ -66,7 +66,7 @@ class World:
         draws: Draws,
         make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
-        make_episode: Callable[[StartInit], Episode],
+        make_episode: MakeEpisode,
         open_predictor: OpenLink,
         progress: Progress,
         compact_bytes: int = COMPACT_BYTES,

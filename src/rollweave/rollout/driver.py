@@ -1,23 +1,58 @@
-"""What drives one attempt, as the pipeline sees it."""
+"""What drives one attempt, as the pipeline sees it, and what it is given."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+from rollweave.codec.chat import ChatCodec
 from rollweave.envs.base import Score
-from rollweave.rollout.episode import TurnPort
+from rollweave.schema.base import EngineId, Noun
 from rollweave.schema.commands import StartInit
+from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import StopReason, Trajectory
 
 
+class Answer(Noun, frozen=True, kw_only=True):
+    """A turn as an engine gave it."""
+
+    result: GenerateResult
+    engine_id: EngineId
+
+
+class TurnPort(Protocol):
+    """The episode's way to the agent."""
+
+    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
+        """Continue `tokens`; waits for a slot and through retries."""
+
+    def stepped(self, name: str, start: float, end: float) -> None:
+        """The environment worked from `start` to `end`, in seconds of the run's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speech:
+    """How the agent speaks in one task domain: how messages become tokens, and its sampling without seed and length."""
+
+    codec: ChatCodec
+    sampling: Sampling
+
+
 class Driver(Protocol):
-    """What the pipeline drives through INIT, RUN and EVAL: one attempt (`rollout/episode.py` is the usual one).
+    """What the pipeline drives through INIT, RUN and EVAL: one attempt, at an `Env` (`episode.py`) or by a handler.
 
     Each stage is awaited once, in order, and raises `EpisodeStopError`, or is cancelled; then comes `close` or `kill`.
     """
 
     stop_reason: StopReason
     """Of INIT and RUN, once `trajectory` was called."""
-    eval_s: float
+
+    @property
+    def eval_s(self) -> float:
+        """Seconds that the reward took."""
+
+    @property
+    def result(self) -> str:
+        """What else is kept of the attempt: JSON, or ""."""
 
     @property
     def turns(self) -> int:

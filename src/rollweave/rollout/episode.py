@@ -5,57 +5,29 @@ environment works, never while a turn queues; whatever goes wrong becomes one `E
 are those that the engine sampled. The episode owns its environment until `close` or `kill`.
 """
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from rollweave.codec.chat import ChatCodec, ChatError
+from rollweave.codec.chat import ChatError
 from rollweave.codec.conversation import Conversation
 from rollweave.envs.base import Episode as Seen
 from rollweave.envs.base import Observation, Score, Step, mix
-from rollweave.schema.base import EngineId, Noun
+from rollweave.rollout.budget import Budget, EpisodeStopError
+from rollweave.rollout.driver import Speech, TurnPort
 from rollweave.schema.commands import StartInit
-from rollweave.schema.errors import EnvError, RewardError, RollweaveError
-from rollweave.schema.serving import Finish, GenerateResult, Sampling
+from rollweave.schema.serving import Finish, Sampling
 from rollweave.schema.work import (
     BLAME_OF,
     Segment,
     SegmentKind,
     StopReason,
     Task,
-    Timing,
     TokenSequence,
     Trajectory,
 )
 
 T = TypeVar("T")
-
-
-class EpisodeStopError(RollweaveError):
-    """The attempt ends here, for this reason."""
-
-    def __init__(self, reason: StopReason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class Answer(Noun, frozen=True, kw_only=True):
-    """A turn as an engine gave it."""
-
-    result: GenerateResult
-    engine_id: EngineId
-
-
-class TurnPort(Protocol):
-    """The episode's way to the agent."""
-
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        """Continue `tokens`; waits for a slot and through retries."""
-
-    def stepped(self, name: str, start: float, end: float) -> None:
-        """The environment worked from `start` to `end`, in seconds of the run's clock."""
 
 
 class LiveEnv(Protocol):
@@ -84,14 +56,6 @@ class Worlds(Protocol):
         """The reward of a whole episode. Raises `RewardError`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speech:
-    """How the agent speaks in one task domain: how messages become tokens, and its sampling without seed and length."""
-
-    codec: ChatCodec
-    sampling: Sampling
-
-
 class Episode:
     """`worlds` and `speech` belong to the task's domain; `seed` is the run's."""
 
@@ -106,9 +70,8 @@ class Episode:
         self._rewards: list[float] = []
         self._success: bool | None = None
         self._engine = ""
-        self._init_s = self._generate_s = self._env_s = self._queue_s = 0.0
+        self._budget = Budget(command.task.limits, clock)
         self.stop_reason = StopReason.FINISHED
-        self.eval_s = 0.0
 
     @property
     def turns(self) -> int:
@@ -133,7 +96,17 @@ class Episode:
     @property
     def budget_s(self) -> float:
         """Active seconds that are left."""
-        return self._limits.time_s - self._init_s - self._generate_s - self._env_s - self.eval_s
+        return self._budget.left_s
+
+    @property
+    def eval_s(self) -> float:
+        """Seconds that the reward took."""
+        return self._budget.eval_s
+
+    @property
+    def result(self) -> str:
+        """An environment keeps nothing else."""
+        return ""
 
     # The three stages.
 
@@ -141,9 +114,9 @@ class Episode:
         """Open and reset the environment. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
-            observation = await self._limited(self._open(), StopReason.ENV_HANG, StopReason.ENV_ERROR, "starting")
+            observation = await self._worked(self._open(), "starting")
         finally:
-            self._init_s += self._clock() - started
+            self._budget.init_s += self._clock() - started
         if not isinstance(observation, Observation):
             raise EpisodeStopError(StopReason.ENV_ERROR, f"reset must return an Observation, got {observation!r:.200}")
         try:
@@ -189,9 +162,11 @@ class Episode:
         started = self._clock()
         try:
             call = self._worlds.score(seen, seed=self._seed)
-            score = await self._limited(call, StopReason.REWARD_HANG, StopReason.REWARD_ERROR, "the reward")
+            score = await self._budget.limited(
+                call, hang=StopReason.REWARD_HANG, failure=StopReason.REWARD_ERROR, what="the reward"
+            )
         finally:
-            self.eval_s += self._clock() - started
+            self._budget.eval_s += self._clock() - started
         if not isinstance(score, Score) or not _finite(score.reward):
             raise EpisodeStopError(StopReason.REWARD_ERROR, f"the reward must be a finite number, got {score!r:.200}")
         return score
@@ -227,13 +202,7 @@ class Episode:
             blame=BLAME_OF[reason],
             engine=self._engine,
             success=self._success,
-            timing=Timing(
-                init_s=self._init_s,
-                run_s=self._generate_s + self._env_s,
-                queue_s=self._queue_s,
-                generate_s=self._generate_s,
-                env_s=self._env_s,
-            ),
+            timing=self._budget.timing(),
             error=error,
         )
 
@@ -251,8 +220,7 @@ class Episode:
         answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
-        self._generate_s += result.generate_s
-        self._queue_s += max(0.0, self._clock() - asked - result.generate_s)
+        self._budget.took_turn(asked, result.generate_s)
         text = conversation.sampled(result.tokens, result.logprobs, result.versions, exact=not result.text_only)
         return text, result.finish is Finish.LENGTH and room <= self._limits.max_turn_tokens
 
@@ -261,10 +229,10 @@ class Episode:
         assert env is not None, "the environment is open while the episode runs"
         number = conversation.turns - 1
         try:
-            step = await self._limited(env.step(text), StopReason.ENV_HANG, StopReason.ENV_ERROR, f"step {number}")
+            step = await self._worked(env.step(text), f"step {number}")
         finally:
             ended = self._clock()
-            self._env_s += ended - started
+            self._budget.env_s += ended - started
         port.stepped(f"step {number}", started, ended)
         if not isinstance(step, Step) or not _finite(step.reward):
             raise EpisodeStopError(StopReason.ENV_ERROR, f"step {number} must return a Step, got {step!r:.200}")
@@ -272,20 +240,8 @@ class Episode:
         conversation.reward(float(step.reward))
         return step
 
-    async def _limited(self, call: Awaitable[T], hang: StopReason, failure: StopReason, what: str) -> T:
-        """Await a call of the environment under the step's limit and what is left of the budget."""
-        budget_s = max(0.0, self.budget_s)
-        try:
-            async with asyncio.timeout(min(self._limits.step_s, budget_s)) as scope:
-                return await call
-        except Exception as error:
-            if isinstance(error, TimeoutError) and scope.expired():
-                if budget_s < self._limits.step_s:
-                    text = f"the active time of {self._limits.time_s:g} s ran out in {what}"
-                    raise EpisodeStopError(StopReason.TIME_BUDGET, text) from None
-                raise EpisodeStopError(hang, f"{what} did not answer within {self._limits.step_s:g} s") from None
-            text = str(error) if isinstance(error, EnvError | RewardError) else f"{type(error).__name__}: {error}"
-            raise EpisodeStopError(failure, f"{what}: {text}") from error
+    def _worked(self, call: Awaitable[T], what: str) -> Awaitable[T]:
+        return self._budget.limited(call, hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR, what=what)
 
 
 def _finite(value: object) -> bool:

@@ -15,8 +15,8 @@ import msgspec
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
-from rollweave.rollout.driver import Driver, MakeEpisode
-from rollweave.rollout.episode import Answer, EpisodeStopError
+from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.driver import Answer, Driver, MakeEpisode
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -40,6 +40,7 @@ from rollweave.schema.events import (
     TurnDone,
     TurnFailed,
     TurnRequested,
+    TurnWithdrawn,
 )
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
@@ -313,6 +314,10 @@ class Pipeline:
         )
         try:
             return await answer
+        except asyncio.CancelledError:
+            if attempt.cancelled is None and not answer.done():  # an agent program gave up this call, and goes on
+                self._post(TurnWithdrawn(trajectory_id=command.trajectory_id, attempt=command.attempt, turn=number))
+            raise
         finally:
             attempt.turn = None
             turn.forget()
@@ -406,6 +411,7 @@ class Pipeline:
                 blame=BLAME_OF[reason],
                 eval_s=episode.eval_s,
                 error=error,
+                result=episode.result,
             )
         )
         del self._evaluations[key]

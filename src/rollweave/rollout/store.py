@@ -51,6 +51,7 @@ class Scored(Tagged, frozen=True, kw_only=True):
     blame: Blame
     eval_s: float
     error: str = ""
+    result: str = ""
 
 
 class _EndedTrajectory(msgspec.Struct):
@@ -176,6 +177,7 @@ def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
         stop_reason=score.stop_reason,
         blame=score.blame,
         error=score.error or trajectory.error,
+        result=score.result or trajectory.result,
         timing=msgspec.structs.replace(trajectory.timing, eval_s=score.eval_s),
     )
 

@@ -69,7 +69,7 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """One task domain. Groups are drawn from the domains in proportion to `weight`."""
 
-    env: str = Field(description="Registered environment name, or `package.module:Class` of your own.")
+    env: str = Field(description="Registered environment or handler, or `package.module:Class` of your own.")
     tag: str = Field("", description="Name in metrics; the environment's name where empty.")
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     warmup_weight: Positive = Field(1.0, description="Share of the warm-up's transcripts drawn from this domain.")
@@ -299,6 +299,15 @@ SIMULATED_CONTEXT = 1 << 24
 """Context of the model that stands for `sim.model` where [model] is missing: longer than any trajectory; not to be trained."""
 
 
+class SandboxConfig(Section):
+    """Where handlers run what their agents write."""
+
+    backend: Literal["bubblewrap", "zygote", "apptainer", "plain"] | None = Field(
+        None, description="How sandboxes are made (docs/SANDBOX.md); bubblewrap if unset; plain isolates nothing."
+    )
+    warm: Count = Field(0, description="Sandboxes of each kind that wait, started, for the next attempt.")
+
+
 class ServeConfig(Section):
     """`rollweave serve`: rollouts for whoever asks over HTTP."""
 
@@ -327,6 +336,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     faults: FaultsConfig = FaultsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     sim: SimConfig | None = None
     serve: ServeConfig = ServeConfig()
 

@@ -182,7 +182,10 @@ class Timing(Noun, frozen=True, kw_only=True):
 
 
 class Trajectory(Noun, frozen=True, kw_only=True):
-    """What came of one attempt at a task. `reward` is None where the stop reason leaves nothing to score."""
+    """What came of one attempt at a task. `reward` is None where the stop reason leaves nothing to score.
+
+    `result` is what else its handler keeps, as JSON (`handlers/base.py`), or "".
+    """
 
     id: TrajectoryId
     group_id: GroupId
@@ -197,6 +200,7 @@ class Trajectory(Noun, frozen=True, kw_only=True):
     success: bool | None = None
     timing: Timing = Timing()
     error: str = ""
+    result: str = ""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):

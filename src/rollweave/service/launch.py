@@ -18,7 +18,8 @@ from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.clock import RunClock
-from rollweave.live.launch import Episodes, Processes, Programs
+from rollweave.live.episodes import Episodes
+from rollweave.live.launch import Processes, Programs, model_dir
 from rollweave.live.recover import Beginning, recover
 from rollweave.live.serving import ServiceWorld
 from rollweave.live.signals import on_ending_signals
@@ -127,11 +128,12 @@ class _Start:
             service = Service(config, jobs=jobs, source=self._source, store=store)
             service.on_warning = host.warned
             observe(service)
-            world = self._world(begun.core, clock, journal, store, trace, service)
+            episodes = Episodes(config, model_dir(config, run), self._source, clock)
+            world = self._world(begun.core, clock, journal, store, trace, service, episodes)
             try:
                 await self._live(world, service, begun, host)
             finally:
-                await self._source.close()
+                await episodes.close()
 
     def _recovered(self, store: TrajectoryStore) -> Beginning:
         begun = recover(self._config, self._run, store)
@@ -140,7 +142,14 @@ class _Start:
         return begun
 
     def _world(
-        self, core: Core, clock: RunClock, journal: RunJournal, store: TrajectoryStore, trace: Trace, service: Service
+        self,
+        core: Core,
+        clock: RunClock,
+        journal: RunJournal,
+        store: TrajectoryStore,
+        trace: Trace,
+        service: Service,
+        episodes: Episodes,
     ) -> ServiceWorld:
         config = self._config
         processes = Processes(
@@ -172,7 +181,7 @@ class _Start:
             store=store,
             trace=trace,
             make_engine=make_engine,
-            make_episode=Episodes(config, processes.model_dir, self._source, clock).make,
+            make_episode=episodes.make,
             customers=service,
         )
 

@@ -1,0 +1,69 @@
+"""The time of one attempt: what each stage took, and what is left of the active seconds that it has (ProRL Agent §3.2).
+
+Invariants: time counts only while the agent generates or the environment works, never while a turn queues; every call of
+somebody else's code has a limit; whatever goes wrong in it becomes one `EpisodeStopError` with a typed reason.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.work import Limits, StopReason, Timing
+
+T = TypeVar("T")
+
+
+class EpisodeStopError(RollweaveError):
+    """The attempt ends here, for this reason."""
+
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Budget:
+    """Of one attempt. `clock` is the run's, in seconds."""
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits, self._clock = limits, clock
+        self.init_s = self.generate_s = self.env_s = self.queue_s = self.eval_s = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Active seconds that are left; below 0 where the last call took too long."""
+        return self._limits.time_s - self.init_s - self.generate_s - self.env_s - self.eval_s
+
+    def timing(self) -> Timing:
+        """Of INIT and RUN; that of EVAL is stored with the reward."""
+        return Timing(
+            init_s=self.init_s,
+            run_s=self.generate_s + self.env_s,
+            queue_s=self.queue_s,
+            generate_s=self.generate_s,
+            env_s=self.env_s,
+        )
+
+    def took_turn(self, asked_at: float, generate_s: float) -> None:
+        """A turn that was asked for at `asked_at` has been answered now; what was not generation was queueing."""
+        self.generate_s += generate_s
+        self.queue_s += max(0.0, self._clock() - asked_at - generate_s)
+
+    async def limited(self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str) -> T:
+        """Await a call of the environment under the step's limit and what is left of the budget. Its time is the caller's."""
+        left_s = max(0.0, self.left_s)
+        try:
+            async with asyncio.timeout(min(self._limits.step_s, left_s)) as scope:
+                return await call
+        except Exception as error:
+            if isinstance(error, TimeoutError) and scope.expired():
+                raise self.late(left_s, hang=hang, what=what) from None
+            text = str(error) if isinstance(error, RollweaveError) else f"{type(error).__name__}: {error}"
+            raise EpisodeStopError(failure, f"{what}: {text}") from error
+
+    def late(self, left_s: float, *, hang: StopReason, what: str) -> EpisodeStopError:
+        """Why `what`, which began with `left_s` active seconds left, was given up."""
+        if left_s < self._limits.step_s:
+            text = f"the active time of {self._limits.time_s:g} s ran out in {what}"
+            return EpisodeStopError(StopReason.TIME_BUDGET, text)
+        return EpisodeStopError(hang, f"{what} did not answer within {self._limits.step_s:g} s")
