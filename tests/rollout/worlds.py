@@ -11,7 +11,7 @@ from rollweave.codec.chat import ChatCodec
 from rollweave.codec.template import ChatTemplate
 from rollweave.envs.base import Episode as Seen
 from rollweave.envs.base import Observation, Score, Step
-from rollweave.rollout.driver import Speech
+from rollweave.rollout.driver import MakeEpisode, Speech
 from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
@@ -208,7 +208,10 @@ LOST = EngineLostError("gone")
 class Bench:
     """A pipeline over a scripted world, its events, and the tasks that it owns."""
 
-    def __init__(self, store: TrajectoryStore, script: Script | None = None, **limits: Any) -> None:
+    def __init__(
+        self, store: TrajectoryStore, script: Script | None = None, *, make: MakeEpisode | None = None, **limits: Any
+    ) -> None:
+        """`make` makes another driver than the scripted episode."""
         self.store = store
         self.worlds = ScriptedWorlds(script or Script())
         self.engine = OneWordEngine()
@@ -219,7 +222,7 @@ class Bench:
         self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
         self._posted = asyncio.Event()
         self.pipeline = Pipeline(
-            make_episode=self._episode,
+            make_episode=make or self._episode,
             engine=lambda _: None if self.engine_gone else self.engine,
             store=store,
             post=self._post,

@@ -315,7 +315,7 @@ class Pipeline:
         try:
             return await answer
         except asyncio.CancelledError:
-            if attempt.cancelled is None and not answer.done():  # an agent program gave up this call, and goes on
+            if attempt.cancelled is None and answer.cancelled():  # an agent program gave up this call, and goes on
                 self._post(TurnWithdrawn(trajectory_id=command.trajectory_id, attempt=command.attempt, turn=number))
             raise
         finally:

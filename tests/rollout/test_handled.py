@@ -1,0 +1,485 @@
+"""An attempt that a handler drives, under everything that the handler, an agent program, an engine or a cancellation can do."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollweave.envs.base import Score
+from rollweave.gateway.door import Door
+from rollweave.handlers.base import Agent, Job, LimitError
+from rollweave.handlers.sandboxes import Sandboxes
+from rollweave.rollout.driver import Speech
+from rollweave.rollout.handled import RESULT_BYTES, Handled
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.chat import Message
+from rollweave.schema.commands import CancelTrajectory, StartInit
+from rollweave.schema.events import (
+    EnvReady,
+    RewardFailed,
+    RewardReady,
+    TrajectoryEnded,
+    TurnDone,
+    TurnRequested,
+    TurnWithdrawn,
+)
+from rollweave.schema.serving import Finish, Sampling
+from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
+from tests.rollout.worlds import CODEC, TRAJECTORY, Bench, said, words
+
+GO = Message(role="user", content="go")
+ON = Message(role="user", content="on")
+
+
+async def two_turns(agent: Agent) -> None:
+    first = await agent.chat([GO])
+    await agent.chat([GO, first, ON])
+
+
+async def nothing(*_: object) -> None:
+    return
+
+
+async def hang(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def stubborn(*_: object) -> None:
+    """Does not end when it is cancelled; only when the test is over."""
+    over = asyncio.get_running_loop().create_future()
+    STUBBORN.append(over)
+    while not over.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(over)
+
+
+STUBBORN: list[asyncio.Future[None]] = []
+
+
+def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
+    async def raises(*_: object) -> None:
+        raise error
+
+    return raises
+
+
+@dataclass
+class Played:
+    """A handler that does what a test says."""
+
+    log: list[str] = field(default_factory=list)
+    on_init: Callable[[Job], Awaitable[None]] = nothing
+    on_run: Callable[[Agent], Awaitable[None]] = two_turns
+    on_eval: Callable[[], Awaitable[Any]] = field(default=lambda: _value(Score(reward=2.0, success=True)))
+    on_error: Callable[[Exception], Awaitable[Any]] = nothing
+    kept: Any = field(default_factory=lambda: {"patch": "+1"})
+
+    async def init(self, job: Job) -> None:
+        self.log.append("init")
+        await self.on_init(job)
+
+    async def run(self, agent: Agent) -> None:
+        self.log.append("run")
+        await self.on_run(agent)
+
+    async def eval(self) -> Score:
+        self.log.append("eval")
+        return await self.on_eval()  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        self.log.append("close")
+
+    def kill(self) -> None:
+        self.log.append("kill")
+
+    async def init_exception(self, error: Exception) -> Any:
+        return await self._told("init", error)
+
+    async def run_exception(self, error: Exception) -> Any:
+        return await self._told("run", error)
+
+    async def eval_exception(self, error: Exception) -> Any:
+        return await self._told("eval", error)
+
+    async def _told(self, stage: str, error: Exception) -> Any:
+        self.log.append(f"{stage} failed: {type(error).__name__}")
+        return await self.on_error(error)
+
+    def final_result(self) -> Any:
+        self.log.append("result")
+        if isinstance(self.kept, BaseException):
+            raise self.kept
+        return self.kept
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (fakes have no event for each of their states)
+            await asyncio.sleep(0)
+
+
+async def _value(value: Any) -> Any:
+    return value
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
+    with TrajectoryStore(tmp_path / "trajectories") as opened:
+        yield opened
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    made = Door(CODEC, model="test")
+    yield made
+    await made.close()
+    for over in STUBBORN:
+        over.set_result(None)
+    STUBBORN.clear()
+
+
+def bench(store: TrajectoryStore, door: Door, handler: Any, **limits: Any) -> Bench:
+    sandboxes = Sandboxes("plain")
+
+    def make(command: StartInit) -> Handled:
+        return Handled(
+            command,
+            make=handler if callable(handler) else lambda: handler,
+            speech=Speech(codec=CODEC, sampling=Sampling(stop_token_ids=CODEC.stop_token_ids)),
+            seed=7,
+            clock=asyncio.get_running_loop().time,
+            sandboxes=sandboxes,
+            door=door,
+        )
+
+    return Bench(store, make=make, **limits)
+
+
+async def ended(made: Bench, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
+    """Play until the attempt's RUN is over; it leaves nothing under way."""
+    over = await made.play()
+    return over, store.get([TRAJECTORY])[0]
+
+
+async def test_a_whole_life(store: TrajectoryStore, door: Door) -> None:
+    handler = Played()
+    made = bench(store, door, handler)
+    over, trajectory = await ended(made, store)
+    assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
+    kinds = [EnvReady, TurnRequested, TurnDone, TurnRequested, TurnDone, TrajectoryEnded]
+    assert [type(event) for event in made.events] == kinds
+    made.eval()
+    ready = await made.until(RewardReady)
+    assert (ready.reward, ready.success) == (2.0, True)
+    (trajectory,) = store.get([TRAJECTORY])
+    assert json.loads(trajectory.result) == {"patch": "+1"}
+    (sequence,) = trajectory.sequences
+    told = [("user", "go"), ("assistant", "hi"), ("user", "on"), ("assistant", "hi")]
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in told)
+    assert CODEC.decode(sequence.tokens) == text.removesuffix("\n")
+    assert [sequence.tokens[turn.start : turn.end] for turn in sequence.turns] == [words("hi")] * 2
+    assert sequence.versions() == (3, 3)
+    assert handler.log == ["init", "run", "close", "eval", "result"]
+    await made.idle()
+    assert made.pipeline.alive == 0
+
+
+async def test_a_rewritten_context_and_a_second_agent_are_sequences_of_their_own(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        first = await agent.chat([GO])
+        await asyncio.gather(agent.chat([ON]), agent.chat([GO, first, ON]), agent.chat([GO]))
+
+    made = bench(store, door, Played(on_run=run))
+    over, trajectory = await ended(made, store)
+    assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 4)
+    outputs = [turn for sequence in trajectory.sequences for turn in sequence.turns]
+    assert (len(trajectory.sequences), len(outputs)) == (3, 4)
+
+
+async def test_seeds_differ_by_turn_and_attempt(store: TrajectoryStore, door: Door) -> None:
+    made = bench(store, door, Played)
+    await made.play()
+    seeds = [request.sampling.seed for request in made.engine.requests]
+    assert len(set(seeds)) == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize("stage", ["make", "init", "run", "eval"])
+async def test_a_stage_that_raises(store: TrajectoryStore, door: Door, stage: str, error: BaseException) -> None:
+    handler = Played(**{} if stage == "make" else {f"on_{stage}": raising(error)})
+
+    def fails() -> Any:
+        raise error
+
+    made = bench(store, door, fails if stage == "make" else handler)
+    over = await made.play()
+    if stage == "eval":
+        assert over.stop_reason is StopReason.FINISHED
+        made.eval()
+        failed = await made.until(RewardFailed)
+        assert failed.stop_reason is StopReason.REWARD_ERROR
+        text = failed.error
+    else:
+        assert over.stop_reason is StopReason.ENV_ERROR
+        text = over.error
+    assert type(error).__name__ in text
+    if stage != "make":
+        assert any(line.startswith(f"{stage} failed: ") for line in handler.log)
+        assert "close" in handler.log
+        assert "result" in handler.log
+    await made.idle()
+
+
+@pytest.mark.parametrize("stage", ["init", "run", "eval"])
+@pytest.mark.parametrize("how", [hang, stubborn])
+async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str, how: Any) -> None:
+    handler = Played(**{f"on_{stage}": how})
+    made = bench(store, door, handler, step_s=0.05)
+    over = await made.play()
+    if stage == "eval":
+        made.eval()
+        assert (await made.until(RewardFailed)).stop_reason is StopReason.REWARD_HANG
+    else:
+        assert (over.stop_reason, over.error) == (StopReason.ENV_HANG, f"{stage} did not answer within 0.05 s")
+    await made.idle()
+
+
+async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(store: TrajectoryStore, door: Door) -> None:
+    """The silence between turns is limited, the wait for a turn is not."""
+    made = bench(store, door, Played(), step_s=0.2)
+    made.init()
+    await made.until(EnvReady)
+    made.run()
+    await made.until(TurnRequested)
+    await asyncio.sleep(0.3)  # longer than a step may take: the turn queues
+    made.turn(0)
+    await made.until(TurnDone)
+    await made.until(TurnRequested, after=3)
+    made.turn(1)
+    over = await made.until(TrajectoryEnded)
+    assert isinstance(over, TrajectoryEnded)
+    assert over.stop_reason is StopReason.FINISHED
+    timing = store.get([TRAJECTORY])[0].timing
+    assert timing.queue_s >= 0.3
+    assert timing.env_s < 0.2
+
+
+async def test_the_budget_runs_out(store: TrajectoryStore, door: Door) -> None:
+    made = bench(store, door, Played(on_run=hang), time_s=0.05)
+    over = await made.play()
+    assert (over.stop_reason, "ran out in run" in over.error) == (StopReason.TIME_BUDGET, True)
+
+
+async def test_the_budget_runs_out_in_a_turn(store: TrajectoryStore, door: Door) -> None:
+    made = bench(store, door, Played())
+    made.engine.answer = said("h", finish=Finish.TIME)
+    over = await made.play()
+    assert over.stop_reason is StopReason.TIME_BUDGET
+
+
+async def test_a_handler_that_makes_light_of_a_stop(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await agent.chat([GO])
+
+    made = bench(store, door, Played(on_run=run))
+    made.engine.answer = said("h", finish=Finish.TIME)
+    assert (await made.play()).stop_reason is StopReason.TIME_BUDGET
+
+
+@pytest.mark.parametrize("lets_pass", [True, False])
+async def test_turns_and_context_are_limited(store: TrajectoryStore, door: Door, lets_pass: bool) -> None:
+    told: list[Exception] = []
+
+    async def run(agent: Agent) -> None:
+        messages = [GO]
+        try:
+            while True:
+                messages += [await agent.chat(messages), ON]
+        except LimitError as error:
+            told.append(error)
+            if lets_pass:
+                raise
+
+    made = bench(store, door, Played(on_run=run), max_turns=3)
+    over, trajectory = await ended(made, store)
+    assert (over.stop_reason, over.turns) == (StopReason.MAX_TURNS, 3)
+    assert trajectory.blame is Blame.AGENT
+    made = bench(store, door, Played(on_run=run), max_turns=30, max_tokens=100)
+    over, trajectory = await ended(made, store)
+    assert over.stop_reason is StopReason.MAX_TOKENS
+    assert all(len(sequence.tokens) <= 100 for sequence in trajectory.sequences)
+    assert len(told) == 2
+
+
+async def test_a_failure_may_be_the_agents_doing(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        await two_turns(agent)
+        raise ValueError("it broke its sandbox")
+
+    handler = Played(on_run=run, on_error=lambda _: _value(Score(reward=-1.0, success=False)))
+    made = bench(store, door, handler)
+    over = await made.play()
+    assert over.stop_reason is StopReason.FINISHED
+    made.eval()
+    ready = await made.until(RewardReady)
+    assert (ready.reward, ready.success) == (-1.0, False)
+    assert "eval" not in handler.log
+
+    handler = Played(on_eval=raising(ValueError("no verdict")), on_error=lambda _: _value(0.25))
+    made = bench(store, door, handler)
+    await made.play()
+    made.eval()
+    assert (await made.until(RewardReady)).reward == 0.25
+
+
+@pytest.mark.parametrize("reward", [float("nan"), "much", None, Score(reward=float("inf"))])
+async def test_a_reward_that_is_none(store: TrajectoryStore, door: Door, reward: Any) -> None:
+    made = bench(store, door, Played(on_eval=lambda: _value(reward)))
+    await made.play()
+    made.eval()
+    failed = await made.until(RewardFailed)
+    assert failed.stop_reason is StopReason.REWARD_ERROR
+    assert "eval" in failed.error
+
+
+@pytest.mark.parametrize("kept", [ValueError("no"), {"a": object()}, {"a": float("nan")}, "x" * RESULT_BYTES, SystemExit()])
+async def test_a_result_that_cannot_be_kept_costs_no_reward(store: TrajectoryStore, door: Door, kept: Any) -> None:
+    made = bench(store, door, Played(kept=kept))
+    await made.play()
+    made.eval()
+    await made.until(RewardReady)
+    trajectory = store.get([TRAJECTORY])[0]
+    assert trajectory.reward == 2.0
+    assert "final_result" in json.loads(trajectory.result)["error"]
+
+
+async def test_it_must_ask_the_agent(store: TrajectoryStore, door: Door) -> None:
+    over = await bench(store, door, Played(on_run=nothing)).play()
+    assert (over.stop_reason, over.error) == (
+        StopReason.ENV_ERROR,
+        "run must ask the agent at least once, and returned without",
+    )
+
+
+@pytest.mark.parametrize("place", ["init", "queue", "turn", "tool", "eval"])
+async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, place: str) -> None:
+    there = asyncio.Event()
+
+    async def stay(*_: object) -> None:
+        there.set()
+        await hang()
+
+    async def tool(agent: Agent) -> None:
+        await agent.chat([GO])
+        await stay()
+
+    stages: dict[str, Any] = {"init": {"on_init": stay}, "tool": {"on_run": tool}, "eval": {"on_eval": stay}}
+    handler = Played(**stages.get(place, {}))
+    made = bench(store, door, handler)
+    if place in ("tool", "eval"):
+        playing = asyncio.ensure_future(made.play())
+        if place == "eval":
+            await playing
+            made.eval()
+        await there.wait()
+    else:
+        made.init()
+        if place == "init":
+            await there.wait()
+        else:
+            await made.until(EnvReady)
+            made.run()
+            await made.until(TurnRequested)
+        if place == "turn":
+            made.engine.answer = None
+            made.turn(0)
+            await reached(lambda: made.engine.live == 1)
+    seen = len(made.events)
+    made.pipeline.cancel(CancelTrajectory(trajectory_id=TRAJECTORY, attempt=0, reason=StopReason.CANCELLED))
+    over = await made.until(TrajectoryEnded, after=seen)
+    assert isinstance(over, TrajectoryEnded)
+    assert over.stop_reason is StopReason.CANCELLED
+    assert not any(isinstance(event, TurnWithdrawn) for event in made.events)
+    assert "close" in handler.log
+    await made.idle()
+    assert (made.pipeline.alive, made.engine.live) == (0, 0)
+
+
+# Agent programs.
+
+
+async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        endpoint = await agent.endpoint()
+        async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.token, max_retries=0) as client:
+            first = await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "go"}])
+            assert first.choices[0].message.content == "hi"
+        await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
+
+    made = bench(store, door, Played(on_run=run))
+    over, trajectory = await ended(made, store)
+    assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
+    (sequence,) = trajectory.sequences
+    kinds = [SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION, SegmentKind.OUTPUT]
+    assert [segment.kind for segment in sequence.segments] == kinds
+
+
+async def test_a_program_that_gives_up_a_call_withdraws_its_turn(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await agent.chat([GO])
+        await agent.chat([GO])
+
+    made = bench(store, door, Played(on_run=run))
+    made.init()
+    await made.until(EnvReady)
+    made.run()
+    await made.until(TurnWithdrawn)  # nobody granted it
+    again = await made.until(TurnRequested, after=3)
+    assert isinstance(again, TurnRequested)
+    assert again.turn == 1
+    made.turn(1)
+    over = await made.until(TrajectoryEnded)
+    assert isinstance(over, TrajectoryEnded)
+    assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 1)
+
+
+async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(store: TrajectoryStore, door: Door) -> None:
+    left: list[asyncio.Task[Any]] = []
+
+    async def run(agent: Agent) -> None:
+        await agent.chat([GO])
+        left.append(asyncio.create_task(agent.chat([ON])))
+        await asyncio.sleep(0.01)
+
+    made = bench(store, door, Played(on_run=run))
+    made.init()
+    await made.until(EnvReady)
+    made.run()
+    await made.until(TurnRequested)
+    made.turn(0)
+    await made.until(TrajectoryEnded)
+    kinds = [type(event) for event in made.events]
+    assert kinds[-3:] == [TurnRequested, TurnWithdrawn, TrajectoryEnded]
+    assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
+
+
+async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: Door) -> None:
+    reached: list[Any] = []
+
+    async def run(agent: Agent) -> None:
+        await agent.chat([GO])
+        reached.append(await agent.endpoint())
+
+    await bench(store, door, Played(on_run=run)).play()
+    async with openai.AsyncOpenAI(base_url=reached[0].url, api_key=reached[0].token, max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "go"}])
