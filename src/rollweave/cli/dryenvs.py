@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from rollweave.cli.checks import Check, fail, ok
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation
-from rollweave.envs.registry import check_options, resolve
+from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
+from rollweave.handlers.base import Job
+from rollweave.handlers.sandboxes import Sandboxes
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
@@ -56,7 +58,10 @@ def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain
             checks.append(_transcript(kind, task, where))
         drawn = _drawn(config, task)
         first: tuple[Message, ...] = ()
-        if deep:
+        if deep and is_handler(task.env):
+            _first_init(config, task, drawn)
+            checks.append(ok(f"{where} task", "its handler makes ready"))
+        elif deep:
             first = _first_look(config, task, drawn).messages
             text = " ".join(message.content for message in first).strip()
             checks.append(ok(f"{where} task", f"begins with {text!r:.90}"))
@@ -132,6 +137,27 @@ def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation
     with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
         limit_s = PATIENCE_S + task.step_s
         return _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset")
+
+
+def _first_init(config: RunConfig, task: TaskConfig, drawn: Task) -> None:
+    """Let a handler make ready for the first training task, and free what that took."""
+
+    async def look() -> None:
+        sandboxes = Sandboxes(config.sandbox.backend)
+        try:
+            handler = resolve(task.env)(**task.options)
+            try:
+                async with asyncio.timeout(task.step_s):
+                    await handler.init(Job(task=drawn, seed=0, sandboxes=sandboxes))
+            except TimeoutError:
+                raise BrokenError(f"init must end within step_s, did not in {task.step_s:g} s") from None
+            finally:
+                if hasattr(handler, "close"):
+                    await handler.close()
+        finally:
+            await sandboxes.close()
+
+    _guarded(lambda: asyncio.run(look()), 2 * PATIENCE_S + task.step_s, "a handler must make ready")
 
 
 def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:

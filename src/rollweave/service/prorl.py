@@ -190,7 +190,7 @@ class ProRL:
         return {
             "instance_id": body.instance.get("instance_id"),
             "trajectory_id": body.instance.get("trajectory_id", member.id),
-            "git_patch": "",
+            "git_patch": str(_kept(trajectory).get("git_patch", "")),
             "success": failed is None and reason != StopReason.CANCELLED,
             "error": error or (None if failed is None and reward is not None else reason),
             "finish": reason == StopReason.FINISHED,
@@ -233,6 +233,12 @@ def _spans(segments: Sequence[Segment]) -> list[tuple[SegmentKind, int, int]]:
         else:
             spans.append((segment.kind, segment.start, segment.end))
     return spans
+
+
+def _kept(trajectory: Trajectory | None) -> dict[str, Any]:
+    """What the handler gave as its final result."""
+    found = msgspec.json.decode(trajectory.result) if trajectory is not None and trajectory.result else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""Handlers with real sandboxes behind the service and in training: whatever happens, nothing of them is left."""
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.sandbox.processes import family, process
+from rollweave.schema.errors import ConfigError
+from tests.backends.echo_engine import process_state
+from tests.live.whole import make_config, run
+from tests.sandbox.worlds import needs
+from tests.service.serving import Program, service_config, serving
+from tests.service.test_service import ask, game, until
+
+BOXED = {"env": "tests.live.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
+ZYGOTE = {"backend": "zygote"}
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    needs("zygote")
+    before = family(os.getpid())
+    yield
+    assert family(os.getpid()) <= before
+
+
+async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """What the one member of a rollout came to."""
+    config = service_config(tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0})
+    with nothing_left(), serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        (member,) = found["members"]
+        return member  # type: ignore[no-any-return]
+
+
+async def test_a_rollout_by_a_handler(tmp_path: Path) -> None:
+    member = await rollout(tmp_path)
+    assert (member["stop_reason"], member["result"]["reward"], member["result"]["success"]) == ("finished", 1.0, True)
+    assert json.loads(member["result"]["result"]) == {"git_patch": "here\nsandbox\n"}
+    (sequence,) = member["result"]["sequences"]
+    assert [segment["kind"] for segment in sequence["segments"]] == ["prompt", "output", "observation", "output"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "text"),
+    [
+        ("init", "env_error", "broken on purpose"),
+        ("run", "env_error", "broken on purpose"),
+        ("lost", "env_error", "kill"),
+        ("eval", "reward_error", "broken on purpose"),
+    ],
+)
+async def test_a_failure_is_no_reward(tmp_path: Path, fault: str, reason: str, text: str) -> None:
+    member = await rollout(tmp_path, fault=fault)
+    result = member["result"]
+    assert (member["stop_reason"], result["reward"], result["blame"]) == (reason, None, "environment")
+    assert text in result["error"]
+
+
+async def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
+    config = service_config(tmp_path, task={**BOXED, "step_s": 5.0}, options={"fault": "flood"}, sandbox=ZYGOTE)
+    with nothing_left(), serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await until(service.address, "/v1/rollouts/x", lambda found: found["members"][0]["stage"] == "run")
+        await ask(service.address, "DELETE", "/v1/rollouts/x")
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        assert found["members"][0]["stop_reason"] == "cancelled"
+
+
+@pytest.mark.parametrize("warm", [0, 1])
+async def test_cancelled_in_a_tool_the_process_tree_is_gone(tmp_path: Path, warm: int) -> None:
+    config = service_config(tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": warm})
+    with nothing_left(), serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await sleep_begins(os.getpid())
+        await ask(service.address, "DELETE", "/v1/rollouts/x")
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+        assert found["members"][0]["stop_reason"] == "cancelled"
+        assert not sleeping(os.getpid())
+
+
+@pytest.mark.parametrize("how", ["kill", "terminate twice"])
+async def test_whatever_ends_the_service_no_sandbox_is_left(tmp_path: Path, how: str) -> None:
+    needs("zygote")
+    config = service_config(tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": 2})
+    program = Program(config)
+    try:
+        await ask(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
+        await sleep_begins(program.process.pid)
+        held = {pid: found.started for pid in family(program.process.pid) if (found := process(pid)) is not None}
+        if how != "kill":
+            program.process.terminate()
+            await until(program.address, "/health", lambda health: health["status"] == "closing")
+            program.process.terminate()
+            await asyncio.to_thread(program.process.wait, 60)
+    finally:
+        program.kill()
+    async with asyncio.timeout(30):
+        while any(is_there(pid, started) for pid, started in held.items()):  # noqa: ASYNC110 (the kernel's time)
+            await asyncio.sleep(0.01)
+
+
+def is_there(pid: int, started: int) -> bool:
+    found = process(pid)
+    return found is not None and found.started == started and process_state(pid)[0] != "Z"
+
+
+def sleeping(pid: int) -> list[int]:
+    """Processes below `pid` that are the hanging command."""
+    found = []
+    for other in family(pid):
+        with contextlib.suppress(OSError):
+            if b"1000" in Path(f"/proc/{other}/cmdline").read_bytes().split(b"\0"):
+                found.append(other)
+    return found
+
+
+async def sleep_begins(pid: int) -> None:
+    async with asyncio.timeout(60):
+        while not sleeping(pid):  # noqa: ASYNC110 (it begins in another process)
+            await asyncio.sleep(0.01)
+
+
+def test_a_run_trains_on_what_a_handler_did(tmp_path: Path) -> None:
+    with nothing_left():
+        summary = run(make_config(tmp_path, task=BOXED, sandbox=ZYGOTE, steps=2))
+    assert summary.error == ""
+    assert summary.account.trained == 2 * 2 * 2
+
+
+def test_a_handler_does_not_run_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="isolation must be inline for a handler, got process for 'game'"):
+        run(make_config(tmp_path, task={**BOXED, "isolation": "process"}))
