@@ -16,8 +16,9 @@ from rollweave.backends.base import EngineBackend
 from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import Answer, Driver, MakeEpisode
+from rollweave.rollout.driver import Driver, MakeEpisode
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
+from rollweave.rollout.turns import Spans, Turns
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
     AbortTurn,
@@ -30,39 +31,20 @@ from rollweave.schema.commands import (
     StartRun,
     StartTurn,
 )
-from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.events import (
     EnvReady,
     Event,
     RewardFailed,
     RewardReady,
     TrajectoryEnded,
-    TurnDone,
-    TurnFailed,
-    TurnRequested,
-    TurnWithdrawn,
 )
 from rollweave.schema.prediction import LengthContext
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
 
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
 
-LEAST_BUDGET_S = 1e-3
-"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
-
 Key = tuple[TrajectoryId, int]
-
-
-class Spans(Protocol):
-    """Where the pipeline says how long things took; `record/trace.py` draws it."""
-
-    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
-        """One phase of the attempt `lane`."""
-
-    def episode_over(self, lane: str) -> None:
-        """The attempt is over."""
 
 
 class Spawn(Protocol):
@@ -73,39 +55,20 @@ class Spawn(Protocol):
 
 
 @dataclasses.dataclass(slots=True)
-class _OpenTurn:
-    number: int
-    tokens: tuple[int, ...]
-    sampling: Sampling
-    answer: asyncio.Future[Answer]
-    generating: asyncio.Future[GenerateResult] | None = None
-
-    def forget(self) -> None:
-        """Stop the generation, if any; its answer is not wanted."""
-        generating, self.generating = self.generating, None
-        if generating is not None:
-            generating.cancel()
-
-    try_number: int = -1
-
-
-@dataclasses.dataclass(slots=True)
 class _Attempt:
     """An attempt between `StartInit` and `TrajectoryEnded`."""
 
     command: StartInit
     episode: Driver
+    turns: Turns
     go: asyncio.Event
     task: asyncio.Task[None] | None = None
     begun: bool = False
-    turn: _OpenTurn | None = None
-    spoken: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The context of the last turn, and what was sampled in it."""
     cancelled: StopReason | None = None
 
     @property
     def lane(self) -> str:
-        return f"{self.command.trajectory_id}/{self.command.attempt}"
+        return self.turns.lane
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,7 +103,6 @@ class Pipeline:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
         self._waiting_limit = waiting_limit
-        self._loop = asyncio.get_running_loop()
 
     @property
     def alive(self) -> int:
@@ -150,14 +112,22 @@ class Pipeline:
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
         """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end."""
         held = self._attempts.get((trajectory_id, attempt))
-        return None if held is None or held.spoken is None else sum(held.spoken, ())
+        return None if held is None or held.turns.spoken is None else sum(held.turns.spoken, ())
 
     # Commands.
 
     def start_init(self, command: StartInit) -> None:
         key = (command.trajectory_id, command.attempt)
-        attempt = _Attempt(command=command, episode=self._make_episode(command), go=asyncio.Event())
-        self._attempts[key] = attempt
+        episode = self._make_episode(command)
+        turns = Turns(
+            command=command,
+            engine=self._engine,
+            post=self._post,
+            clock=self._clock,
+            spans=self._spans,
+            budget_s=lambda: episode.budget_s,
+        )
+        attempt = self._attempts[key] = _Attempt(command=command, episode=episode, turns=turns, go=asyncio.Event())
         attempt.task = self._spawn(self._live(attempt), f"episode {attempt.lane}")
 
     def start_run(self, command: StartRun) -> None:
@@ -167,47 +137,18 @@ class Pipeline:
 
     def start_turn(self, command: StartTurn) -> None:
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        turn = attempt.turn if attempt is not None else None
-        if attempt is None or turn is None or turn.number != command.turn or turn.generating is not None:
-            return  # the attempt has ended meanwhile, and has said so
-        turn.try_number = command.try_number
-        backend = self._engine(command.engine_id)
-        if backend is None:
-            self._turn_failed(command, "the engine is gone")
-            return
-        request = GenerateRequest(
-            id=_request_id(command),
-            tokens=turn.tokens,
-            sampling=turn.sampling,
-            rank=command.rank,
-            budget_s=max(LEAST_BUDGET_S, attempt.episode.budget_s),
-        )
-        generating = turn.generating = backend.generate(request)
-        started = self._clock()
-
-        def done(future: asyncio.Future[GenerateResult]) -> None:
-            if turn.generating is future:  # else aborted, and forgotten
-                turn.generating = None
-                self._generated(attempt, turn, command, started, future)
-
-        generating.add_done_callback(done)
+        if attempt is not None:
+            attempt.turns.start(command)
 
     def abort_turn(self, command: AbortTurn) -> None:
-        turn = self._turn_of(command)
-        if turn is not None:
-            turn.forget()
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        if attempt is not None:
+            attempt.turns.abort(command)
 
     def rerank(self, command: RerankTurn) -> None:
-        turn, backend = self._turn_of(command), self._engine(command.engine_id)
-        if turn is not None and turn.generating is not None and backend is not None:
-            backend.rerank(_request_id(command), command.rank)
-
-    def _turn_of(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
-        """The open turn, if the command means it and its latest try."""
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        turn = attempt.turn if attempt is not None else None
-        named = turn is not None and (turn.number, turn.try_number) == (command.turn, command.try_number)
-        return turn if named else None
+        if attempt is not None:
+            attempt.turns.rerank(command)
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -227,6 +168,8 @@ class Pipeline:
             self._post(TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason))
             return
         held.cancelled = command.reason
+        if isinstance(held, _Attempt):
+            held.turns.ending = True
         if held.begun and held.task is not None:  # a task that has not begun looks for itself
             held.task.cancel()
 
@@ -236,8 +179,9 @@ class Pipeline:
         if attempt is None:
             return command.context
         plan = attempt.episode.plan
-        if not plan and attempt.spoken is not None:  # the episode has not taken its first turn's answer yet
-            plan = attempt.spoken[1][:PLAN_TOKENS]
+        spoken = attempt.turns.spoken
+        if not plan and spoken is not None:  # the episode has not taken its first turn's answer yet
+            plan = spoken[1][:PLAN_TOKENS]
         return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=plan)
 
     def evict(self, command: Evict) -> None:
@@ -276,7 +220,7 @@ class Pipeline:
             EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt, prompt_tokens=attempt.episode.prompt_tokens)
         )
         await attempt.go.wait()
-        return await attempt.episode.run(_Port(self, attempt))
+        return await attempt.episode.run(attempt.turns)
 
     def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
         """Write the record, then say it."""
@@ -299,74 +243,6 @@ class Pipeline:
                 stop_reason=reason,
                 turns=attempt.episode.turns,
                 tokens=sum(len(sequence.tokens) for sequence in trajectory.sequences),
-                error=error,
-            )
-        )
-
-    # Turns.
-
-    async def _turn(self, attempt: _Attempt, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        turn = attempt.turn = _OpenTurn(number=number, tokens=tokens, sampling=sampling, answer=answer)
-        command = attempt.command
-        self._post(
-            TurnRequested(trajectory_id=command.trajectory_id, attempt=command.attempt, turn=number, context_tokens=len(tokens))
-        )
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if attempt.cancelled is None and answer.cancelled():  # an agent program gave up this call, and goes on
-                self._post(TurnWithdrawn(trajectory_id=command.trajectory_id, attempt=command.attempt, turn=number))
-            raise
-        finally:
-            attempt.turn = None
-            turn.forget()
-
-    def _generated(
-        self, attempt: _Attempt, turn: _OpenTurn, command: StartTurn, started: float, future: asyncio.Future[GenerateResult]
-    ) -> None:
-        """The engine answered, refused, or is lost."""
-        if future.cancelled() or turn.answer.done():
-            return
-        raised = future.exception()
-        if isinstance(raised, EngineLostError):
-            return  # EngineLost fails all turns of the engine at once
-        if isinstance(raised, EngineError):
-            self._turn_failed(command, str(raised))
-            return
-        result = future.result()
-        if result.finish is Finish.TIME:
-            text = f"the active time ran out in turn {turn.number}"
-            turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
-            return
-        flaw = _flaw(result, attempt.command.purpose)
-        if flaw:
-            self._turn_failed(command, flaw)
-            return
-        attempt.spoken = (turn.tokens, result.tokens)
-        self._post(
-            TurnDone(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                try_number=command.try_number,
-                output_tokens=len(result.tokens),
-                cached_tokens=result.cached_tokens,
-                version=result.versions[-1].version,
-                queue_s=result.queue_s,
-            )
-        )
-        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
-        # Last: where the trace cannot be written the turn is answered all the same.
-        self._spans.episode_span(attempt.lane, f"turn {turn.number} {command.engine_id}", started, self._clock())
-
-    def _turn_failed(self, command: StartTurn, error: str) -> None:
-        self._post(
-            TurnFailed(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                try_number=command.try_number,
                 error=error,
             )
         )
@@ -426,23 +302,6 @@ class Pipeline:
             self._post(RewardReady(trajectory_id=trajectory_id, attempt=number, reward=score.reward, success=score.success))
 
 
-class _Port:
-    """The episode's way to its turns."""
-
-    def __init__(self, pipeline: Pipeline, attempt: _Attempt) -> None:
-        self._pipeline, self._attempt = pipeline, attempt
-
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        return await self._pipeline._turn(self._attempt, number, tokens, sampling)
-
-    def stepped(self, name: str, start: float, end: float) -> None:
-        self._pipeline._spans.episode_span(self._attempt.lane, name, start, end)
-
-
-def _request_id(command: StartTurn | RerankTurn) -> str:
-    return f"{command.trajectory_id}/{command.attempt}/{command.turn}/{command.try_number}"
-
-
 async def _closed(episode: Driver) -> None:
     """Close the environment, or kill it."""
     try:
@@ -450,21 +309,3 @@ async def _closed(episode: Driver) -> None:
             await episode.close()
     except (Exception, asyncio.CancelledError):  # whatever its author's `close` does; a cancellation has been answered
         episode.kill()
-
-
-def _flaw(result: GenerateResult, purpose: Purpose) -> str:
-    """What is wrong with an engine's answer, or ""."""
-    if result.finish is Finish.ABORTED:
-        return "the engine aborted the turn"
-    if result.text_only and purpose is Purpose.TRAIN:
-        return "the engine gives text only, without its tokens and log-probs: it serves evaluation, never training"
-    if not result.tokens or len(result.tokens) != len(result.logprobs):
-        return f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
-    position = 0
-    for span in result.versions:
-        if span.start != position or span.end <= span.start or span.version < 0:
-            return f"the engine's version spans are broken: {result.versions}"
-        position = span.end
-    if position != len(result.tokens):
-        return f"the engine's version spans cover {position} of {len(result.tokens)} tokens"
-    return ""
