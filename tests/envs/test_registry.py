@@ -1,10 +1,13 @@
 """Names of environments: built in, by module, by entry point; and what is wrong with the others."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from rollweave.envs.base import Env
 from rollweave.envs.frozenlake import FrozenLake
-from rollweave.envs.registry import BUILT_IN, check_options, load, names, resolve
+from rollweave.envs.registry import BUILT_IN, check_options, is_handler, load, names, resolve
 from rollweave.schema.errors import ConfigError
 
 from .worlds import HERE, Echo
@@ -12,7 +15,7 @@ from .worlds import HERE, Echo
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_every_built_in_name_resolves(name: str) -> None:
-    assert callable(resolve(name).step)
+    assert callable(resolve(name).run if is_handler(name) else resolve(name).step)
 
 
 def test_resolves_by_name_and_by_module() -> None:
@@ -51,3 +54,21 @@ def test_load_finds_what_is_inside_a_class() -> None:
     assert load(f"{HERE}Echo.reset", what="it") is Echo.reset
     with pytest.raises(ConfigError, match="the reward: "):
         load(f"{HERE}Echo.rest", what="the reward")
+
+
+def test_a_package_announces_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pip would leave it: a module on the path, and its entry point in the metadata of its distribution."""
+    (tmp_path / "clerk.py").write_text("class Clerk:\n    async def init(self, job): ...\n    run = eval = init\n")
+    metadata = tmp_path / "clerk-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: clerk\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[rollweave.handlers]\nclerk = clerk:Clerk\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    resolve.cache_clear()
+    try:
+        assert "clerk" in names()
+        assert is_handler("clerk")
+        assert not is_handler("frozenlake")
+    finally:
+        resolve.cache_clear()
+        sys.modules.pop("clerk", None)
