@@ -318,6 +318,16 @@ async def test_turns_and_context_are_limited(store: TrajectoryStore, door: Door,
     assert len(told) == 2
 
 
+async def test_an_agent_that_shortens_its_context_has_finished(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        with pytest.raises(LimitError):
+            await agent.chat([Message(role="user", content="go " * 40)])
+        await agent.chat([GO])
+
+    over = await bench(store, door, Played(on_run=run), max_tokens=100).play()
+    assert over.stop_reason is StopReason.FINISHED
+
+
 async def test_a_failure_may_be_the_agents_doing(store: TrajectoryStore, door: Door) -> None:
     async def run(agent: Agent) -> None:
         await two_turns(agent)

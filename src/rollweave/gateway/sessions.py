@@ -73,7 +73,7 @@ class Session:
     ) -> None:
         self.id, self.limits = id, limits
         self.exhausted: StopReason | None = None
-        """The limit for which a turn was refused, if that will not change."""
+        """The limit for which the last turn was refused, if waiting does not help."""
         self.token = secrets.token_urlsafe(32)
         self.recorder = SessionRecorder(codec)
         self.closed = False
@@ -173,6 +173,7 @@ class Session:
             self.exhausted = StopReason.MAX_TOKENS
             text = f"messages must leave room in a context of {limits.context} tokens, got {len(call.prompt)} tokens"
             raise RequestError(400, text, param="messages", code="context_length_exceeded")
+        self.exhausted = None
         return self._sampling_of(ask, call, min(room, limits.turn_tokens, limits.tokens - self._spent))
 
     def _sampling_of(self, ask: Ask, call: Call, room: int) -> Sampling:

@@ -7,6 +7,7 @@ its `[[tasks]]` entry, then `init`, `run`, `close` and `eval` are awaited, each 
 Beyond `init`, `run` and `eval` everything is optional:
 
 - `async close()`: free what `init` took, sandboxes above all; before `eval`. `kill()`: at once, without waiting.
+  Both may find `init` half done.
 - `async init_exception(error)`, `run_exception(error)`, `eval_exception(error)`: the stage raised. What the last two return as
   a `Score` is the attempt's reward: the failure was the agent's doing. None: it was not, and nothing is trained on.
 - `final_result() -> dict`: what else is to be kept, as JSON: a patch, a test report. Asked for at the end, whatever that was.

@@ -32,7 +32,7 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence
 T = TypeVar("T")
 
 CANCEL_S = 2.0
-"""Seconds that a stage has to end once it is cancelled, before it is left behind."""
+"""Seconds that a stage has to end once it is cancelled, before it is left behind; also what a hook for errors may take."""
 
 RESULT_BYTES = 1 << 20
 """Of what `final_result` gives, as JSON: beyond that it is a file's business."""
@@ -72,7 +72,6 @@ class Handled:
         self._stop: EpisodeStopError | None = None  # from the pipeline, while the agent was asked
         self._saved: Score | None = None  # by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
-        self._success: bool | None = None
         self._engine = ""
         self.turns = self.prompt_tokens = 0
         self.plan: tuple[int, ...] = ()
@@ -156,7 +155,6 @@ class Handled:
                     self._saved = await self._told("eval_exception", stop)
                     if self._saved is None:
                         raise
-            self._success = self._saved.success
             return self._saved
         finally:
             self._budget.eval_s += self._clock() - started
@@ -243,11 +241,10 @@ class Handled:
         if call is None:
             return None
         try:
-            async with asyncio.timeout(max(0.0, min(self._limits.step_s, self._budget.left_s))):
+            async with asyncio.timeout(CANCEL_S):  # also where the active time ran out
                 found = await call(stop.__cause__ or stop)
             return None if found is None else checked_score(found, hook, success=None)
         except RAISED as error:
-            stop.add_note(what_happened(hook, error))
             raise EpisodeStopError(stop.reason, f"{stop}; then {what_happened(hook, error)}") from error
 
     def _keep(self) -> None:
