@@ -36,8 +36,8 @@ from rollweave.service.jobs import Jobs
 from rollweave.service.prorl import ProRL
 from rollweave.service.service import Service, is_registered
 
-COMPACT_S = 60.0
-"""Between two looks whether the journal should begin anew."""
+COMPACT_S = 5.0
+"""Between two looks whether the journal should begin anew: a busy service writes a megabyte a second."""
 
 Connect = Callable[[EngineRequest, str], EngineBackend]
 """Make a registered engine's backend, of this name."""
