@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
@@ -12,12 +13,19 @@ import pytest
 
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.config import load
+from rollweave.core.core import Core
+from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
-from rollweave.schema.base import TrajectoryId
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import TaskId, TrajectoryId
+from rollweave.schema.commands import Deliver
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.schema.work import StopReason, Task
 from rollweave.service.client import RolloutClient
+from rollweave.service.jobs import Job, Jobs
+from rollweave.service.service import Service
 from tests.live.test_real_files import can_mount
 from tests.live.whole import ROOT, run_dir
 from tests.service.serving import Program, Serving, service_config, serving
@@ -118,7 +126,65 @@ async def test_a_task_that_cannot_be_written_down_is_refused(tmp_path: Path, fla
         assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
+async def test_what_is_not_done_may_take_so_many_bytes(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
+    with serving(config) as service:
+        large = {"handler": "game", "payload": {"x": "x" * 200_000}}  # in the request and in its task
+        answers = [await ask(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"}) for i in range(4)]
+        assert [status for status, _, _ in answers] == [202, 202, 429, 429]
+        assert "serve.queue_mb" in answers[-1][1]["error"]["message"]
+        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
+        await ask(service.address, "DELETE", "/v1/rollouts/b0")
+        await ask(service.address, "GET", "/v1/rollouts/b0?wait=30")
+        assert (await ask(service.address, "POST", "/v1/rollouts", {**large, "id": "b2"}))[0] == 202
+
+
+async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
+    class Counting(Jobs):
+        found = 0
+
+        def find(self, job_id: str) -> Job | None:
+            self.found += 1
+            return super().find(job_id)
+
+    config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
+    world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda _: None))
+    with TrajectoryStore(tmp_path / "store") as store:
+        service = Service(config, jobs=jobs, source=TaskSource(config), store=store)
+        service.attach(world)
+        request = RolloutRequest(handler="game", id="x", index=0, members=20)
+        jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], most_bytes=1 << 20)
+        waiting = asyncio.create_task(service.wait("x", 30.0))
+        for member in range(20):
+            await asyncio.sleep(0)
+            reason = StopReason.CANCELLED
+            service.delivered(
+                Deliver(trajectory_id=TrajectoryId(f"r1.{member}"), attempt=0, stop_reason=reason, started=False)
+            )
+        assert (await waiting).state == "done"
+    assert jobs.found == 2, "when it was asked, and for the answer"
+    jobs.close()
+
+
 # Lives.
+
+
+async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"keep": 2})
+    store, begun = run_dir(config) / "trajectories", b""
+    for life in range(4):
+        if life:
+            (store / f"{life:06d}.bin").write_bytes(begun)  # as if the former one had been full
+        with serving(config) as service:
+            for name in (f"a{life}", f"b{life}"):
+                await ask(service.address, "POST", "/v1/rollouts", game(id=name))
+                await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            before = (await ask(service.address, "GET", "/v1/rollouts/b0"))[0]
+            assert before == (404 if life else 200)
+            assert (await ask(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0]["result"] is not None
+        begun = (store / "000000.bin").read_bytes()[:8] if not life else begun
+        numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
+        assert numbers == list(range(max(0, life - 1), life + 1)), "what a life began with, and its own"
 
 
 async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rollweave.live.serving import ServiceWorld
 from rollweave.live.signals import on_ending_signals
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
-from rollweave.record.trace import Trace
+from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
@@ -122,7 +122,7 @@ class _Start:
             run.write_config(config)
             jobs = Jobs(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
-            trace = Trace(run.trace)
+            trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
             service = Service(config, jobs=jobs, source=self._source, store=store)
             service.on_warning = host.warned
