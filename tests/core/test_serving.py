@@ -1,5 +1,6 @@
 """A core that serves: rollouts that others ask for, on engines that come and go, each delivered exactly once."""
 
+import heapq
 import random
 import sys
 from collections import Counter
@@ -190,6 +191,43 @@ def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> 
     world.register("x")
     world.until_delivered()
     assert world.core.state.phase is Phase.SERVING
+
+
+@pytest.mark.parametrize("engine", ["none", "never ready", "lost for ever"])
+def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str) -> None:
+    """What is over by then is delivered; the rest is done by the next world, once."""
+    world = Service(asked=12, seed=7)
+    if engine != "lost for ever":
+        world.seats.clear()
+        world.engine_epoch.clear()
+    world.start()
+    while len(world.core.state.groups) < 4 or (engine == "lost for ever" and not world.core.state.in_eval):
+        world.step()
+    if engine == "never ready":
+        world.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId("x"))))
+    world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.RolloutsSubmitted)]
+    heapq.heapify(world.heap)
+    if engine == "lost for ever":
+        for name in world.seats:
+            world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=False))
+    world.close(drain=True)
+    assert (world.now > world.config.watchdog.start_s) == (engine == "never ready"), "it may become ready until then"
+    state = world.core.state
+    assert state.phase is Phase.FINISHED
+    kept = [name for name, one in state.trajectories.items() if one.stage in (Stage.QUEUED, Stage.INIT, Stage.RUN)]
+    assert kept
+    assert len(kept) == len(state.trajectories), "the rest was delivered"
+    assert f"{len(kept)} rollouts are kept for the next start" in world.warnings[-1].message
+    world.expected = {*world.delivered, *kept}
+    assert all(len(words) == 1 for words in world.delivered.values())
+    world.core, world.finish = Core.restore(world.core.snapshot(), world.config), None
+    world.heap.clear()
+    world.engine_version.clear()
+    world.feed(e.WorldLost(engines=()))
+    world.register("y")
+    world.until_delivered()
+    assert all(len(words) == 1 for words in world.delivered.values())
+    assert {words[0].stop_reason for words in world.delivered.values()} == {StopReason.FINISHED}
 
 
 class NeverWalked(dict[Any, Any]):

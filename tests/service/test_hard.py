@@ -169,6 +169,21 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
 # Lives.
 
 
+async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"engines": "registered"})
+    service = Serving(config)
+    await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]})
+    waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/k0?wait=60"))
+    await until(service.address, "/health", lambda health: health["queued"] == 5)
+    await asyncio.to_thread(service.stop, drain=True)
+    assert (await waiting)[1]["state"] == "queued"
+    assert "5 rollouts are kept for the next start" in service.host.warnings[-1].message
+    with serving(service_config(tmp_path)) as again:  # with engines
+        for number in range(5):
+            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
+            assert found["members"][0]["stop_reason"] == "finished"
+
+
 async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"keep": 2})
     store, begun = run_dir(config) / "trajectories", b""

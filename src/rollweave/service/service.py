@@ -396,6 +396,8 @@ class Service:
     def end(self) -> None:
         """Its world is over: nobody waits any longer."""
         self._ended = True
+        for future in [future for waiting in self._waiting.values() for future in waiting if not future.done()]:
+            future.set_result(None)
         self._tell()
 
     def _tell(self) -> None:
