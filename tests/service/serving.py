@@ -26,7 +26,8 @@ WAIT_S = 60.0
 def service_config(directory: Path, **sections: Any) -> RunConfig:
     """Port 0; the game of `tests.live.game`, two echo engines."""
     serve = {"port": 0, **sections.pop("serve", {})}
-    return make_config(directory, run={"name": "service"}, serve=serve, **sections)
+    run = {"name": "service", **sections.pop("run", {})}
+    return make_config(directory, run=run, serve=serve, **sections)
 
 
 def no_engine(request: EngineRequest, name: str) -> NoReturn:

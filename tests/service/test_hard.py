@@ -184,6 +184,46 @@ async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path
             assert found["members"][0]["stop_reason"] == "finished"
 
 
+@pytest.mark.parametrize("left", ["nothing", "an older one"])
+@pytest.mark.parametrize("done", [True, False])
+async def test_a_journal_without_its_requests_is_refused(tmp_path: Path, left: str, done: bool) -> None:
+    """Else the next requests would be given names of rollouts that the journal and the store have."""
+    config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
+    jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
+    with serving(config):
+        pass
+    jobs.rename(older)
+    jobs.write_bytes(older.read_bytes())
+    with serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await ask(service.address, "GET", f"/v1/rollouts/x?wait={30 if done else 0}")
+        service.stop(drain=True)
+    jobs.unlink()
+    if left == "an older one":
+        older.rename(jobs)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"must hold the jobs\.sqlite that belongs to its journal\.bin"):
+            Serving(config).stop()
+
+
+def test_errors_about_the_directory_name_no_option_of_another_command(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config):
+        pass
+    other = service_config(tmp_path, run={"name": "service", "seed": 6})
+    with pytest.raises(ConfigError, match=r"^run\.seed must stay as the run began, 5, got 6"):
+        Serving(other).stop()
+    full = service_config(tmp_path, run={"name": "full"})
+    run_dir(full).mkdir()
+    (run_dir(full) / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"full must be empty or hold a run, found other files and no config\.toml$"):
+        Serving(full).stop()
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"got the file .*/file$"):
+            Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
+
+
 async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"keep": 2})
     store, begun = run_dir(config) / "trajectories", b""

@@ -68,9 +68,14 @@ class Result:
     """Members of its job that were not done when it was noted."""
 
 
+def group_number(group_id: str) -> int:
+    """Of the job that this group belongs to."""
+    return int(group_id.removeprefix("r"))
+
+
 def job_number(member: TrajectoryId) -> int:
     """Of the job that this trajectory belongs to."""
-    return int(member.removeprefix("r").partition(".")[0])
+    return group_number(member.partition(".")[0])
 
 
 class Jobs:

@@ -16,6 +16,7 @@ from rollweave.backends.base import EngineBackend
 from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
+from rollweave.core.state import State
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.clock import RunClock
 from rollweave.live.launch import Episodes, Processes, Programs
@@ -32,7 +33,7 @@ from rollweave.schema.errors import ConfigError, DiskError, EngineError, Rollwea
 from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
-from rollweave.service.jobs import Jobs
+from rollweave.service.jobs import Jobs, group_number
 from rollweave.service.prorl import ProRL
 from rollweave.service.service import Service, is_registered
 
@@ -92,6 +93,16 @@ def _token(config: RunConfig) -> str | None:
     return os.environ[name] if name is not None else None
 
 
+def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
+    """Raises ConfigError where the requests are not those of the journal: names would be used twice."""
+    known = max([bool(state.counters.submitted), *(group_number(group_id) for group_id in state.groups)])
+    if jobs.newest() < known:
+        raise ConfigError(
+            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one with {jobs.newest()} requests of "
+            f"{known} or more; bring it back, or delete the directory to begin anew"
+        )
+
+
 class _Start:
     def __init__(
         self,
@@ -122,6 +133,7 @@ class _Start:
             run.write_config(config)
             jobs = Jobs(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
+            _same_life(run, begun.core.state, jobs)
             trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
             service = Service(config, jobs=jobs, source=self._source, store=store)
