@@ -99,15 +99,16 @@ def serving(config: RunConfig, *, connect: launch.Connect = no_engine) -> Iterat
 
 
 class Program:
-    """A service in a process of its own."""
+    """A service in a process of its own, which may have `files` open."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, files: int | None = None) -> None:
         file = Path(config.run.dir) / "given.toml"
         file.write_text(dumps(config))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.service.serving", str(file)], cwd=ROOT, env=env, stdout=subprocess.PIPE
-        )
+        limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
+        command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
+        with (Path(config.run.dir) / "said").open("wb") as said:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=said)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         assert self.address, "the service ended before it was ready"

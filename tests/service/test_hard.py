@@ -158,12 +158,47 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
         for member in range(20):
             await asyncio.sleep(0)
             reason = StopReason.CANCELLED
-            service.delivered(
-                Deliver(trajectory_id=TrajectoryId(f"r1.{member}"), attempt=0, stop_reason=reason, started=False)
-            )
+            service.delivered(Deliver(trajectory_id=TrajectoryId(f"r1.{member}"), attempt=0, stop_reason=reason, started=False))
         assert (await waiting).state == "done"
     assert jobs.found == 2, "when it was asked, and for the answer"
     jobs.close()
+
+
+# Connections.
+
+
+async def test_more_connections_than_there_may_be_are_told_so_and_cost_nothing_else(tmp_path: Path) -> None:
+    """Hundreds of idle ones under a limit of 600 files: what is under way goes on, and afterwards everybody is let in again."""
+    gate = tmp_path / "gate"
+    program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
+    host, _, port = program.address.removeprefix("http://").partition(":")
+    idle: list[asyncio.StreamWriter] = []
+    try:
+        await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
+        waiting = asyncio.create_task(ask(program.address, "GET", "/v1/rollouts/x?wait=60"))
+        await until(program.address, "/health", lambda health: health["run"] == 1)
+        for _ in range(700):
+            idle.append((await asyncio.open_connection(host, port))[1])
+        told = None
+        while told is None:  # of those that are turned away only some are told so at one time
+            with contextlib.suppress(aiohttp.ClientError):
+                told = await ask(program.address, "POST", "/v1/rollouts", game(id="late", payload={"x": "x" * 100_000}))
+        status, body, headers = told
+        assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "busy", "1")
+        assert "at most 300 connections" in body["error"]["message"]
+        gate.touch()
+        assert (await waiting)[1]["state"] == "done"
+        async with RolloutClient(program.address) as client:
+            task = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0)))
+            await asyncio.sleep(0)
+            for writer in idle:
+                writer.close()
+            assert (await task).state == "done"
+    finally:
+        for writer in idle:
+            writer.close()
+        assert program.terminate() == 0
+    assert "open files" not in (tmp_path / "said").read_text()
 
 
 # Lives.

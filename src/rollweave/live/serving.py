@@ -107,7 +107,7 @@ class ServiceWorld:
         self._effects.execute(command)
 
     def compact(self) -> None:
-        """Let the journal begin with the core of this moment, if it has grown, and by more than that takes. Raises DiskError."""
+        """Let the journal begin with the core of this moment, if it has grown by more than that takes. Raises DiskError."""
         if self._journal.grown >= max(self._compact_bytes, self._journal.begun):
             self._journal.rotate(self.core.snapshot())
 

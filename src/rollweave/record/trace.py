@@ -1,8 +1,8 @@
 """Spans of the run's life as `trace.json`, for Perfetto or chrome://tracing, and for `rollweave report`.
 
 Invariants: written as it happens, one event a line, so that a killed run leaves a readable trace (viewers accept the missing
-end); bounded: beyond `limit` events further ones are counted and not written, or, where the newest matter, the trace begins anew
-and the former part stays beside it.
+end); bounded: beyond `limit` events further ones are counted and not written, or, where the newest matter, the trace begins
+anew and the former part stays beside it.
 """
 
 import contextlib

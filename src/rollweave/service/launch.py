@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +40,9 @@ from rollweave.service.service import Service, is_registered
 
 COMPACT_S = 5.0
 """Between two looks whether the journal should begin anew: a busy service writes a megabyte a second."""
+
+FILES = 1 << 16
+"""Open files that we ask the system for, if it allows so many: programs that we start may close each number that may be one."""
 
 Connect = Callable[[EngineRequest, str], EngineBackend]
 """Make a registered engine's backend, of this name."""
@@ -91,6 +95,17 @@ def _token(config: RunConfig) -> str | None:
     if name is None and not loopback:
         raise ConfigError(f"serve.token_env must be given where serve.host is not this host alone, got {config.serve.host!r}")
     return os.environ[name] if name is not None else None
+
+
+def _connections() -> int:
+    """How many there may be: half of the files that may be open, of which the rest is for engines, sandboxes and our own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # not on every system as far as it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2
 
 
 def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
@@ -208,7 +223,9 @@ class _Start:
         app = http.build(service, token=self._token)
         app.add_routes(ProRL(service, codec=self._codec).table())
         ready = functools.partial(host.ready, stop=stop_from_anywhere)
-        listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
+        listening = asyncio.create_task(
+            http.serve(app, config.host, config.port, most=_connections(), stopped=stopped, ready=ready)
+        )
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
             with on_ending_signals(lambda: stop(not service.closed)):  # the first drains, the second cancels

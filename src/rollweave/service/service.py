@@ -226,7 +226,11 @@ class Service:
     def _done(self, result: Result, wanted: bool) -> MemberStatus:
         try:
             trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
-        except (OSError, CorruptJournalError, msgspec.MsgspecError) as error:  # somebody has deleted or damaged a file of the store
+        except (
+            OSError,
+            CorruptJournalError,
+            msgspec.MsgspecError,
+        ) as error:  # somebody has deleted or damaged a file of the store
             raise GoneError(f"the trajectory of {result.member} cannot be read any more: {error}") from error
         return MemberStatus(
             id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
