@@ -278,7 +278,7 @@ def _busy(message: str) -> bytes:
 async def serve(
     app: web.Application, host: str, port: int, *, most: int, stopped: asyncio.Event, ready: Callable[[str], None]
 ) -> None:
-    """Listen until `stopped`, to at most so many connections; `ready` gets the address. Raises OSError where the port is taken."""
+    """Listen until `stopped`, with at most so many connections; `ready` gets the address. Raises OSError: the port is taken."""
     refusal = _busy(f"at most {most} connections may be open")
     async with listening(app, host, port, shutdown_s=5.0, most=most, refusal=refusal) as address:
         ready(address)

@@ -230,7 +230,7 @@ class Service:
             OSError,
             CorruptJournalError,
             msgspec.MsgspecError,
-        ) as error:  # somebody has deleted or damaged a file of the store
+        ) as error:  # a file of the store was deleted or damaged
             raise GoneError(f"the trajectory of {result.member} cannot be read any more: {error}") from error
         return MemberStatus(
             id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
