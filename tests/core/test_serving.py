@@ -1,7 +1,10 @@
 """A core that serves: rollouts that others ask for, on engines that come and go, each delivered exactly once."""
 
+import heapq
 import random
+import sys
 from collections import Counter
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +191,97 @@ def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> 
     world.register("x")
     world.until_delivered()
     assert world.core.state.phase is Phase.SERVING
+
+
+@pytest.mark.parametrize("engine", ["none", "never ready", "lost for ever"])
+def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str) -> None:
+    """What is over by then is delivered; the rest is done by the next world, once."""
+    world = Service(asked=12, seed=7)
+    if engine != "lost for ever":
+        world.seats.clear()
+        world.engine_epoch.clear()
+    world.start()
+    while len(world.core.state.groups) < 4 or (engine == "lost for ever" and not world.core.state.in_eval):
+        world.step()
+    if engine == "never ready":
+        world.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId("x"))))
+    world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.RolloutsSubmitted)]
+    heapq.heapify(world.heap)
+    if engine == "lost for ever":
+        for name in world.seats:
+            world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=False))
+    world.close(drain=True)
+    assert (world.now > world.config.watchdog.start_s) == (engine == "never ready"), "it may become ready until then"
+    state = world.core.state
+    assert state.phase is Phase.FINISHED
+    kept = [name for name, one in state.trajectories.items() if one.stage in (Stage.QUEUED, Stage.INIT, Stage.RUN)]
+    assert kept
+    assert len(kept) == len(state.trajectories), "the rest was delivered"
+    assert f"{len(kept)} rollouts are kept for the next start" in world.warnings[-1].message
+    world.expected = {*world.delivered, *kept}
+    assert all(len(words) == 1 for words in world.delivered.values())
+    world.core, world.finish = Core.restore(world.core.snapshot(), world.config), None
+    world.heap.clear()
+    world.engine_version.clear()
+    world.feed(e.WorldLost(engines=()))
+    world.register("y")
+    world.until_delivered()
+    assert all(len(words) == 1 for words in world.delivered.values())
+    assert {words[0].stop_reason for words in world.delivered.values()} == {StopReason.FINISHED}
+
+
+class NeverWalked(dict[Any, Any]):
+    """A table that may be asked for what is in it, and is never walked through."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("walked through")
+
+    values = items = keys = __iter__
+
+
+def test_a_look_at_the_deadlines_does_not_walk_through_what_waits() -> None:
+    """Else a night of waiting for an engine, which is written as a look a second, replays for minutes."""
+    world = Service(asked=4)
+    world.seats.clear()
+    world.engine_epoch.clear()
+    world.start()
+    while len(world.core.state.groups) < 4:
+        world.step()
+    state = world.core.state
+    state.groups, state.trajectories = NeverWalked(state.groups), NeverWalked(state.trajectories)
+    state.init_queue = NeverWalked(state.init_queue)
+    (timer,) = world.core.handle(world.now + 1, e.TimerFired())
+    assert isinstance(timer, c.SetTimer)
+
+
+def calls_with_busy_engines(engines: int) -> int:
+    """Calls of functions for an event that brings no slot, while turns wait for busy engines."""
+    core = Core(config("sync", rollout={"scheduling": "turn", "max_running": 200, "init_slots": 200}))
+    names = [EngineId(f"e{number}") for number in range(engines)]
+    core.handle(0.0, e.RunStarted(engines=tuple(e.EngineSeat(id=name) for name in names), serving=True))
+    for name in names:
+        core.handle(0.0, e.EngineJoined(engine_id=name, epoch=0, max_slots=1, kv_total_tokens=9, version=0))
+    for number in range(engines + 4):
+        task = Task(id=TaskId("t"), env="a", seed=0)
+        core.handle(0.0, e.RolloutsSubmitted(group_id=GroupId(f"r{number}"), name="a", task=task))
+        key = {"trajectory_id": TrajectoryId(f"r{number}.0"), "attempt": 0}
+        core.handle(0.0, e.EnvReady(**key, prompt_tokens=1))
+        core.handle(0.0, e.TurnRequested(**key, turn=0, context_tokens=1))
+    assert len(core.state.turn_queue) == 4
+    calls = 0
+
+    def count(_frame: object, kind: str, _argument: object) -> None:
+        nonlocal calls
+        calls += kind == "call"
+
+    sys.setprofile(count)
+    core.handle(1.0, e.RolloutTaken(trajectory_id=TrajectoryId("none")))
+    sys.setprofile(None)
+    return calls
+
+
+def test_turns_that_wait_for_busy_engines_cost_nothing_by_engine() -> None:
+    assert calls_with_busy_engines(50) == calls_with_busy_engines(1)
 
 
 def test_an_engine_that_joins_and_never_answers_is_removed_and_jobs_wait_for_another() -> None:

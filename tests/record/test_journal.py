@@ -51,6 +51,16 @@ def test_a_compacted_journal_replays_from_its_snapshot(tmp_path: Path) -> None:
     assert (replay.events, replay.differing) == (len(EVENTS) - 3, 0)
 
 
+def test_a_journal_knows_what_it_began_with(tmp_path: Path) -> None:
+    core = live(tmp_path / "journal.bin")
+    with RunJournal(tmp_path / "journal.bin") as journal:
+        assert (journal.begun, journal.grown) == (journal.size, 0)
+        journal.append(9.0, EVENTS[3], [])
+        assert journal.grown == journal.size - journal.begun > 0
+        journal.rotate(core.snapshot())
+        assert (journal.begun, journal.grown) == (journal.size, 0)
+
+
 def test_other_decisions_are_noticed(tmp_path: Path) -> None:
     live(tmp_path / "journal.bin")
     changed = CONFIG.model_copy(update={"eval": CONFIG.eval.model_copy(update={"every": 1})})

@@ -61,3 +61,23 @@ def test_a_trace_is_bounded(tmp_path: Path) -> None:
     trace.close()
     assert len(events(tmp_path / "trace.json")) == 20
     assert trace.dropped == 100 + 5 - 20  # four rows and one line are named first
+
+
+def test_a_renewed_trace_has_the_newest_events_and_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for life in range(3):
+        trace = Trace(path, limit=20, renew=True)
+        for number in range(100):
+            trace.span(ENVIRONMENTS, f"g{number}", f"{life}/{number}", 0.0, 1.0)
+            trace.release(ENVIRONMENTS, f"g{number}")
+        trace.close()
+        assert trace.dropped == 0
+        assert sorted(part.name for part in tmp_path.iterdir()) == ["trace.json", "trace.old.json"]
+        parts = [events(tmp_path / name) for name in ("trace.old.json", "trace.json")]
+        assert all(len(part) <= 20 for part in parts)
+        for part in parts:  # each can be looked at by itself
+            named = {event["tid"] for event in part if event["name"] == "thread_name"}
+            assert {event["tid"] for event in part if event["ph"] == "X"} <= named
+        names = [event["name"] for part in parts for event in part if event["ph"] == "X"]
+        assert names == [f"{life}/{number}" for number in range(100)][-len(names) :]
+        assert len(names) >= 12

@@ -141,6 +141,81 @@ def test_damage_before_the_tail_is_refused(tmp_path: Path) -> None:
         TrajectoryStore(tmp_path)
 
 
+def test_segments_of_which_nothing_is_needed_are_deleted(tmp_path: Path) -> None:
+    """Not those that somebody keeps, nor any behind the oldest that is in the index: scores may lie there."""
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
+        for name in "abcdef":
+            store.append(ended(name))
+        (kept,) = store.find([TrajectoryId("b")])
+        store.forget([TrajectoryId(name) for name in "abcf"])
+        store.discard({kept.segment})
+        assert store.read([kept])[0].id == "b"
+        assert sorted(int(path.stem) for path in tmp_path.glob("*.bin")) == [1, 3, 4, 5]
+        store.forget(store.ids())
+        store.discard(set())
+        assert [path.name for path in tmp_path.glob("*.bin")] == ["000005.bin"], "the newest stays"
+        store.append(ended("g"))
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.ids() == ["g"]
+
+
+def test_what_was_forgotten_is_not_read_again(tmp_path: Path) -> None:
+    """Opening takes time by what is in the index, not by what ever was: an older file may even be damaged."""
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        for number in range(8):
+            store.append(ended(str(number)))
+            store.forget([TrajectoryId(str(number))])
+        store.append(ended("alive"))
+        store.append(ended("newest"))
+        store.score(scored("alive"))
+    (tmp_path / "000003.bin").write_bytes(b"nobody reads this")
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.scored_attempt(TrajectoryId("alive")) == 0
+        assert store.ids() == ["alive", "newest"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from("asfro"), st.integers(0, 5)), max_size=40))
+def test_a_store_opened_again_has_all_that_was_not_forgotten(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    """Whatever was appended (a), scored (s), forgotten (f), discarded (r), in whatever lives (o)."""
+    directory = tmp_path_factory.mktemp("store")
+    store, known = TrajectoryStore(directory, segment_bytes=400), dict[str, tuple[int, float | None]]()
+    for step, number in steps:
+        name = TrajectoryId(str(number))
+        if step == "a":
+            attempt = known[name][0] + 1 if name in known else 0
+            store.append(ended(name, attempt=attempt))
+            known[name] = (attempt, None)
+        elif step == "s" and name in known:
+            store.score(scored(name, attempt=known[name][0], reward=float(number)))
+            known[name] = (known[name][0], float(number))
+        elif step == "f":
+            store.forget([name])
+            known.pop(name, None)
+        elif step == "r":
+            store.discard(set())
+        elif step == "o":
+            store.close()
+            store = TrajectoryStore(directory, segment_bytes=400)
+            store.forget([one for one in store.ids() if one not in known])  # as a core says that was restored
+        assert {one.id: (one.attempt, one.reward) for one in store.get(store.ids())} == known
+    store.close()
+
+
+def test_a_record_that_is_not_what_was_written_is_not_read(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("a", tokens=(1, 2, 3, 4)))
+        path = tmp_path / "000000.bin"
+        data = bytearray(path.read_bytes())
+        place = data.rindex(bytes([1, 2, 3, 4]))
+        data[place] = 9
+        path.write_bytes(data)
+        with pytest.raises(CorruptJournalError, match=r"000000\.bin: record at byte 8 does not match"):
+            store.get([TrajectoryId("a")])
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_truncation_keeps_exactly_the_whole_records(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

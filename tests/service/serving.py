@@ -26,7 +26,8 @@ WAIT_S = 60.0
 def service_config(directory: Path, **sections: Any) -> RunConfig:
     """Port 0; the game of `tests.live.game`, two echo engines."""
     serve = {"port": 0, **sections.pop("serve", {})}
-    return make_config(directory, run={"name": "service"}, serve=serve, **sections)
+    run = {"name": "service", **sections.pop("run", {})}
+    return make_config(directory, run=run, serve=serve, **sections)
 
 
 def no_engine(request: EngineRequest, name: str) -> NoReturn:
@@ -98,15 +99,16 @@ def serving(config: RunConfig, *, connect: launch.Connect = no_engine) -> Iterat
 
 
 class Program:
-    """A service in a process of its own."""
+    """A service in a process of its own, which may have `files` open."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, files: int | None = None) -> None:
         file = Path(config.run.dir) / "given.toml"
         file.write_text(dumps(config))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.service.serving", str(file)], cwd=ROOT, env=env, stdout=subprocess.PIPE
-        )
+        limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
+        command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
+        with (Path(config.run.dir) / "said").open("wb") as said:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=said)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         assert self.address, "the service ended before it was ready"

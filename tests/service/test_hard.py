@@ -5,6 +5,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
@@ -12,12 +13,19 @@ import pytest
 
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.config import load
+from rollweave.core.core import Core
+from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
-from rollweave.schema.base import TrajectoryId
+from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.base import TaskId, TrajectoryId
+from rollweave.schema.commands import Deliver
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.schema.work import StopReason, Task
 from rollweave.service.client import RolloutClient
+from rollweave.service.jobs import Job, Jobs
+from rollweave.service.service import Service
 from tests.live.test_real_files import can_mount
 from tests.live.whole import ROOT, run_dir
 from tests.service.serving import Program, Serving, service_config, serving
@@ -118,7 +126,155 @@ async def test_a_task_that_cannot_be_written_down_is_refused(tmp_path: Path, fla
         assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 0
 
 
+async def test_what_is_not_done_may_take_so_many_bytes(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
+    with serving(config) as service:
+        large = {"handler": "game", "payload": {"x": "x" * 200_000}}  # in the request and in its task
+        answers = [await ask(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"}) for i in range(4)]
+        assert [status for status, _, _ in answers] == [202, 202, 429, 429]
+        assert "serve.queue_mb" in answers[-1][1]["error"]["message"]
+        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
+        await ask(service.address, "DELETE", "/v1/rollouts/b0")
+        await ask(service.address, "GET", "/v1/rollouts/b0?wait=30")
+        assert (await ask(service.address, "POST", "/v1/rollouts", {**large, "id": "b2"}))[0] == 202
+
+
+async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
+    class Counting(Jobs):
+        found = 0
+
+        def find(self, job_id: str) -> Job | None:
+            self.found += 1
+            return super().find(job_id)
+
+    config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
+    world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda _: None))
+    with TrajectoryStore(tmp_path / "store") as store:
+        service = Service(config, jobs=jobs, source=TaskSource(config), store=store)
+        service.attach(world)
+        request = RolloutRequest(handler="game", id="x", index=0, members=20)
+        jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], most_bytes=1 << 20)
+        waiting = asyncio.create_task(service.wait("x", 30.0))
+        for member in range(20):
+            await asyncio.sleep(0)
+            reason = StopReason.CANCELLED
+            service.delivered(Deliver(trajectory_id=TrajectoryId(f"r1.{member}"), attempt=0, stop_reason=reason, started=False))
+        assert (await waiting).state == "done"
+    assert jobs.found == 2, "when it was asked, and for the answer"
+    jobs.close()
+
+
+# Connections.
+
+
+async def test_more_connections_than_there_may_be_are_told_so_and_cost_nothing_else(tmp_path: Path) -> None:
+    """Hundreds of idle ones under a limit of 600 files: what is under way goes on, and afterwards everybody is let in again."""
+    gate = tmp_path / "gate"
+    program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
+    host, _, port = program.address.removeprefix("http://").partition(":")
+    idle: list[asyncio.StreamWriter] = []
+    try:
+        await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
+        waiting = asyncio.create_task(ask(program.address, "GET", "/v1/rollouts/x?wait=60"))
+        await until(program.address, "/health", lambda health: health["run"] == 1)
+        for _ in range(700):
+            idle.append((await asyncio.open_connection(host, port))[1])
+        told = None
+        while told is None:  # of those that are turned away only some are told so at one time
+            with contextlib.suppress(aiohttp.ClientError):
+                told = await ask(program.address, "POST", "/v1/rollouts", game(id="late", payload={"x": "x" * 100_000}))
+        status, body, headers = told
+        assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "busy", "1")
+        assert "at most 300 connections" in body["error"]["message"]
+        gate.touch()
+        assert (await waiting)[1]["state"] == "done"
+        async with RolloutClient(program.address) as client:
+            task = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0)))
+            await asyncio.sleep(0)
+            for writer in idle:
+                writer.close()
+            assert (await task).state == "done"
+    finally:
+        for writer in idle:
+            writer.close()
+        assert program.terminate() == 0
+    assert "open files" not in (tmp_path / "said").read_text()
+
+
 # Lives.
+
+
+async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"engines": "registered"})
+    service = Serving(config)
+    await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]})
+    waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/k0?wait=60"))
+    await until(service.address, "/health", lambda health: health["queued"] == 5)
+    await asyncio.to_thread(service.stop, drain=True)
+    assert (await waiting)[1]["state"] == "queued"
+    assert "5 rollouts are kept for the next start" in service.host.warnings[-1].message
+    with serving(service_config(tmp_path)) as again:  # with engines
+        for number in range(5):
+            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/k{number}?wait=30")
+            assert found["members"][0]["stop_reason"] == "finished"
+
+
+@pytest.mark.parametrize("left", ["nothing", "an older one"])
+@pytest.mark.parametrize("done", [True, False])
+async def test_a_journal_without_its_requests_is_refused(tmp_path: Path, left: str, done: bool) -> None:
+    """Else the next requests would be given names of rollouts that the journal and the store have."""
+    config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
+    jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
+    with serving(config):
+        pass
+    jobs.rename(older)
+    jobs.write_bytes(older.read_bytes())
+    with serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        await ask(service.address, "GET", f"/v1/rollouts/x?wait={30 if done else 0}")
+        service.stop(drain=True)
+    jobs.unlink()
+    if left == "an older one":
+        older.rename(jobs)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"must hold the jobs\.sqlite that belongs to its journal\.bin"):
+            Serving(config).stop()
+
+
+def test_errors_about_the_directory_name_no_option_of_another_command(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config):
+        pass
+    other = service_config(tmp_path, run={"name": "service", "seed": 6})
+    with pytest.raises(ConfigError, match=r"^run\.seed must stay as the run began, 5, got 6"):
+        Serving(other).stop()
+    full = service_config(tmp_path, run={"name": "full"})
+    run_dir(full).mkdir()
+    (run_dir(full) / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"full must be empty or hold a run, found other files and no config\.toml$"):
+        Serving(full).stop()
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"got the file .*/file$"):
+            Serving(service_config(tmp_path, run={"name": "x", "dir": str(place)})).stop()
+
+
+async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) -> None:
+    config = service_config(tmp_path, serve={"keep": 2})
+    store, begun = run_dir(config) / "trajectories", b""
+    for life in range(4):
+        if life:
+            (store / f"{life:06d}.bin").write_bytes(begun)  # as if the former one had been full
+        with serving(config) as service:
+            for name in (f"a{life}", f"b{life}"):
+                await ask(service.address, "POST", "/v1/rollouts", game(id=name))
+                await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+            before = (await ask(service.address, "GET", "/v1/rollouts/b0"))[0]
+            assert before == (404 if life else 200)
+            assert (await ask(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0]["result"] is not None
+        begun = (store / "000000.bin").read_bytes()[:8] if not life else begun
+        numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
+        assert numbers == list(range(max(0, life - 1), life + 1)), "what a life began with, and its own"
 
 
 async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tmp_path: Path) -> None:

@@ -3,22 +3,31 @@
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollweave.rollout.store import Entry
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import RolloutRequest
-from rollweave.schema.work import Task
+from rollweave.schema.work import Purpose, Task
 from rollweave.service.jobs import Job, Jobs
 
+PLENTY = 1 << 30
 TASK = Task(id=TaskId("t"), env="game", seed=0, payload="", tag="game")
 
 
 def add(jobs: Jobs, members: list[int]) -> list[Job]:
     requests = [RolloutRequest(handler="game", id=f"j{i}", index=i, members=count) for i, count in enumerate(members)]
-    return jobs.add([(request.id, request, TASK) for request in requests])
+    added = jobs.add([(request.id, request, TASK) for request in requests], most_bytes=PLENTY)
+    assert added is not None
+    return added
+
+
+def size(job: Job) -> int:
+    return len(msgspec.json.encode(job.request)) + len(msgspec.json.encode(job.task))
 
 
 @given(
@@ -51,7 +60,48 @@ def test_a_job_is_known_whole_until_none_of_its_results_is_new(
             assert {found.member for found in jobs.results(job.number)} == (set(done) if kept else set())
             if known is not None:
                 assert known.left == count - len(done)
+        waits = {one.id for one in jobs.unfinished()}
+        assert jobs.owed_bytes == sum(size(job) for job in added if job.id in waits)
     assert all(jobs.id_of(found.job) is not None for found in jobs.since(0, 1000))
+    jobs.close()
+
+
+def test_what_is_owed_is_bounded_and_counted_again_by_the_next_life(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite"
+    jobs = Jobs(path)
+    added = add(jobs, [1, 2])
+    both = size(added[0]) + size(added[1])
+    more = RolloutRequest(handler="game", id="more", index=9)
+    needed = both + len(msgspec.json.encode(more)) + len(msgspec.json.encode(TASK))
+    assert jobs.add([("more", more, TASK)], most_bytes=needed - 1) is None
+    assert (jobs.find("more"), jobs.owed_bytes) == (None, both)
+    jobs.done(TrajectoryId("r2.0"), 0, "finished", None, keep=9)
+    jobs.close()
+    jobs = Jobs(path)
+    assert jobs.owed_bytes == both
+    jobs.done(TrajectoryId("r2.1"), 0, "finished", None, keep=9)
+    assert jobs.owed_bytes == size(added[0])
+    assert jobs.add([("more", more, TASK)], most_bytes=needed - 1) is not None
+    jobs.close()
+
+
+@given(places=st.lists(st.none() | st.integers(0, 5), max_size=30), keep=st.integers(1, 8))
+def test_the_segments_in_which_results_lie_are_known(places: list[int | None], keep: int) -> None:
+    jobs = Jobs(Path(":memory:"))
+    for job, place in zip(add(jobs, [1] * len(places)), places, strict=True):
+        name = TrajectoryId(f"{job.group_id}.0")
+        entry = Entry(name, 0, Purpose.SERVE, 0, 0.0, place, 8, 100) if place is not None else None
+        jobs.done(name, 0, "finished", entry, keep=keep)
+    assert jobs.segments() == {place for place in places[-keep:] if place is not None}
+    jobs.close()
+
+
+def test_the_newest_number_is_known_also_when_its_job_is_forgotten() -> None:
+    jobs = Jobs(Path(":memory:"))
+    assert jobs.newest() == 0
+    for job in add(jobs, [1, 1, 1]):
+        jobs.done(TrajectoryId(f"{job.group_id}.0"), 0, "finished", None, keep=1)
+    assert jobs.newest() == 3
     jobs.close()
 
 
@@ -62,10 +112,10 @@ def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -
     large = RolloutRequest(handler="game", id="large", payload={"x": "x" * 100_000})
     for _ in range(2):
         with pytest.raises(DiskError, match="full"):
-            jobs.add([("large", large, TASK)])
+            jobs.add([("large", large, TASK)], most_bytes=PLENTY)
         assert jobs.find("large") is None
     jobs._db.execute("PRAGMA max_page_count = 100000")
-    jobs.add([("large", large, TASK)])
+    jobs.add([("large", large, TASK)], most_bytes=PLENTY)
     assert [job.id for job in jobs.unfinished()] == ["j0", "large"]
     jobs.close()
 

@@ -113,6 +113,13 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
             status, body, _ = await ask(service.address, "POST", "/v1/rollouts", raw=raw)
             assert status == wanted, (raw[:80], body)
             assert body["error"]["message"]
+        for method, path, rule in (
+            ("GET", "/v2", "the path must be one that /openapi.json names, got '/v2'"),
+            ("PATCH", "/v1/rollouts", "the method must be POST for '/v1/rollouts', got PATCH"),
+            ("POST", "/v1/rollouts", f"the body must have at most {16 << 20} bytes, got more"),
+        ):
+            _, body, _ = await ask(service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None)
+            assert body["error"]["message"] == rule
         for method, path, wanted in (
             ("GET", "/v1/rollouts/none", 404),
             ("DELETE", "/v1/rollouts/none", 404),

@@ -2,7 +2,8 @@
 
 The pools, turns, engines and retries of training serve it; there is no trainer, no step and no buffer. Invariants: what was
 submitted is delivered, once it is scored, has failed for good or is cancelled, and is kept until it is taken: a restarted
-world says it again. Engines come with weights of their own.
+world says it again. Engines come with weights of their own. An orderly end waits for what an engine works on, never for an
+engine: what has none is kept for the next world.
 """
 
 from rollweave.core import engines, lengths, trajectories
@@ -17,7 +18,7 @@ from rollweave.schema.work import Purpose, StopReason
 def begin(run: Run) -> None:
     """The world serves, or serves again."""
     state = run.state
-    state.phase, state.error, state.closed = Phase.SERVING, "", False
+    state.phase, state.error, state.closed, state.unserved_since = Phase.SERVING, "", False, None
     for trajectory in state.trajectories.values():
         if trajectory.stage in (Stage.SCORED, Stage.ENDED):
             _deliver(run, trajectory)
@@ -125,12 +126,28 @@ def stop(run: Run, *, drain: bool) -> None:
 
 
 def advance(run: Run) -> None:
-    """Let go of engines that have drained, and end when all is delivered and taken."""
+    """Let go of engines that have drained, and end when all is delivered and taken, or what is left has no engine."""
     state = run.state
     if state.phase is not Phase.SERVING:
         return
     for engine in [engine for engine in state.engines.values() if engine.draining and not engine.active]:
         engines.remove(run, engine, "it was withdrawn")
-    if state.closed and not state.trajectories:
-        state.phase = Phase.FINISHED
-        run.emit(Finish(error=""))
+    if run.fleet.loads:
+        state.unserved_since = None
+    elif state.unserved_since is None:
+        state.unserved_since = run.now
+    if not state.closed or (state.trajectories and not _is_forsaken(run)):
+        return
+    if state.trajectories:
+        run.warn("service", f"no engine serves; {len(state.trajectories)} rollouts are kept for the next start", count="kept")
+    state.phase = Phase.FINISHED
+    run.emit(Finish(error=""))
+
+
+def _is_forsaken(run: Run) -> bool:
+    """All that is left needs an engine, and there is none, or none has become ready in the time that one may take."""
+    state = run.state
+    if len(state.init_queue) + len(state.in_init) + len(state.in_run) < len(state.trajectories):
+        return False
+    since = state.unserved_since
+    return not state.engines or (since is not None and run.now - since > run.config.watchdog.start_s)

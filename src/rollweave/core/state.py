@@ -264,6 +264,7 @@ class State(msgspec.Struct):
     skip_final_eval: bool = False  # the user asked to stop
     serving: bool = False  # the world has no trainer
     closed: bool = False  # a service takes nothing more
+    unserved_since: float | None = None  # no engine of a service takes turns since then
     final_evaluated: bool = False
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}

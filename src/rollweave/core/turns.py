@@ -184,8 +184,11 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
         return
     if run.lanes.overgrown(state):
         run.renew_lanes()
-    if run.scheduling.homes:
-        _find_homes(run)
+    if not run.scheduling.homes:  # whatever waits, waits for any engine
+        while (run.fleet.free or run.scheduling.preempts) and _give_next(run, None):
+            pass
+        return
+    _find_homes(run)
     for engine_id in (None, *state.engines) if waited_for is None else waited_for:
         while _give_next(run, engine_id):
             pass

@@ -34,10 +34,7 @@ def look(run: Run) -> None:
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:
             _check_trajectory(run, trajectory)
-    for group in [group for group in state.groups.values() if group.status is GroupStatus.DRAWING]:
-        if run.now - group.since > DRAW_S:
-            run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
-            groups.give_up_drawing(run, group)
+    _check_draws(run)
     _check_trainer(run)
     migration.give_up_late(run)
     turns.promote_overdue(run)
@@ -102,6 +99,16 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
 def _give_up(run: Run, trajectory: Trajectory, reason: StopReason, message: str) -> None:
     run.warn(trajectory.id, message, count=reason)
     trajectories.cancel(run, trajectory, reason)
+
+
+def _check_draws(run: Run) -> None:
+    state = run.state
+    if state.serving:
+        return  # its groups come with their tasks, and there may be very many
+    for group in [group for group in state.groups.values() if group.status is GroupStatus.DRAWING]:
+        if run.now - group.since > DRAW_S:
+            run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
+            groups.give_up_drawing(run, group)
 
 
 def _check_trainer(run: Run) -> None:

@@ -49,7 +49,7 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
         return Beginning(core=Core(config), at=0.0, resumed=False)
     former = load(run.config)
     if strays := config.strays_from(former):
-        raise ConfigError("\n".join(f"--resume: {line}" for line in strays))
+        raise ConfigError("\n".join(strays))
     replay = Replay(run.journal, former)
     core = replay.finish()
     at = core.state.idle.clock

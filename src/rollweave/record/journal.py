@@ -40,6 +40,13 @@ class RunJournal:
     def __init__(self, path: Path) -> None:
         """Raises CorruptJournalError, and DiskError."""
         self._writer = JournalWriter(path)
+        self.begun = self._writer.size
+        """Bytes that it began with: of its snapshot, or of what an earlier life wrote."""
+
+    @property
+    def grown(self) -> int:
+        """Bytes since then."""
+        return self._writer.size - self.begun
 
     @property
     def size(self) -> int:
@@ -57,6 +64,7 @@ class RunJournal:
     def rotate(self, snapshot: bytes) -> None:
         """Begin anew with the core's snapshot of this moment. Raises DiskError, and the journal then goes on as it is."""
         self._writer.rotate(snapshot)
+        self.begun = self._writer.size
 
     def close(self) -> None:
         self._writer.close()

@@ -43,6 +43,8 @@ class RunDir:
         run = cls((Path(config.run.dir) / config.run.name).absolute())  # whatever becomes of the working directory
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
+        if file := next((path for path in (run.path, *run.path.parents) if path.exists() and not path.is_dir()), None):
+            raise ConfigError(f"run.dir and run.name must be of a directory, or of none yet, got the file {file}")
         with writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
@@ -50,7 +52,9 @@ class RunDir:
                 (run.path / name).unlink(missing_ok=True)
         if not resume and run.holds_something():
             run.release()
-            raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
+            if run.config.exists():
+                raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
+            raise ConfigError(f"run.name: {run.path} must be empty or hold a run, found other files and no config.toml")
         with writing(run.path):
             run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)

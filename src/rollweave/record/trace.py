@@ -1,7 +1,8 @@
 """Spans of the run's life as `trace.json`, for Perfetto or chrome://tracing, and for `rollweave report`.
 
 Invariants: written as it happens, one event a line, so that a killed run leaves a readable trace (viewers accept the missing
-end); bounded: beyond `LIMIT` events further ones are counted and not written.
+end); bounded: beyond `limit` events further ones are counted and not written, or, where the newest matter, the trace begins
+anew and the former part stays beside it.
 """
 
 import contextlib
@@ -10,13 +11,16 @@ from typing import Any
 
 import msgspec
 
-from rollweave.codec.disk import AppendFile
+from rollweave.codec.disk import AppendFile, writing
 from rollweave.schema.errors import DiskError
 
 LIMIT = 500_000
 """Events in one trace: about 60 MB, what a viewer still opens."""
 
 _encode = msgspec.json.Encoder().encode
+
+SERVICE_LIMIT = 100_000
+"""Events in one part of a service's trace: 12 MB, and as many of the part before."""
 
 OPENING = b"[\n"
 
@@ -32,22 +36,29 @@ ROWS = {ENGINES: "engines", ENVIRONMENTS: "environments", TRAINER: "trainer", CO
 class Trace:
     """Appends spans. Times are seconds of the run's clock."""
 
-    def __init__(self, path: Path, *, limit: int = LIMIT) -> None:
-        """Open `path`, going on after what an earlier life wrote. Raises DiskError, as all that writes."""
-        self._limit = limit
+    def __init__(self, path: Path, *, limit: int = LIMIT, renew: bool = False) -> None:
+        """Open `path`, going on after what an earlier life wrote. `renew`: a full one becomes `*.old.json`, and another begins.
+
+        Raises DiskError, as all that writes.
+        """
+        self._path, self._limit, self._renew = path, limit, renew
         self._lines: list[bytes] = []
+        self.dropped = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self._lanes: dict[tuple[int, str], int] = {}
         self._free: dict[int, list[int]] = {}
         self._next: dict[int, int] = {}
-        self.dropped = 0
-        self._written, whole = _whole_events(path)
-        self._file = AppendFile(path, keep=whole, header=OPENING)
+        self._written, whole = _whole_events(self._path)
+        self._file = AppendFile(self._path, keep=whole, header=OPENING)
         if self._written == 0:
             for process, name in ROWS.items():
                 self._meta("process_name", process, 0, name)
 
     def span(self, row: int, lane: str, name: str, start: float, end: float, **arguments: Any) -> None:
         """One box from `start` to `end` on the line `lane` of `row`."""
+        self._make_room()
         event = {
             "name": name,
             "ph": "X",
@@ -62,6 +73,7 @@ class Trace:
 
     def instant(self, row: int, lane: str, name: str, at: float) -> None:
         """A mark."""
+        self._make_room()
         self._put({"name": name, "ph": "i", "s": "p", "pid": row, "tid": self._lane(row, lane), "ts": round(at * 1e6)})
 
     def release(self, row: int, lane: str) -> None:
@@ -82,6 +94,14 @@ class Trace:
             self.flush()
             self._file.append(b"{}]\n")
         self._file.close()
+
+    def _make_room(self) -> None:
+        """For an event, and the name of its line."""
+        if self._renew and self._written > self._limit - 2:
+            self.close()
+            with writing(self._path):
+                self._path.replace(self._path.with_suffix(".old.json"))
+            self._begin()
 
     def _lane(self, row: int, lane: str) -> int:
         number = self._lanes.get((row, lane))

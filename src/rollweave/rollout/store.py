@@ -1,13 +1,15 @@
 """The trajectory store: every ended attempt with its tokens, on disk, before any event speaks of it.
 
 Append-only segment files of checksummed records. Invariants: a record is either wholly readable or cut off as a torn tail
-of the newest segment; nothing but a torn tail is ever removed; what `get` returns is what was appended, with its score.
-Memory holds an index of places, never tokens: `forget` shrinks the index, the files keep everything for `rollweave trace`.
+of the newest segment; nothing but a torn tail is ever removed, unless `discard` is told to; what `get` returns is what was
+appended, with its score. Memory holds an index of places, never tokens: `forget` shrinks the index, the files keep everything
+for `rollweave trace`. The file `floor` has the number of the segment from which on something was in the index when the newest
+segment began: to open the store takes reading those segments, however many there are before.
 """
 
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,7 +17,7 @@ from typing import Self
 import msgspec
 import xxhash
 
-from rollweave.codec.disk import AppendFile, writing
+from rollweave.codec.disk import AppendFile, replace_file, writing
 from rollweave.schema.base import Tagged, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
@@ -162,9 +164,26 @@ def _is_tail(path: Path, end: int, size: int) -> bool:
 
 
 def _read(directory: Path, entry: Entry) -> Trajectory:
-    with _segment_path(directory, entry.segment).open("rb", buffering=0) as file:
-        payload = os.pread(file.fileno(), entry.nbytes, entry.offset)
+    """Raises OSError, and CorruptJournalError for a record that is not what was written."""
+    path = _segment_path(directory, entry.segment)
+    with path.open("rb", buffering=0) as file:
+        record = os.pread(file.fileno(), FRAME.size + entry.nbytes, entry.offset - FRAME.size)
+    payload = record[FRAME.size :]
+    if record[: FRAME.size] != _frame(payload) or len(payload) != entry.nbytes:
+        raise CorruptJournalError(f"{path}: record at byte {entry.offset - FRAME.size} does not match its checksum")
     return _with_score(_Ended.decode(payload).trajectory, entry.score)
+
+
+def _frame(payload: bytes) -> bytes:
+    return FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload))
+
+
+def _floor(path: Path) -> int:
+    """0 where it is not told: all segments are read then."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
@@ -195,10 +214,11 @@ class TrajectoryStore:
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._index: dict[TrajectoryId, Entry] = {}
+        self._floor = directory / "floor"
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
-        whole = 0
-        for number in numbers:
+        whole, floor = 0, _floor(self._floor)
+        for number in [number for number in numbers if number >= floor or number == self._segment]:
             found, end = _scan(directory, number)
             self._enter(found)
             path = _segment_path(directory, number)
@@ -266,6 +286,23 @@ class TrajectoryStore:
         for trajectory_id in ids:
             self._index.pop(trajectory_id, None)
 
+    def discard(self, kept: Collection[int]) -> None:
+        """Delete segments of which nothing is in the index, but those in `kept`. Raises `DiskError`."""
+        floor = self._oldest()
+        for number in [number for number in _segments(self._directory) if number < floor and number not in kept]:
+            path = _segment_path(self._directory, number)
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+    def _oldest(self) -> int:
+        """The segment from which on something is in the index."""
+        return min((entry.segment for entry in self._index.values()), default=self._segment)
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is written now."""
+        return self._segment
+
     def ids(self) -> list[TrajectoryId]:
         """Trajectories in the index."""
         return list(self._index)
@@ -308,8 +345,8 @@ class TrajectoryStore:
         if self._file.size > max(len(MAGIC), self._segment_bytes):
             self._file.close()
             self._file = self._open(self._segment + 1, 0)
-        frame = FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload)) + payload
-        return self._file.append(frame) + FRAME.size
+            replace_file(self._floor, b"%d\n" % self._oldest())
+        return self._file.append(_frame(payload) + payload) + FRAME.size
 
 
 class TrajectoryReader:

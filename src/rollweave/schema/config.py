@@ -317,6 +317,7 @@ class ServeConfig(Section):
     queue: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
         10_000, description="Rollouts that may wait to begin; more are refused (429)."
     )
+    queue_mb: PositiveInt = Field(1024, description="MiB that requests and tasks may take until they are done; more: 429.")
     engines: Literal["local", "registered"] = Field(
         "local", description="local: [[engines]] on the model's checkpoint, and whatever is registered; registered: only these."
     )

@@ -37,11 +37,11 @@ DEAD_S = 15.0
 
 
 class ServiceError(RollweaveError):
-    """The service refused: `status` is that of HTTP."""
+    """The service refused: `status` is that of HTTP, `kind` the error's type."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.kind = status, kind
 
 
 class NoServiceError(RollweaveError):
@@ -126,7 +126,7 @@ class RolloutClient:
         """What each service says of itself, by address; those that do not answer are missing."""
         found = {}
         for server in self._servers:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
                 found[server.address] = msgspec.json.decode(await self._send(server, "GET", "/health"), type=dict[str, Any])
         return found
 
@@ -151,7 +151,7 @@ class RolloutClient:
                     submitted = False  # it has begun anew, without its directory
                 elif error.status not in (429, 503):
                     raise
-                elif error.status == 503:
+                elif error.kind == "closed":
                     failures += 1  # it is ending
             except (aiohttp.ClientError, TimeoutError):
                 failures += 1
@@ -165,7 +165,8 @@ class RolloutClient:
         async with self._session.request(method, server.address + path, data=body) as response:
             answer = await response.read()
             if response.status >= 400:
-                raise ServiceError(response.status, f"{server.address}: {_message(answer)}")
+                kind, message = _error(answer)
+                raise ServiceError(response.status, kind, f"{server.address}: {message}")
             return answer
 
     # All of them.
@@ -232,8 +233,10 @@ def _path(job_id: str) -> str:
     return f"/v1/rollouts/{urllib.parse.quote(job_id, safe='')}"
 
 
-def _message(answer: bytes) -> str:
+def _error(answer: bytes) -> tuple[str, str]:
+    """Type and message; "" and the answer itself where it is not of the service's form."""
     try:
-        return str(msgspec.json.decode(answer)["error"]["message"])
+        error = msgspec.json.decode(answer)["error"]
+        return str(error["type"]), str(error["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
-        return answer[:200].decode(errors="replace")
+        return "", answer[:200].decode(errors="replace")

@@ -2,7 +2,7 @@
 
 Invariants: a body is decoded into the nouns of `schema/service.py` or refused with 400, which names field, rule and value;
 every answer is JSON (but metrics and streams); no request of anybody's gives 500. With a token every path but `/health` wants
-it. Errors are `{"error": {"type", "message"}}`.
+it. Errors are `{"error": {"type", "message"}}`. What is no HTTP never comes here: aiohttp answers it with 400 in plain text.
 """
 
 import asyncio
@@ -52,6 +52,7 @@ KIND: Mapping[int, str] = {
     400: "invalid",
     401: "unauthorized",
     404: "unknown",
+    405: "method",
     409: "conflict",
     410: "gone",
     413: "too_large",
@@ -191,7 +192,22 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return problem(error.status, error.reason, headers={"Allow": allow} if (allow := error.headers.get("Allow")) else {})
+        return problem(
+            error.status, _rule(request, error), headers={"Allow": allow} if (allow := error.headers.get("Allow")) else {}
+        )
+
+
+def _rule(request: web.Request, error: web.HTTPException) -> str:
+    """What a request must be that was refused before one of our handlers saw it."""
+    match error.status:
+        case 404:
+            return f"the path must be one that /openapi.json names, got {request.path!r:.100}"
+        case 405:
+            return f"the method must be {error.headers.get('Allow')} for {request.path!r:.100}, got {request.method:.20}"
+        case 413:
+            return f"the body must have at most {BODY_BYTES} bytes, got more"
+        case _:
+            return error.reason
 
 
 def _authorized(token: str | None) -> Middleware:
@@ -252,8 +268,18 @@ def _whole(name: str, said: str) -> int:
     return int(said)
 
 
-async def serve(app: web.Application, host: str, port: int, stopped: asyncio.Event, ready: Callable[[str], None]) -> None:
-    """Listen until `stopped`; `ready` gets the address. Raises OSError where the port is taken."""
-    async with listening(app, host, port, shutdown_s=5.0) as address:
+def _busy(message: str) -> bytes:
+    """A whole answer, to be sent where no request is read."""
+    body = msgspec.json.encode({"error": {"type": "busy", "message": message}})
+    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: {RETRY_S}\r\nConnection: close"
+    return b"HTTP/1.1 503 Service Unavailable\r\n" + head.encode() + b"\r\n\r\n" + body
+
+
+async def serve(
+    app: web.Application, host: str, port: int, *, most: int, stopped: asyncio.Event, ready: Callable[[str], None]
+) -> None:
+    """Listen until `stopped`, with at most so many connections; `ready` gets the address. Raises OSError: the port is taken."""
+    refusal = _busy(f"at most {most} connections may be open")
+    async with listening(app, host, port, shutdown_s=5.0, most=most, refusal=refusal) as address:
         ready(address)
         await stopped.wait()

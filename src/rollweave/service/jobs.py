@@ -2,7 +2,8 @@
 
 Invariants: a request is in the file before it is answered with yes; a result's place is in the file before the core is told
 that it was taken; so what a restarted service does not know was never accepted, and what it accepted ends in a result or in
-the core's hands; a job is forgotten with the last of its results, never before. One process at a time: the file is locked.
+the core's hands; a job is forgotten with the last of its results, never before; job numbers are never used again. One process
+at a time: the file is locked.
 """
 
 import contextlib
@@ -29,6 +30,7 @@ CREATE TABLE IF NOT EXISTS results (
     stop_reason TEXT NOT NULL, entry BLOB
 );
 CREATE INDEX IF NOT EXISTS results_of ON results (job);
+CREATE INDEX IF NOT EXISTS results_in ON results (json_extract(CAST(entry AS TEXT), '$.segment'));
 CREATE TABLE IF NOT EXISTS engines (id TEXT PRIMARY KEY, request BLOB NOT NULL);
 """
 
@@ -62,11 +64,18 @@ class Result:
     attempt: int
     stop_reason: str
     entry: Entry | None
+    left: int = 0
+    """Members of its job that were not done when it was noted."""
+
+
+def group_number(group_id: str) -> int:
+    """Of the job that this group belongs to."""
+    return int(group_id.removeprefix("r"))
 
 
 def job_number(member: TrajectoryId) -> int:
     """Of the job that this trajectory belongs to."""
-    return int(member.removeprefix("r").partition(".")[0])
+    return group_number(member.partition(".")[0])
 
 
 class Jobs:
@@ -82,6 +91,8 @@ class Jobs:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
+            self.owed_bytes: int = self._db.execute(_OWED).fetchone()[0]
+            """Of requests and tasks of jobs that are not done: about what the core holds in memory of them."""
         except sqlite3.Error as error:
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSED:
@@ -93,16 +104,25 @@ class Jobs:
 
     # Requests.
 
-    def add(self, requests: Sequence[tuple[str, RolloutRequest, Task]]) -> list[Job]:
-        """Note all of these, (id, request, task), or none. Ids must be new."""
+    def add(self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, most_bytes: int) -> list[Job] | None:
+        """Note all of these, (id, request, task), or none. Ids must be new. None if more than `most_bytes` would be owed."""
+        rows = [(one[0], msgspec.json.encode(one[1]), msgspec.json.encode(one[2]), one[1].members) for one in requests]
+        owed = self.owed_bytes + sum(len(request) + len(task) for _, request, task, _ in rows)
+        if owed > most_bytes:
+            return None
         added = []
         with self._transaction():
-            for job_id, request, task in requests:
-                row = (job_id, msgspec.json.encode(request), msgspec.json.encode(task), request.members)
+            for row, (job_id, request, task) in zip(rows, requests, strict=True):
                 number = self._execute("INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row).lastrowid
                 assert number is not None, "an inserted row has a number"
                 added.append(Job(number, job_id, request, task, request.members))
+        self.owed_bytes = owed
         return added
+
+    def newest(self) -> int:
+        """Number of the newest job that was ever added; 0 before the first."""
+        row = self._execute("SELECT seq FROM sqlite_sequence WHERE name = 'jobs'").fetchone()
+        return int(row[0]) if row is not None else 0
 
     def find(self, job_id: str) -> Job | None:
         row = self._execute("SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)).fetchone()
@@ -128,11 +148,16 @@ class Jobs:
             cursor = self._execute(_NOTE, row)
             if not cursor.rowcount or cursor.lastrowid is None:
                 return None
-            self._execute("UPDATE jobs SET left = left - 1 WHERE number = ?", (job,))
+            left, nbytes = self._execute(_COUNT_DOWN, (job,)).fetchone()
             oldest = cursor.lastrowid - keep
             self._execute(_FORGET_JOBS, (oldest, oldest))
             self._execute(_FORGET_RESULTS, (oldest,))
-        return Result(cursor.lastrowid, job, member, attempt, stop_reason, entry)
+        self.owed_bytes -= 0 if left else nbytes
+        return Result(cursor.lastrowid, job, member, attempt, stop_reason, entry, left)
+
+    def segments(self) -> set[int]:
+        """Of the store, in which results lie."""
+        return {segment for (segment,) in self._execute(_SEGMENTS) if segment is not None}
 
     def results(self, job: int) -> list[Result]:
         rows = self._execute(f"{_RESULTS} WHERE job = ? ORDER BY number", (job,))
@@ -190,6 +215,9 @@ DELETE FROM jobs WHERE left = 0 AND number IN (SELECT job FROM results WHERE num
 AND NOT EXISTS (SELECT 1 FROM results WHERE job = jobs.number AND number > ?)
 """
 _FORGET_RESULTS = "DELETE FROM results WHERE number <= ? AND job NOT IN (SELECT number FROM jobs)"
+_COUNT_DOWN = "UPDATE jobs SET left = left - 1 WHERE number = ? RETURNING left, LENGTH(request) + LENGTH(task)"
+_OWED = "SELECT COALESCE(SUM(LENGTH(request) + LENGTH(task)), 0) FROM jobs WHERE left > 0"
+_SEGMENTS = "SELECT DISTINCT json_extract(CAST(entry AS TEXT), '$.segment') FROM results"
 _RESULTS = "SELECT number, job, member, attempt, stop_reason, entry FROM results"
 
 

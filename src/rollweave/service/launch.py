@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from rollweave.backends.base import EngineBackend
 from rollweave.codec.chat import ChatCodec
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
+from rollweave.core.state import State
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.clock import RunClock
 from rollweave.live.episodes import Episodes
@@ -25,7 +27,7 @@ from rollweave.live.serving import ServiceWorld
 from rollweave.live.signals import on_ending_signals
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
-from rollweave.record.trace import Trace
+from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
@@ -33,12 +35,15 @@ from rollweave.schema.errors import ConfigError, DiskError, EngineError, Rollwea
 from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
-from rollweave.service.jobs import Jobs
+from rollweave.service.jobs import Jobs, group_number
 from rollweave.service.prorl import ProRL
 from rollweave.service.service import Service, is_registered
 
-COMPACT_S = 60.0
-"""Between two looks whether the journal should begin anew."""
+COMPACT_S = 5.0
+"""Between two looks whether the journal should begin anew: a busy service writes a megabyte a second."""
+
+FILES = 1 << 16
+"""Open files that we ask the system for, if it allows so many: programs that we start may close each number that may be one."""
 
 Connect = Callable[[EngineRequest, str], EngineBackend]
 """Make a registered engine's backend, of this name."""
@@ -93,6 +98,27 @@ def _token(config: RunConfig) -> str | None:
     return os.environ[name] if name is not None else None
 
 
+def _connections() -> int:
+    """How many there may be: half of the files that may be open, of which the rest is for engines, sandboxes and our own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # not on every system as far as it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2
+
+
+def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
+    """Raises ConfigError where the requests are not those of the journal: names would be used twice."""
+    known = max([bool(state.counters.submitted), *(group_number(group_id) for group_id in state.groups)])
+    if jobs.newest() < known:
+        raise ConfigError(
+            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one with {jobs.newest()} requests of "
+            f"{known} or more; bring it back, or delete the directory to begin anew"
+        )
+
+
 class _Start:
     def __init__(
         self,
@@ -123,7 +149,8 @@ class _Start:
             run.write_config(config)
             jobs = Jobs(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
-            trace = Trace(run.trace)
+            _same_life(run, begun.core.state, jobs)
+            trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
             service = Service(config, jobs=jobs, source=self._source, store=store)
             service.on_warning = host.warned
@@ -205,7 +232,9 @@ class _Start:
         app = http.build(service, token=self._token)
         app.add_routes(ProRL(service, codec=self._codec).table())
         ready = functools.partial(host.ready, stop=stop_from_anywhere)
-        listening = asyncio.create_task(http.serve(app, config.host, config.port, stopped, ready))
+        listening = asyncio.create_task(
+            http.serve(app, config.host, config.port, most=_connections(), stopped=stopped, ready=ready)
+        )
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
             with on_ending_signals(lambda: stop(not service.closed)):  # the first drains, the second cancels

@@ -1,7 +1,7 @@
 """Rollouts for whoever asks: takes requests, hands them to the core, keeps what came of them.
 
 Invariants: a request that was accepted ends in a result for each member, also if the service is killed and started again on
-the same directory; asking twice with one id is asking once; what waits to begin is bounded.
+the same directory; asking twice with one id is asking once; what waits to begin is bounded, in number and in bytes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import RollweaveError
+from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.events import (
     EngineRegistered,
     EngineSeat,
@@ -85,6 +85,7 @@ class Service:
         self._world: ServiceWorld | None = None
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._news = asyncio.Event()
+        self._trimmed = -1  # the newest segment of the store when those that nobody needs were deleted last
         self._submitting = 0  # members that are accepted, or about to be, and that the core has not heard of
         self._cancelling: set[str] = set()
         self._addresses: dict[EngineId, EngineRequest] = {}
@@ -130,9 +131,12 @@ class Service:
         keep = self._config.serve.keep
         result = self._jobs.done(command.trajectory_id, command.attempt, command.stop_reason, entry, keep=keep)
         self._post(RolloutTaken(trajectory_id=command.trajectory_id))
+        if self._store.segment != self._trimmed:
+            self._trimmed = self._store.segment
+            self._store.discard(self._jobs.segments())
         if result is None:
             return
-        for future in self._waiting.pop(result.job, []):
+        for future in self._waiting.pop(result.job, []) if not result.left else ():
             if not future.done():
                 future.set_result(None)
         self._tell()
@@ -166,7 +170,11 @@ class Service:
             if self._closed:
                 raise ClosedError("the service is ending")
             fresh = [one for one in drawn if not self._known(one[0], one[1])]  # somebody else may have been quicker
-            for job in self._jobs.add(fresh):
+            added = self._jobs.add(fresh, most_bytes=self._config.serve.queue_mb << 20)
+            if added is None:
+                owed, most = self._jobs.owed_bytes / 2**20, self._config.serve.queue_mb
+                raise FullError(f"requests may take {most} MiB until they are done (serve.queue_mb); {owed:.1f} MiB are taken")
+            for job in added:
                 self._post_job(job)
         finally:
             self._submitting -= count
@@ -218,7 +226,11 @@ class Service:
     def _done(self, result: Result, wanted: bool) -> MemberStatus:
         try:
             trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
-        except (OSError, msgspec.MsgspecError) as error:  # somebody has deleted or damaged a file of the store
+        except (
+            OSError,
+            CorruptJournalError,
+            msgspec.MsgspecError,
+        ) as error:  # a file of the store was deleted or damaged
             raise GoneError(f"the trajectory of {result.member} cannot be read any more: {error}") from error
         return MemberStatus(
             id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
@@ -233,22 +245,19 @@ class Service:
 
     async def wait(self, job_id: str, seconds: float) -> RolloutStatus:
         """`status` with results, once it is done or after `seconds`. Raises UnknownError."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        while True:
-            job = self._jobs.find(job_id)
-            left = deadline - asyncio.get_running_loop().time()
-            if job is None or not job.left or left <= 0:
-                return self.status(job_id, results=True)
+        job = self._jobs.find(job_id)
+        if job is not None and job.left and seconds > 0:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(job.number, []).append(future)
             try:
-                await asyncio.wait([future], timeout=left)
+                await asyncio.wait([future], timeout=seconds)
             finally:
                 waiting = self._waiting.get(job.number, [])
                 if future in waiting:
                     waiting.remove(future)
                 if not waiting:
                     self._waiting.pop(job.number, None)
+        return self.status(job_id, results=True)
 
     def cancel(self, job_id: str) -> RolloutStatus:
         """Ask for the end of all members; their results say `cancelled`. Raises UnknownError."""
@@ -391,6 +400,8 @@ class Service:
     def end(self) -> None:
         """Its world is over: nobody waits any longer."""
         self._ended = True
+        for future in [future for waiting in self._waiting.values() for future in waiting if not future.done()]:
+            future.set_result(None)
         self._tell()
 
     def _tell(self) -> None:
