@@ -213,11 +213,11 @@ class Desk:
 
     def _accept(self, _: int) -> None:
         if len(self._peers) >= self._room:
-            unused = next((peer for peer in self._peers if peer.idle), None)
-            if unused is None:
+            asking_nothing = [peer for peer in self._peers if peer.request is None]
+            if not asking_nothing:
                 self._listen(False)
                 return
-            self._drop(unused)
+            self._drop(next((peer for peer in asking_nothing if peer.idle), asking_nothing[0]))
         try:
             sock = self._listener.accept()[0]
         except BlockingIOError:
@@ -247,6 +247,8 @@ class Desk:
         if not data:
             self._drop(peer)
         elif not peer.last:
+            if not peer.decoder.begun and peer.request is None:
+                peer.until = time.monotonic() + SILENT_S
             peer.decoder.feed(data)
             if peer.request is None:
                 self._read_on(peer)
@@ -255,7 +257,6 @@ class Desk:
 
     def _read_on(self, peer: Peer) -> None:
         """Take the next request of a connection, if it is whole."""
-        begun = peer.decoder.begun
         try:
             peer.request = peer.decoder.take()
             if peer.request is None and sum(each.decoder.held for each in self._peers) + self._waiting() > HELD_BYTES:
@@ -266,8 +267,6 @@ class Desk:
         if peer.request is not None:
             peer.until = FOREVER
             self._ready.append(peer)
-        elif not begun:
-            peer.until = time.monotonic() + SILENT_S
         if peer.decoder.awaited:
             peer.decoder.awaited = False
             peer.out += b"HTTP/1.1 100 Continue\r\n\r\n"

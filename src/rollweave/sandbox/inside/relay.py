@@ -22,13 +22,13 @@ class Relay:
     """The actions. One relay may be open at a time."""
 
     def __init__(self) -> None:
-        self._turn = threading.Lock()
+        self._turn, self._opening = threading.Lock(), threading.Lock()
         self._desk: Desk | None = None
 
     def open(self, call: Call) -> Result:
         """`relay_open`: listen; the `port`. At most `at_once` requests are handed out and not answered."""
         at_once = call.integer("at_once", least=1, most=CONNECTIONS)
-        with self._alone():
+        with self._opening:
             if self._desk is not None:
                 raise Refused("a sandbox has one relay at a time, and one is open")
             self._desk = Desk(at_once)
