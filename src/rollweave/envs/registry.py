@@ -24,6 +24,7 @@ BUILT_IN = {
     "gym_text": "rollweave.envs.gym_text:GymText",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
     "nim": "rollweave.envs.nim:Nim",
+    "program": "rollweave.handlers.program:Program",
     "reasoning": "rollweave.envs.reasoning:Reasoning",
 }
 

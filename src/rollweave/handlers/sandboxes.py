@@ -4,6 +4,7 @@ Invariant: when it is closed, no sandbox, process or folder of it is left.
 """
 
 import asyncio
+import shutil
 
 import msgspec
 
@@ -58,3 +59,8 @@ class Sandboxes:
         if self._backend is None:
             self._backend = backend(self._name)
         return self._backend
+
+
+def forget(snapshot: Snapshot) -> None:
+    """Remove what a snapshot keeps, before its back end closes. No branch of it may be running."""
+    shutil.rmtree(snapshot.layers[0], ignore_errors=True)

@@ -23,6 +23,7 @@ from .files import read, write
 from .frames import Frame, FrameDecoder, FrameError, pack
 from .idle import Idle
 from .processes import execute, kill_all
+from .relay import Relay
 from .shell import Bash
 
 CALLS = 64
@@ -41,7 +42,7 @@ def ping(call: Call) -> Result:
 
 def actions(idle: Idle) -> dict[str, Action]:
     """Everything this server can do, by name. The tools among them keep their state here."""
-    editor = Editor()
+    editor, relay = Editor(), Relay()
     return {
         "ping": ping,
         "exec": execute,
@@ -54,6 +55,10 @@ def actions(idle: Idle) -> dict[str, Action]:
         "replace": editor.replace,
         "insert": editor.insert,
         "undo": editor.undo,
+        "relay_open": relay.open,
+        "relay_next": relay.next,
+        "relay_answer": relay.answer,
+        "relay_close": relay.close,
     }
 
 

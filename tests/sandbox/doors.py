@@ -1,0 +1,90 @@
+"""Services for programs in a sandbox to ask, and programs that ask them."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from rollweave.backends.listening import listening
+from rollweave.sandbox.base import ExecResult, Sandbox
+
+
+@dataclass
+class Spy:
+    """A service that notes what reaches it: method, path, headers, body. It says `answer`; with `hold` it waits first."""
+
+    answer: bytes = b"yes"
+    hold: bool = False
+    url: str = ""
+    seen: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    started: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.seen.append((request.method, request.raw_path, headers, await request.read()))
+        self.started.put_nowait(None)
+        if self.hold:
+            try:
+                await self.free.wait()
+            except asyncio.CancelledError:
+                self.left.put_nowait(None)
+                raise
+        if request.path.endswith("torn"):
+            response = web.StreamResponse()
+            await response.prepare(request)
+            await response.write(b"half")
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        if request.path.endswith("away"):
+            raise web.HTTPFound("http://127.0.0.1:1/elsewhere", headers={"Set-Cookie": "a=b", "X-Secret": "1"})
+        return web.Response(body=self.answer, headers={"Retry-After": "7", "X-Secret": "1"})
+
+
+@contextlib.asynccontextmanager
+async def spied(spy: Spy) -> AsyncIterator[str]:
+    """Serve; its URL, below which is the path /s/mine/v1."""
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_route("*", "/{path:.*}", spy.handle)
+    async with listening(app, "127.0.0.1", 0, shutdown_s=1.0) as url:
+        spy.url = url + "/s/mine/v1"
+        yield spy.url
+
+
+HELPERS = '''
+import http.client, json, os, socket, sys, threading, time, urllib.parse
+
+def door(url):
+    return urllib.parse.urlsplit(url).port
+
+def raw(url, wire):
+    """What comes back for bytes, until the other side is done."""
+    with socket.create_connection(("127.0.0.1", door(url))) as sock:
+        sock.sendall(wire)
+        sock.shutdown(socket.SHUT_WR) if wire.endswith(b"END") else None
+        return b"".join(iter(lambda: sock.recv(65536), b""))
+
+def ask(url, path, method="GET", body=None, headers={}):
+    """Status, headers, body."""
+    talk = http.client.HTTPConnection("127.0.0.1", door(url), timeout=100)
+    talk.request(method, urllib.parse.urlsplit(url).path + path, body, headers)
+    answer = talk.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read()
+'''
+
+
+async def run(sandbox: Sandbox, source: str, *arguments: str, timeout_s: float = 100.0) -> ExecResult:
+    """Run a program of rollweave's Python in a sandbox; `sys.argv[1:]` are the arguments."""
+    return await sandbox.exec([sys.executable, "-I", "-c", HELPERS + source, *arguments], timeout_s=timeout_s)
+
+
+async def said(sandbox: Sandbox, source: str, *arguments: str) -> str:
+    """What a program that succeeds prints."""
+    result = await run(sandbox, source, *arguments)
+    assert result.rc == 0, result.stderr.decode()
+    return result.stdout.decode().strip()

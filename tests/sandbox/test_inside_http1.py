@@ -1,0 +1,127 @@
+"""Requests as bytes: whatever was sent is what is understood, however it was cut; what is ambiguous is refused."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.sandbox.inside.http1 import BODY_BYTES, HEAD_BYTES, BadRequest, Request, RequestDecoder
+
+TOKEN = st.text("abcXYZ-09", min_size=1, max_size=8)
+VALUE = st.text("abc XYZ:;=,\t\xe9", max_size=20)
+RESERVED = ("connection", "transfer-encoding", "content-length", "content-encoding", "expect")
+
+
+@st.composite
+def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]]:
+    """A request as bytes, and what it means."""
+    method, target = draw(st.sampled_from(["GET", "POST"])), "/" + draw(st.text("abc/?%.", max_size=12))
+    headers = {
+        f"x-{name}".lower(): value.strip(" \t") for name, value in draw(st.dictionaries(TOKEN, VALUE, max_size=3)).items()
+    }
+    body = draw(st.binary(max_size=60)) if method == "POST" else b""
+    wire = b"".join(f"{name.upper()}: {value} \r\n".encode("latin-1") for name, value in headers.items())
+    if draw(st.booleans()):
+        cuts = draw(st.lists(st.integers(1, 20), max_size=4))
+        chunks, rest = [], body
+        for cut in [*cuts, len(body)]:
+            chunk, rest = rest[:cut], rest[cut:]
+            chunks += [b"%X;name=value\r\n%b\r\n" % (len(chunk), chunk)] if chunk else []
+        tail = b"0\r\nX-Trailer: 1\r\n\r\n" if draw(st.booleans()) else b"0\r\n\r\n"
+        wire, data = wire + b"Transfer-Encoding: Chunked\r\n", b"".join(chunks) + tail
+    else:
+        wire, data = wire + (b"Content-Length: %d\r\n" % len(body) if body else b""), body
+    return f"{method} {target} HTTP/1.1\r\n".encode() + wire + b"\r\n" + data, (method, target, headers, body)
+
+
+def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
+    headers = {name: value for name, value in request.headers.items() if name not in RESERVED}
+    return request.method, request.target, headers, request.body
+
+
+@given(st.lists(sent(), max_size=4), st.integers())
+def test_requests_come_out_as_they_went_in_however_they_were_cut(all_sent: list[tuple[bytes, object]], seed: int) -> None:
+    rng, decoder, found = random.Random(seed), RequestDecoder(), []
+    data = b"".join(wire for wire, _ in all_sent)
+    while data:
+        cut = rng.choice((1, 2, 7, 1000))
+        decoder.feed(data[:cut])
+        data = data[cut:]
+        while (request := decoder.take()) is not None:
+            found.append(plain(request))
+    assert found == [meaning for _, meaning in all_sent]
+    assert decoder.held == 0
+    assert not decoder.begun
+
+
+@given(st.binary(max_size=200) | sent().map(lambda each: each[0][:-1] + b"\0"))
+def test_any_bytes_are_a_request_none_yet_or_refused(data: bytes) -> None:
+    decoder = RequestDecoder()
+    decoder.feed(data)
+    status = 0
+    try:
+        while decoder.take() is not None:
+            pass
+    except BadRequest as error:
+        status = error.status
+    if status:
+        assert 400 <= status < 600
+        with pytest.raises(BadRequest):
+            decoder.take()
+
+
+@pytest.mark.parametrize(
+    ("wire", "status"),
+    [
+        (b"GET /a HTTP/1.1\nHost: x\n\n" + b"\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nHost : x\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nA: x\r\n folded\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nA: x\ry\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nA: x\0\r\n\r\n", 400),
+        (b"GET /a b HTTP/1.1\r\n\r\n", 400),
+        (b"GET /a\x01 HTTP/1.1\r\n\r\n", 400),
+        (b"GET /a HTTP/2.0\r\n\r\n", 400),
+        (b"CONNECT a:443 HTTP/1.1\r\n\r\n", 405),
+        (b"HEAD /a HTTP/1.1\r\n\r\n", 405),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
+        (b"POST /a HTTP/1.1\r\nContent-Length: +3\r\n\r\nabc", 400),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
+        (b"POST /a HTTP/1.1\r\nContent-Encoding: gzip\r\n\r\n", 415),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n", 400),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", 400),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + b"0" * 2000, 400),
+        (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n", 413),
+        (b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BODY_BYTES + 1), 413),
+        (b"GET /a HTTP/1.1\r\nA: " + b"x" * HEAD_BYTES, 431),
+    ],
+)
+def test_what_is_refused(wire: bytes, status: int) -> None:
+    decoder = RequestDecoder()
+    decoder.feed(wire)
+    with pytest.raises(BadRequest) as caught:
+        decoder.take()
+    assert caught.value.status == status
+
+
+def test_who_keeps_the_connection_and_who_waits_to_be_told() -> None:
+    def head(line: bytes, *headers: bytes) -> RequestDecoder:
+        decoder = RequestDecoder()
+        decoder.feed(b"\r\n".join([line, *headers, b"", b""]))
+        return decoder
+
+    for line, header, keep in (
+        (b"GET /a HTTP/1.1", b"A: b", True),
+        (b"GET /a HTTP/1.1", b"Connection: x, Close", False),
+        (b"GET /a HTTP/1.0", b"Connection: keep-alive", False),
+    ):
+        request = head(line, header).take()
+        assert request is not None
+        assert request.keep is keep
+    waiting = head(b"POST /a HTTP/1.1", b"Expect: 100-Continue", b"Content-Length: 1")
+    assert waiting.take() is None
+    assert waiting.awaited
+    waiting.feed(b"x")
+    assert waiting.take() is not None
+    assert not waiting.awaited
