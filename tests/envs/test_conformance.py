@@ -89,7 +89,8 @@ def play(case: Case, task: Task, actions: list[str]) -> list[Any]:
 
 
 def test_every_built_in_environment_is_here() -> None:
-    assert {case.env for case in CASES.values()} >= set(BUILT_IN)
+    here = {name for name, reference in BUILT_IN.items() if reference.startswith("rollweave.envs.")}
+    assert {case.env for case in CASES.values()} >= here - {"openenv"}  # it needs a server: test_openenv.py
 
 
 def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ BUILT_IN = {
     "gym_text": "rollweave.envs.gym_text:GymText",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
     "nim": "rollweave.envs.nim:Nim",
+    "openenv": "rollweave.envs.openenv:OpenEnv",
     "reasoning": "rollweave.envs.reasoning:Reasoning",
 }
 
