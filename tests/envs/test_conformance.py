@@ -39,19 +39,19 @@ CASES = {
     "calculator": Case("calculator", actions=CALC),
     "calculator small": Case("calculator", {"largest": 9, "operators": "+-*"}, CALC),
     "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
-    "gym_text named": Case(
-        "gym_text", {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]}, ("<a>", "<b>", "<c>"), closed=False, splits=False
+    "gym named": Case(
+        "gym", {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]}, ("<a>", "<b>", "<c>"), closed=False, splits=False
     ),
-    "gym_text numbers": Case("gym_text", {"id": GUESS}, ("1", "2", " 3 "), closed=False, splits=False),
-    "gym_text text": Case("gym_text", {"id": GUESS, "make": {"text": True}}, ("a", "b", "c"), closed=False, splits=False),
-    "gym_text render": Case(
-        "gym_text",
+    "gym numbers": Case("gym", {"id": GUESS}, ("1", "2", " 3 "), closed=False, splits=False),
+    "gym text": Case("gym", {"id": GUESS, "make": {"text": True}}, ("a", "b", "c"), closed=False, splits=False),
+    "gym render": Case(
+        "gym",
         {"id": "FrozenLake-v1", "make": {"render_mode": "ansi"}, "observe": "render", "prompt": "Walk.\n"},
         tuple("0123"),
         closed=False,
         splits=False,
     ),
-    "reasoning": Case("reasoning", {"dataset": "basic_arithmetic"}, ("<answer>3</answer>", "no idea"), closed=False),
+    "gym dataset": Case("gym", {"id": "reasoning_gym/basic_arithmetic"}, ("<answer>3</answer>", "no idea"), closed=False),
     "jsonl": Case("jsonl", {"path": "DATA", "reward": f"{__name__}:reward"}, ("yes",), closed=False),
     "echo": Case(f"{HERE}Echo", actions=("a", "end"), closed=False, splits=False),
 }

@@ -21,11 +21,10 @@ METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
-    "gym_text": "rollweave.envs.gym_text:GymText",
+    "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
     "nim": "rollweave.envs.nim:Nim",
     "openenv": "rollweave.envs.openenv:OpenEnv",
-    "reasoning": "rollweave.envs.reasoning:Reasoning",
 }
 
 
