@@ -82,7 +82,7 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
 
 def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "bom.jsonl").write_text('{"prompt": "a"}', encoding="utf-8-sig")
-    assert len(jsonl._records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
+    assert len(jsonl.records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
 
 
 def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:

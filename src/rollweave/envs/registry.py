@@ -23,6 +23,7 @@ BUILT_IN = {
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
     "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
+    "math_tool": "rollweave.handlers.math_tool:MathTool",
     "nim": "rollweave.envs.nim:Nim",
     "openenv": "rollweave.envs.openenv:OpenEnv",
 }
