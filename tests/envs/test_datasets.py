@@ -4,16 +4,16 @@ import asyncio
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs import jsonl
-from rollweave.envs.base import Episode, Score, Split, Step, new_task, split_of
-from rollweave.envs.gym_text import GymText
+from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
+from rollweave.envs.gym import Gym
 from rollweave.envs.jsonl import Jsonl
-from rollweave.envs.reasoning import Reasoning, answer_in
+from rollweave.envs.reasoning import INSTRUCTION, answer_in
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Purpose, Task
@@ -82,7 +82,7 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
 
 def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "bom.jsonl").write_text('{"prompt": "a"}', encoding="utf-8-sig")
-    assert len(jsonl._records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
+    assert len(jsonl.records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
 
 
 def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:
@@ -127,16 +127,18 @@ def test_jsonl_options_that_cannot_work(tmp_path: Path) -> None:
 
 
 def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
-    return source(tmp_path, {"env": "reasoning", "tag": "r", "options": {"dataset": dataset, **options}})
+    return source(tmp_path, {"env": "gym", "tag": "r", "options": {"id": f"reasoning_gym/{dataset}", **options}})
 
 
 def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
-    of = reasoning(tmp_path, "chain_sum", config={"min_terms": 2, "max_terms": 2}, instruction=" Answer!")
+    options: Any = {"make": {"min_terms": 2, "max_terms": 2}, "prompt": "Sums. "}
+    of = reasoning(tmp_path, "chain_sum", **options)
     task = draw(of, "r")
-    env = Reasoning(dataset="chain_sum", config={"min_terms": 2, "max_terms": 2}, instruction=" Answer!")
-    asked = env.reset(task).messages[0].content
-    assert asked.endswith(" Answer!")
-    terms = asked.split(": ")[1].split(" = ")[0].split()
+    env = Gym(id="reasoning_gym/chain_sum", **options)
+    asked = cast(Observation, env.reset(task)).messages[0].content
+    assert asked.startswith("Sums. ")
+    assert asked.endswith("between <answer> and </answer>.")
+    terms = asked.removesuffix(INSTRUCTION).split(": ")[1].split(" =")[0].split()
     answer = sum(int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True))
     assert env.step("anything") == Step(done=True)
     assert score(of, task, f"I think <answer>0</answer>, no: <answer> {answer} </answer>.") == Score(reward=1.0, success=True)
@@ -152,9 +154,11 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong_not_an_error(tmp_path: P
 
 def test_reasoning_options_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="must be a dataset of reasoning-gym, got 'nothing'"):
-        Reasoning(dataset="nothing")
+        Gym(id="reasoning_gym/nothing")
     with pytest.raises(ConfigError, match=r"got 'chain_sum' with \{\"min_terms\": -1\}"):
-        Reasoning(dataset="chain_sum", config={"min_terms": -1})
+        Gym(id="reasoning_gym/chain_sum", make={"min_terms": -1})
+    with pytest.raises(ConfigError, match=r"no actions and no observe for a dataset, got 'reasoning_gym/.* with \('a',\)"):
+        Gym(id="reasoning_gym/chain_sum", actions=("a",))
 
 
 @pytest.mark.parametrize(
@@ -171,8 +175,8 @@ def test_the_answer_in_a_text(text: str, answer: str) -> None:
     assert answer_in(text) == answer
 
 
-def guess(**options: Any) -> GymText:
-    return GymText(id=GUESS, **options)
+def guess(**options: Any) -> Any:
+    return Gym(id=GUESS, **options)
 
 
 def test_gymnasium_in_words() -> None:
@@ -184,7 +188,7 @@ def test_gymnasium_in_words() -> None:
         right = next(name for name in ("<a>", "<b>", "<c>") if env.step(f" {name} ").done)
         seen[right] += 1
     assert len(seen) == 3
-    assert guess(actions=["<a>", "<b>", "<c>"]).words({"actions": ["<a>"]}) == ["<a>", " invalid"]
+    assert guess(actions=["<a>", "<b>", "<c>"]).words({"id": GUESS, "actions": ["<a>"]}) == ["<a>", " invalid"]
 
 
 def test_gymnasium_with_numbers_and_texts() -> None:
@@ -201,13 +205,19 @@ def test_gymnasium_with_numbers_and_texts() -> None:
 
 def test_gymnasium_options_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="must be an environment of gymnasium, got 'Nothing-v0'"):
-        GymText(id="Nothing-v0")
+        Gym(id="Nothing-v0")
     with pytest.raises(ConfigError, match="must have Discrete or Text actions, Pendulum-v1 has Box"):
-        GymText(id="Pendulum-v1")
+        Gym(id="Pendulum-v1")
     with pytest.raises(ConfigError, match="must name every action"):
         guess(actions=["<a>"])
     with pytest.raises(ConfigError, match="must be value or render"):
         guess(observe="smell")
+
+
+def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
+    of = source(tmp_path, {"env": "gym", "tag": "g", "options": {"id": GUESS}})
+    ended = episode(draw(of, "g"), "1", "2", rewards=(0.25, 1.0), success=True)
+    assert asyncio.run(of.worlds("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
 
 
 def test_an_episode_knows_what_the_agent_said() -> None:

@@ -30,12 +30,12 @@ class Jsonl:
         _reward(reward)
         for file in (path, held_out):
             if file:
-                _records(file, prompt)
+                records(file, prompt)
         self._path, self._held_out, self._system, self._prompt = path, held_out, system, prompt
 
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
-        asked = _records(payload["file"], self._prompt)[payload["row"]][self._prompt]
+        asked = records(payload["file"], self._prompt)[payload["row"]][self._prompt]
         said = _messages(asked)
         return Observation(messages=(Message(role="system", content=self._system), *said) if self._system else said)
 
@@ -46,22 +46,29 @@ class Jsonl:
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """The next record of the split. Raises ConfigError for options that are wrong, and where the split is empty."""
         _reward(options["reward"])
-        held_out = options.get("held_out", "")
-        file = held_out if held_out and split is not Split.TRAIN else options["path"]
-        rows = _rows(file, options.get("prompt", "prompt"), split, bool(held_out))
-        if not rows:
-            raise ConfigError(
-                f"options.path must have records for split {split}, {file} has none: add records, or set held_out"
-            )
-        epoch, place = divmod(index, len(rows))
-        return new_task(file=file, row=_order(rows, mix(seed, split, epoch))[place])
+        file, row = drawn(options, options.get("prompt", "prompt"), index=index, seed=seed, split=split)
+        return new_task(file=file, row=row)
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
         """What the reward function says of the agent's words."""
         payload = payload_of(episode.task)
-        record = _records(payload["file"], options.get("prompt", "prompt"))[payload["row"]]
+        record = records(payload["file"], options.get("prompt", "prompt"))[payload["row"]]
         return _reward(options["reward"])(dict(record), "".join(episode.actions()[-1:]))
+
+
+def drawn(options: Options, prompt: str, *, index: int, seed: int, split: Split) -> tuple[str, int]:
+    """The file and row of the split's record number `index`, from `options.path` and `options.held_out`.
+
+    Raises ConfigError for a file that is wrong, and where the split is empty.
+    """
+    held_out = options.get("held_out", "")
+    file = held_out if held_out and split is not Split.TRAIN else options["path"]
+    rows = _rows(file, prompt, split, bool(held_out))
+    if not rows:
+        raise ConfigError(f"options.path must have records for split {split}, {file} has none: add records, or set held_out")
+    epoch, place = divmod(index, len(rows))
+    return file, _order(rows, mix(seed, split, epoch))[place]
 
 
 @functools.lru_cache(16)
@@ -73,7 +80,7 @@ def _reward(reference: str) -> Any:
 
 
 @functools.lru_cache(16)
-def _records(path: str, prompt: str) -> tuple[dict[str, Any], ...]:
+def records(path: str, prompt: str) -> tuple[dict[str, Any], ...]:
     """Every record of the file. Raises ConfigError that names file and line."""
     found: list[dict[str, Any]] = []
     try:
@@ -108,10 +115,10 @@ def _messages(asked: Any) -> tuple[Message, ...]:
 @functools.lru_cache(16)
 def _rows(path: str, prompt: str, split: Split, whole: bool) -> tuple[int, ...]:
     """The records of a split, by row. With `whole` the file is of one kind; its held-out records serve both held-out splits."""
-    records = _records(path, prompt)
+    found = records(path, prompt)
     if whole:
-        return tuple(range(len(records)))
-    return tuple(row for row, record in enumerate(records) if split_of(json.dumps(record[prompt], sort_keys=True)) is split)
+        return tuple(range(len(found)))
+    return tuple(row for row, record in enumerate(found) if split_of(json.dumps(record[prompt], sort_keys=True)) is split)
 
 
 @functools.lru_cache(16)

@@ -22,17 +22,18 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class Reasoning:
-    """A question of `dataset` (with the settings `config`), then `instruction`; the agent has one turn.
+    """`prompt`, a question of `dataset` (with the settings `config`), and how to answer; the agent has one turn.
 
     The answer is what stands in its last `<answer>…</answer>`, else all it said. The reward is the dataset's score, 0 to 1.
     """
 
-    def __init__(self, *, dataset: str, config: Options | None = None, instruction: str = INSTRUCTION) -> None:
+    def __init__(self, *, dataset: str, config: Options | None = None, prompt: str = "") -> None:
         _entry(dataset, json.dumps(config or {}, sort_keys=True), 0)
-        self._dataset, self._config, self._instruction = dataset, config or {}, instruction
+        self._dataset, self._config, self._prompt = dataset, config or {}, prompt
 
     def reset(self, task: Task) -> Observation:
-        return Observation.of(_question(self._dataset, self._config, task)["question"] + self._instruction)
+        question = _question(self._dataset, self._config, task)["question"]
+        return Observation.of(f"{self._prompt}{question}{INSTRUCTION}")
 
     def step(self, action: str) -> Step:
         return Step(done=True)
@@ -45,7 +46,7 @@ class Reasoning:
             own = mix(seed, split, index, attempt) % 2**31
             if split_of(_entry(options["dataset"], config, own)["question"]) is split:
                 return new_task(seed=own)
-        raise ConfigError(f"options.dataset must have questions for split {split}, {options['dataset']!r} has too few")
+        raise ConfigError(f"options.id must have questions for split {split}, {options['dataset']!r} has too few")
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Score:
@@ -81,7 +82,7 @@ def _dataset(name: str, config: str, seed: int) -> Any:
     try:
         return reasoning_gym.create_dataset(name, seed=seed, size=1, **json.loads(config))
     except Exception as error:  # the library asserts what its settings must be
-        raise ConfigError(f"options.dataset must be a dataset of reasoning-gym, got {name!r} with {config}: {error}") from error
+        raise ConfigError(f"options.id must be a dataset of reasoning-gym, got {name!r} with {config}: {error}") from error
 
 
 @functools.lru_cache(256)

@@ -21,9 +21,11 @@ METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
-    "gym_text": "rollweave.envs.gym_text:GymText",
+    "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
+    "math_tool": "rollweave.handlers.math_tool:MathTool",
     "nim": "rollweave.envs.nim:Nim",
+    "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.handlers.program:Program",
     "reasoning": "rollweave.envs.reasoning:Reasoning",
 }

@@ -1,0 +1,85 @@
+"""Gymnasium's environments and reasoning-gym's datasets under one name.
+
+`id` is what `gymnasium.make` takes ("FrozenLake-v1"), or "reasoning_gym/" and a dataset ("reasoning_gym/chain_sum").
+"""
+
+import math
+from collections.abc import Awaitable, Sequence
+from typing import Any, Literal
+
+from rollweave.envs.base import Env, Episode, Observation, Options, Score, Split, Step, mix, new_task
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Task
+
+DATASETS = "reasoning_gym/"
+
+
+class Gym:
+    """An environment in words (`gym_text.GymText`), or a dataset's questions (`reasoning.Reasoning`).
+
+    `make` are its settings, `prompt` is said first. `actions` and `observe` are for environments alone: see there.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        make: Options | None = None,
+        actions: Sequence[str] = (),
+        prompt: str = "",
+        observe: Literal["value", "render"] = "value",
+    ) -> None:
+        if id.startswith(DATASETS) and (actions or observe != "value"):
+            raise ConfigError(
+                f"options must have no actions and no observe for a dataset, got {id!r} with {actions}, {observe!r}"
+            )
+        kind, options = _kind({"id": id, "make": make or {}, "actions": actions, "prompt": prompt, "observe": observe})
+        self._env: Env = kind(**options)
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        return self._env.reset(task)
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        return self._env.step(action)
+
+    def close(self) -> None:
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            close()
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """A question of the split; of an environment, a random seed. Raises ConfigError where a dataset has too few."""
+        kind, own = _kind(options)
+        if hasattr(kind, "make_task"):
+            made: Task = kind.make_task(index=index, seed=seed, split=split, options=own)
+            return made
+        return new_task(seed=mix(seed, split, index))
+
+    @classmethod
+    def score(cls, episode: Episode, options: Options) -> Score:
+        """What the dataset says of the answer; of an environment, the sum of its rewards."""
+        kind, own = _kind(options)
+        if hasattr(kind, "score"):
+            found: Score = kind.score(episode, own)
+            return found
+        return Score(reward=math.fsum(episode.rewards), success=episode.success)
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        """The names of the actions. What the environment writes is not known beforehand."""
+        kind, own = _kind(options)
+        found: Sequence[str] = kind.words(own) if hasattr(kind, "words") else ()
+        return found
+
+
+def _kind(options: Options) -> tuple[Any, dict[str, Any]]:
+    """The class behind `id`, and its options. Each is imported when it is wanted: both libraries are slow to load."""
+    if not options["id"].startswith(DATASETS):
+        from rollweave.envs.gym_text import GymText
+
+        return GymText, dict(options)
+    from rollweave.envs.reasoning import Reasoning
+
+    dataset = options["id"].removeprefix(DATASETS)
+    return Reasoning, {"dataset": dataset, "config": options.get("make", {}), "prompt": options.get("prompt", "")}

@@ -1,0 +1,96 @@
+r"""Mathematics with an interpreter: the agent may run Python (numpy, scipy, sympy where they are), then answers in `\boxed{}`.
+
+After ProRL Agent's mathematics task (§4): IPython and a `think` tool. Invariant: a problem belongs to exactly one split by its
+own text.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
+from rollweave.handlers.answers import same
+from rollweave.handlers.base import Agent, Job
+from rollweave.handlers.math_problems import FAMILIES, LEVELS
+from rollweave.handlers.solving import Question, Solving, own_question, question_of
+from rollweave.handlers.tools import Calls
+from rollweave.sandbox.tools import TIMEOUT_S
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Task
+
+ABOUT = "Solve the problem. You may compute with the tool ipython, as often as you need."
+TOOLS = ("ipython", "think")
+
+
+class MathTool:
+    """Problems of `families` (all by default) at `level` 1 to 3, or the user's own: records of the JSONL file `path`.
+
+    A record has its `question`, a text, and its `answer`: a number, a fraction, a tuple, or words (`answers.same`).
+    `held_out` is a file of held-out records; without it two eighths of `path` are held out. Reward 1 for the right answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        families: Sequence[str] = (),
+        level: int = 1,
+        path: str = "",
+        held_out: str = "",
+        question: str = "question",
+        answer: str = "answer",
+        calls: Calls = "native",
+        tool_s: float = TIMEOUT_S,
+    ) -> None:
+        _check({"families": families, "level": level, "path": path, "held_out": held_out})
+        self._solving = Solving(calls=calls, tool_s=tool_s)
+        self._asked = Question(question="", answer="")
+
+    async def init(self, job: Job) -> None:
+        self._asked = question_of(job.task)
+        await self._solving.init(job)
+
+    async def run(self, agent: Agent) -> None:
+        await self._solving.run(agent, self._asked.question, about=ABOUT, names=TOOLS)
+
+    async def run_exception(self, error: BaseException) -> Score | None:
+        """No reward where the agent's code drove the sandbox beyond a limit."""
+        return Score(reward=0.0, success=False) if self._solving.overrun() else None
+
+    async def close(self) -> None:
+        await self._solving.close()
+
+    def kill(self) -> None:
+        self._solving.kill()
+
+    async def eval(self) -> Score:
+        right = self._solving.answer is not None and same(self._solving.answer, self._asked.answer)
+        return Score(reward=float(right), success=right)
+
+    def final_result(self) -> dict[str, Any]:
+        """The answer that was found."""
+        return self._solving.result()
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """A problem of the split. Raises ConfigError for wrong options, and for a file without records of the split."""
+        _check(options)
+        if options.get("path"):
+            own = own_question(options, index=index, seed=seed, split=split)
+            return new_task(question=own.question, answer=own.answer)
+        rng, families = random.Random(mix(seed, split, index)), list(options.get("families", ())) or list(FAMILIES)
+        while True:
+            family = rng.choice(families)
+            problem = FAMILIES[family](rng, options.get("level", 1))
+            if split_of(problem.question) is split:
+                return new_task(question=problem.question, answer=problem.answer)
+
+
+def _check(options: Options) -> None:
+    unknown = [family for family in options.get("families", ()) if family not in FAMILIES]
+    if unknown:
+        raise ConfigError(f"options.families must be some of {', '.join(FAMILIES)}, got {unknown[0]!r}")
+    level = options.get("level", 1)
+    if not isinstance(level, int) or not 1 <= level <= LEVELS:
+        raise ConfigError(f"options.level must be from 1 to {LEVELS}, got {level!r}")
+    if options.get("held_out") and not options.get("path"):
+        raise ConfigError(f"options.held_out must come with options.path, got {options['held_out']!r} alone")
