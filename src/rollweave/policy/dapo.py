@@ -2,7 +2,7 @@
 
 DAPO trains on groups whose rewards differ; the others teach nothing and are replaced. Three decisions keep engines at work:
 a group that ends is replaced at once (replenishment); a batch is ready with its last informative group, whatever else is still
-under way (early termination); what is under way or over by then counts for a later batch, unless it would be too old (carry-over).
+under way (early termination); what is under way or over by then counts for a later batch, unless too old (carry-over).
 
 Invariants: a batch has exactly `groups` groups, oldest first; a group is in one batch at most, and at most `staleness` versions
 old in it; at most `under_way` groups are under way. The account balances after every call:
