@@ -207,7 +207,7 @@ async def test_a_task_that_is_wrong_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pauses", range(8))
 async def test_closing_leaves_nothing_running_whenever_it_comes(tmp_path: Path, pauses: int) -> None:
-    """Also when requests are still on their way: a cancellation never overtakes what it cancels."""
+    """Also when requests are still on their way."""
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
     with serving(config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:

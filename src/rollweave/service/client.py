@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import urllib.parse
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -145,7 +145,7 @@ class RolloutClient:
         while True:
             try:
                 if not submitted:
-                    await _whole(self._send(server, "POST", "/v1/rollouts", body))
+                    await self._send(server, "POST", "/v1/rollouts", body)
                     submitted = True
                 status = msgspec.json.decode(await self._send(server, "GET", f"{path}?wait={POLL_S:g}"), type=RolloutStatus)
                 failures, wait_s = 0, BACKOFF_S
@@ -217,18 +217,6 @@ class Rollouts:
             return await asyncio.gather(*map(self._client.rollout, requests))
 
         return self._loop.call(all_of_them())
-
-
-async def _whole(sending: Coroutine[Any, Any, bytes]) -> bytes:
-    """Whoever is cancelled in the middle waits for the answer first: a DELETE must not overtake its POST."""
-    task = asyncio.ensure_future(sending)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task], timeout=CANCEL_S)
-        if not task.cancel():
-            task.exception()  # seen
-        raise
 
 
 def _now() -> float:
