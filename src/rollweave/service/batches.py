@@ -241,6 +241,10 @@ class DapoRollouts:
         """As that of `DapoBatches`."""
         return self._loop.call(self._batches.next(version=version))
 
+    def close(self) -> None:
+        """Cancel what is under way. A `next` that another thread waits for raises DapoError."""
+        self._loop.call(self._batches.close())
+
     @property
     def account(self) -> Account:
         """What became of all groups so far."""

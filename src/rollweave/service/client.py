@@ -218,6 +218,10 @@ class Rollouts:
 
         return self._loop.call(all_of_them())
 
+    def register(self, request: EngineRequest) -> None:
+        """Give every service this engine."""
+        self._loop.call(self._client.register(request))
+
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
