@@ -1,13 +1,15 @@
 """TRL on rollouts of a service: `rollout_func` of its GRPOTrainer, worker and weight sync of its AsyncGRPOTrainer (TRL 1.16).
 
 Invariants: ids and log-probs reach TRL as they were sampled; tokens that the agent did not sample are masked out of the loss
-(`env_mask`, `completion_mask`); a rollout that failed has no reward: None, which TRL leaves out of the group's baseline, never 0.
+(`env_mask`, `completion_mask`); a rollout that failed has no reward, which TRL leaves out of the group's baseline, and no token
+in the loss.
 """
 
 import queue
 import statistics
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -93,7 +95,11 @@ def _completion(member: MemberStatus) -> Row:
             "AsyncGRPOTrainer with RolloutWorker takes any number"
         )
     row = row_of(sequences[0]) if sequences else None
-    return row or Row(prompt=[0], completion=[0], mask=[0], logprobs=[0.0])  # nothing was sampled; TRL wants a token
+    if row is None:
+        return Row(prompt=[0], completion=[0], mask=[0], logprobs=[0.0])  # nothing was sampled; TRL wants a token
+    if member.result is None or member.result.reward is None:
+        return replace(row, mask=[0] * len(row.mask))
+    return row
 
 
 class SyncWeights(TrainerCallback):
