@@ -14,7 +14,7 @@ from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "tools", "sandbox")
+UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox")
 """Benches in which nothing is learned, so that seeds mean nothing to them."""
 
 NAMES = (*SEEDED, *UNTRAINED)
@@ -76,6 +76,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.service import bench_service
 
         return bench_service(quick=quick, say=say)
+    if name == "dapo":
+        from rollweave.bench.dapo import bench_dapo
+
+        return bench_dapo(quick=quick)
     if name == "tools":
         from rollweave.bench.tools import bench_tools
 

@@ -27,7 +27,6 @@ BUILT_IN = {
     "nim": "rollweave.envs.nim:Nim",
     "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.handlers.program:Program",
-    "reasoning": "rollweave.envs.reasoning:Reasoning",
 }
 
 

@@ -5,23 +5,20 @@ rollouts to another one; what it was asked for and somebody else has done is can
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import secrets
-import threading
 import urllib.parse
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import aiohttp
 import msgspec
 
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
-
-T = TypeVar("T")
+from rollweave.service.loop import LoopThread
 
 POLL_S = 20.0
 """Of one question whether a rollout is done."""
@@ -31,6 +28,9 @@ BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0
 
 TRIES = 6
 """Of a request whose service does not answer, before it counts as dead: ten seconds or so."""
+
+CANCEL_S = 5.0
+"""For a service to hear that a rollout is cancelled; later it is told when it answers again."""
 
 DEAD_S = 15.0
 """Until a dead service is asked again."""
@@ -89,6 +89,8 @@ class RolloutClient:
         left: list[_Server] = []
         while True:
             server = self._choose(left)
+            if request.id in server.owed:  # asked again, after nobody answered
+                server.owed.remove(request.id)
             server.outstanding += request.members
             try:
                 found = await self._on(server, request)
@@ -98,8 +100,12 @@ class RolloutClient:
                 server.owed.append(request.id)
                 left.append(server)
             except asyncio.CancelledError:
-                with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
-                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", _path(request.id)), 5.0))
+                try:
+                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", _path(request.id)), CANCEL_S))
+                except (aiohttp.ClientError, TimeoutError):
+                    server.owed.append(request.id)
+                except ServiceError:
+                    pass  # it never came there
                 raise
             finally:
                 server.outstanding -= request.members
@@ -194,19 +200,16 @@ class Rollouts:
 
     def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
         self._client = RolloutClient(addresses, token=token)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
+        self._loop = LoopThread("rollouts")
 
     def __enter__(self) -> Self:
-        self._thread.start()
-        self._call(self._client.__aenter__())
+        self._loop.start()
+        self._loop.call(self._client.__aenter__())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._call(self._client.__aexit__(kind, error, trace))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._loop.call(self._client.__aexit__(kind, error, trace))
+        self._loop.stop()
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
         """All of them at once; results in the order of the requests. Errors are those of `RolloutClient.rollout`."""
@@ -214,15 +217,11 @@ class Rollouts:
         async def all_of_them() -> list[RolloutStatus]:
             return await asyncio.gather(*map(self._client.rollout, requests))
 
-        return self._call(all_of_them())
+        return self._loop.call(all_of_them())
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+    def register(self, request: EngineRequest) -> None:
+        """Give every service this engine."""
+        self._loop.call(self._client.register(request))
 
 
 def _now() -> float:
