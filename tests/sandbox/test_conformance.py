@@ -144,6 +144,13 @@ async def test_a_kill_ends_the_calls_under_way(backend: Backend) -> None:
     await sandbox.stop()
 
 
+async def test_a_killed_sandbox_does_nothing_more(backend: Backend) -> None:
+    sandbox = await backend.start(SandboxSpec())
+    sandbox.kill()
+    with pytest.raises(SandboxLostError, match="killed"):
+        await sandbox.exec(["true"])
+
+
 async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
     first = await backend.start(SPEC)
     await first.exec(

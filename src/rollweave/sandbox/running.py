@@ -40,6 +40,7 @@ class Running:
         self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
         self._channel = Channel(born.channel)
         self._keeping = asyncio.Lock()
+        self._killed = False
         born.on_gone = self._channel.close
 
     @property
@@ -57,14 +58,15 @@ class Running:
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
         try:
-            return await self._channel.call(action, body, timeout_s=timeout_s, **args)
+            if not self._killed:  # else it may still live for a moment
+                return await self._channel.call(action, body, timeout_s=timeout_s, **args)
         except SandboxLostError:
             # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
             self.kill()
-            await self._born.gone.wait()
-            raise SandboxLostError(f"the sandbox is gone: {self._born.why}") from None
+        await self._born.gone.wait()
+        raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
 
     async def exec(
         self,
@@ -121,6 +123,7 @@ class Running:
         await self._born.gone.wait()
 
     def kill(self) -> None:
+        self._killed = True
         self._launcher.tell(self._born, "kill")
 
 
