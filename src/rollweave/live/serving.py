@@ -9,18 +9,13 @@ from typing import NoReturn, Protocol
 
 from rollweave.backends.base import EngineBackend
 from rollweave.core.core import Core
+from rollweave.live.base import LiveWorld
 from rollweave.live.clock import RunClock
-from rollweave.live.effects import Effects
-from rollweave.live.fleet import Fleet
-from rollweave.live.pump import Pump
-from rollweave.live.tasks import Tasks
-from rollweave.live.world import WAITING_PER_SLOT, EpisodeSpans
 from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
 from rollweave.rollout.driver import MakeEpisode
-from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, Warn
+from rollweave.schema.commands import Deliver, MarkBest, RecordEvaluation, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat, RunStarted, StopRequested, WorldLost
@@ -39,7 +34,7 @@ class Customers(Protocol):
         """A component ails."""
 
 
-class ServiceWorld:
+class ServiceWorld(LiveWorld):
     """Everything of a service that lives, but its doors. `run` returns when it was stopped, and all is delivered and taken."""
 
     def __init__(
@@ -56,34 +51,18 @@ class ServiceWorld:
         customers: Customers,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
-        self.core, self.clock, self.store = core, clock, store
-        self._journal, self._trace, self._compact_bytes = journal, trace, compact_bytes
-        self._tasks = Tasks()
-        self._error = ""
-        self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
-        self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
-        self.pipeline = Pipeline(
-            make_episode=make_episode,
-            engine=self.fleet.backend,
+        super().__init__(
+            config,
+            core=core,
+            clock=clock,
+            journal=journal,
             store=store,
-            post=self.pump.post,
-            spawn=self._tasks.spawn,
-            clock=clock.now,
-            spans=EpisodeSpans(trace),
-            waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
+            trace=trace,
+            make_engine=make_engine,
+            make_episode=make_episode,
         )
-        self._effects = Effects(
-            pipeline=self.pipeline,
-            fleet=self.fleet,
-            seat=_Nobody(),
-            predictor=_Nobody(),
-            draws=_Nobody(),
-            listener=_Listener(customers),
-            tasks=self._tasks,
-            post=self.pump.post,
-            clock=clock.now,
-            finish=self._finish,
-        )
+        self._compact_bytes = compact_bytes
+        self._effects = self._make_effects(seat=_Nobody(), predictor=_Nobody(), draws=_Nobody(), listener=_Listener(customers))
 
     async def run(self, first: RunStarted | WorldLost) -> str:
         """Live until the core says `Finish`; its error, or ""."""
@@ -97,23 +76,16 @@ class ServiceWorld:
                     self._journal.rotate(self.core.snapshot())
             finally:
                 self._tasks.cancel_all()
-        return self._error
+        return self._error or ""
 
     def stop(self, *, drain: bool) -> None:
         """Take nothing more, and end when what there is is done, or cancelled."""
         self.pump.post(StopRequested(drain=drain))
 
-    def _execute(self, command: Command) -> None:
-        self._effects.execute(command)
-
     def compact(self) -> None:
         """Let the journal begin with the core of this moment, if it has grown by more than that takes. Raises DiskError."""
         if self._journal.grown >= max(self._compact_bytes, self._journal.begun):
             self._journal.rotate(self.core.snapshot())
-
-    def _finish(self, error: str) -> None:
-        self._error = error
-        self.pump.stop()
 
 
 class _Nobody:

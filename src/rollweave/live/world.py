@@ -10,31 +10,24 @@ from collections.abc import Callable, Sequence
 from rollweave.backends.base import EngineBackend
 from rollweave.core.core import Core
 from rollweave.core.state import Phase
+from rollweave.live.base import LiveWorld
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
-from rollweave.live.effects import Draws, Effects
-from rollweave.live.fleet import Fleet
+from rollweave.live.effects import Draws
 from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.predictor import OpenLink, PredictorSeat
-from rollweave.live.pump import Pump
 from rollweave.live.seat import TrainerSeat
-from rollweave.live.tasks import Tasks
 from rollweave.live.trainer_link import TrainerBackend
 from rollweave.policy.scheduling import scheduling
 from rollweave.record.journal import RunJournal
-from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.record.trace import Trace
 from rollweave.rollout.driver import MakeEpisode
-from rollweave.rollout.pipeline import Pipeline
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
-
-WAITING_PER_SLOT = 8
-"""Rolled-out attempts remembered for each living environment: rewards queue at most about that far behind."""
-
 
 COMPACT_BYTES = 4 << 20
 """Bytes of journal from which a checkpoint compacts it: some 40,000 events, which replay in a few seconds."""
@@ -49,7 +42,7 @@ PHASES = {
 }
 
 
-class World:
+class World(LiveWorld):
     """Everything of one run that lives. `run` returns the core's last word."""
 
     def __init__(
@@ -71,17 +64,22 @@ class World:
         progress: Progress,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
-        self.core, self.clock = core, clock
-        self._journal, self._checkpoints, self._metrics, self._trace = journal, checkpoints, metrics, trace
-        self._tasks = Tasks()
-        self._error: str | None = None
+        super().__init__(
+            config,
+            core=core,
+            clock=clock,
+            journal=journal,
+            store=store,
+            trace=trace,
+            make_engine=make_engine,
+            make_episode=make_episode,
+        )
+        self._checkpoints, self._metrics = checkpoints, metrics
         self.ended_at = 0.0
         """The run's time when the core said `Finish`."""
         self._compact_bytes = compact_bytes
         self._progress = progress
         self._phase = Phase.RUNNING
-        self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
-        self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
         self.seat = TrainerSeat(
             make=make_trainer,
             tasks=self._tasks,
@@ -94,30 +92,9 @@ class World:
             on_trained=self._trained,
             on_saved=self._compact,
         )
-        self.pipeline = Pipeline(
-            make_episode=make_episode,
-            engine=self.fleet.backend,
-            store=store,
-            post=self.pump.post,
-            spawn=self._tasks.spawn,
-            clock=clock.now,
-            spans=EpisodeSpans(trace),
-            waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
-        )
         self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
         self._predicts = scheduling(config.rollout).predicts
-        self._effects = Effects(
-            pipeline=self.pipeline,
-            fleet=self.fleet,
-            seat=self.seat,
-            predictor=self.predictor,
-            draws=draws,
-            listener=self,
-            tasks=self._tasks,
-            post=self.pump.post,
-            clock=clock.now,
-            finish=self._finish,
-        )
+        self._effects = self._make_effects(seat=self.seat, predictor=self.predictor, draws=draws, listener=self)
 
     async def run(self, first: Event, *, engines: Sequence[EngineSeat], fresh: bool) -> str:
         """Begin with event `first`, and live until the core says `Finish`; its error, or "" where all went well."""
@@ -166,11 +143,11 @@ class World:
         if self.core.state.phase is not self._phase:
             self._phase = self.core.state.phase
             self._progress.phase(PHASES[self._phase])
-        self._effects.execute(command)
+        super()._execute(command)
 
     def _finish(self, error: str) -> None:
-        self._error, self.ended_at = error, self.clock.now()
-        self.pump.stop()
+        self.ended_at = self.clock.now()
+        super()._finish(error)
 
     def _compact(self) -> None:
         """Let the journal begin with the core of this moment, so that it stays small and replays quickly."""
@@ -190,16 +167,3 @@ class World:
 
     async def _sample_engines(self) -> None:
         self._metrics.sampled(await self.fleet.sample(), self.predictor.stats() if self._predicts else None)
-
-
-class EpisodeSpans:
-    """The pipeline's spans as rows of the trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
-        self._trace.span(ENVIRONMENTS, lane, name, start, end, trajectory=lane)
-
-    def episode_over(self, lane: str) -> None:
-        self._trace.release(ENVIRONMENTS, lane)
