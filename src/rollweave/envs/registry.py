@@ -27,6 +27,7 @@ BUILT_IN = {
     "nim": "rollweave.envs.nim:Nim",
     "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.handlers.program:Program",
+    "stem": "rollweave.handlers.stem:Stem",
 }
 
 

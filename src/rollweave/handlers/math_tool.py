@@ -12,9 +12,8 @@ from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
 from rollweave.handlers.answers import same
 from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.math_problems import FAMILIES, LEVELS
-from rollweave.handlers.solving import Question, Solving, own_question, question_of
+from rollweave.handlers.solving import TOOL_S, Question, Solving, own_question, question_of
 from rollweave.handlers.tools import Calls
-from rollweave.sandbox.tools import TIMEOUT_S
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 
@@ -39,7 +38,7 @@ class MathTool:
         question: str = "question",
         answer: str = "answer",
         calls: Calls = "native",
-        tool_s: float = TIMEOUT_S,
+        tool_s: float = TOOL_S,
     ) -> None:
         _check({"families": families, "level": level, "path": path, "held_out": held_out})
         self._solving = Solving(calls=calls, tool_s=tool_s)

@@ -25,6 +25,9 @@ BOX = r"End with one message that calls no tool and has the final answer in \box
 SPEC = SandboxSpec(limits=Limits(memory_bytes=2048 * MIB, disk_bytes=256 * MIB, processes=64))
 """For scripts and shells: numpy and sympy fit in with much to spare."""
 
+TOOL_S = 25.0
+"""For a command or cell: two in one message are within the default `step_s` of a domain, which bounds what a turn waits for."""
+
 SHOWN = 200
 """Characters of an answer that a result keeps."""
 
