@@ -61,6 +61,7 @@ async def test_the_order_is_bm25s(seed: int) -> None:
     assert all(one > other - 1e-5 for one, other in itertools.pairwise(in_order))  # the index has float32
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["a", "bb", "\n", "\n\n", "\n \n"]), max_size=300), max_size=4))
 def test_passages_hold_all_words_in_order(parts: list[list[str]]) -> None:
     document = Document(title="t", text=" ".join(word for part in parts for word in part))

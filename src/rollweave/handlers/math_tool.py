@@ -12,6 +12,7 @@ from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
 from rollweave.handlers.answers import same
 from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.math_problems import FAMILIES, LEVELS
+from rollweave.handlers.sandboxes import own_doing
 from rollweave.handlers.solving import TOOL_S, Question, Solving, own_question, question_of
 from rollweave.handlers.tools import Calls
 from rollweave.schema.errors import ConfigError
@@ -53,7 +54,7 @@ class MathTool:
 
     async def run_exception(self, error: BaseException) -> Score | None:
         """No reward where the agent's code drove the sandbox beyond a limit."""
-        return Score(reward=0.0, success=False) if self._solving.overrun() else None
+        return Score(reward=0.0, success=False) if own_doing(error) else None
 
     async def close(self) -> None:
         await self._solving.close()

@@ -27,7 +27,7 @@ from rollweave.envs.base import Options, Score, Split, payload_of
 from rollweave.envs.registry import load
 from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.rows import draw
-from rollweave.handlers.sandboxes import Sandboxes, forget
+from rollweave.handlers.sandboxes import Sandboxes, forget, own_doing
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
@@ -46,9 +46,6 @@ SCORE_S = 600.0
 
 TAIL = 4000
 """Characters of output that a result keeps."""
-
-OWN_DOING = ("limits.memory_bytes", "limits.processes", "limits.cpu_s")
-"""Why a sandbox ends by what its program did. Wall time is none: a turn may have waited for an engine."""
 
 T = TypeVar("T")
 
@@ -169,7 +166,7 @@ class Program:
 
     async def run_exception(self, error: BaseException) -> Score | None:
         """A program that took more than it was given is a bad one. Anything else says nothing about it."""
-        if isinstance(error, SandboxLostError) and any(limit in str(error) for limit in OWN_DOING):
+        if own_doing(error):
             return Score(reward=0.0, success=False)
         return None
 

@@ -1,7 +1,7 @@
 r"""A question, tools in a sandbox, and an answer in `\boxed{}`: what `math_tool` and `stem` have in common.
 
 Invariants: only the agent's last message counts, and only where it calls no tool: what a tool printed is no answer; a run that
-is cut off by a limit has none; a sandbox that the agent's code drove beyond a limit is the agent's doing.
+is cut off by a limit has none.
 """
 
 import json
@@ -17,7 +17,7 @@ from rollweave.handlers.tools import Calls, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
-from rollweave.schema.errors import ConfigError, EnvError, SandboxLostError
+from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Task
 
 BOX = r"End with one message that calls no tool and has the final answer in \boxed{}."
@@ -50,7 +50,6 @@ class Solving:
             raise ConfigError(f"options.tool_s must be positive and finite, got {tool_s}")
         self._calls, self._tool_s = calls, tool_s
         self._sandbox: Sandbox | None = None
-        self._overrun = False
         self.answer: str | None = None
 
     async def init(self, job: Job) -> None:
@@ -63,16 +62,8 @@ class Solving:
         offered = [*toolbox(self._sandbox, names, timeout_s=self._tool_s), *tools]
         told = f"{about}\n{told_in_text(offered)}" if self._calls == "text" else about
         first = (Message(role="system", content=f"{told}\n{BOX}"), Message(role="user", content=question))
-        try:
-            said = await converse(agent, first, offered, calls=self._calls)
-        except SandboxLostError:
-            self._overrun = "limits." in self._sandbox.ended
-            raise
+        said = await converse(agent, first, offered, calls=self._calls)
         self.answer = boxed(said[-1].content)
-
-    def overrun(self) -> bool:
-        """Whether the run failed because the agent's code drove the sandbox beyond a limit."""
-        return self._overrun
 
     async def close(self) -> None:
         """End the sandbox."""

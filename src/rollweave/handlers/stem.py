@@ -18,6 +18,7 @@ from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.corpus import Bm25, documents
 from rollweave.handlers.invented import question as invented_question
 from rollweave.handlers.invented import world
+from rollweave.handlers.sandboxes import own_doing
 from rollweave.handlers.search import Search, search_tool, web_search
 from rollweave.handlers.solving import TOOL_S, Question, Solving, own_question, question_of
 from rollweave.handlers.tools import Calls
@@ -82,7 +83,7 @@ class Stem:
 
     async def run_exception(self, error: BaseException) -> Score | None:
         """No reward where the agent's code drove the sandbox beyond a limit."""
-        return Score(reward=0.0, success=False) if self._solving.overrun() else None
+        return Score(reward=0.0, success=False) if own_doing(error) else None
 
     async def close(self) -> None:
         await self._solving.close()
