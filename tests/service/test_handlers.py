@@ -48,6 +48,19 @@ async def test_a_rollout_by_a_handler(tmp_path: Path) -> None:
     assert [segment["kind"] for segment in sequence["segments"]] == ["prompt", "output", "observation", "output"]
 
 
+@pytest.mark.parametrize("env", ["math_tool", "stem"])
+async def test_handlers_that_come_with_us(tmp_path: Path, env: str) -> None:
+    task = {"env": env, "time_s": 60.0, "step_s": 20.0, "max_tokens": 3000}
+    config = service_config(tmp_path, task=task, options={"calls": "text"}, sandbox=ZYGOTE)
+    with nothing_left(), serving(config) as service:
+        await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
+    (member,) = found["members"]
+    result = member["result"]
+    assert (member["stop_reason"], result["reward"], result["success"]) == ("finished", 0.0, False)  # the echo knows nothing
+    assert json.loads(result["result"]) == {"answer": None}
+
+
 @pytest.mark.parametrize(
     ("fault", "reason", "text"),
     [
