@@ -34,9 +34,11 @@ class Host:
 @contextlib.contextmanager
 def opened(at_once: int = 2) -> Iterator[Host]:
     host = Host(Desk(at_once))
-    yield host
-    host.desk.close()
-    host.stop.close()
+    try:
+        yield host
+    finally:
+        host.desk.close()
+        host.stop.close()
 
 
 def sent(host: Host, wire: bytes = GET) -> socket.socket:
