@@ -89,7 +89,7 @@ print(first.decode().strip(), b"[DONE]" in answer.read())
 
 async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through(sandbox: Sandbox) -> None:
     script = Script(hold=True)
-    many = AT_ONCE + 9
+    many = 3 * AT_ONCE
     source = f"""
 answers = []
 threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].message.content)) for _ in range({many})]
@@ -98,13 +98,17 @@ threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].
 print(answers.count("hello"))
 """
     async with gateway(script) as (_, client), relay(sandbox, client.base_url) as url:
+        first = asyncio.create_task(run(sandbox, OPENAI + "talk('first')", url, client.access.token))
+        await script.started.get()
         asking = asyncio.create_task(said(sandbox, OPENAI + source, url, client.access.token))
-        for _ in range(AT_ONCE):
+        for _ in range(AT_ONCE - 1):
             await script.started.get()
         bash = Bash(sandbox)
         assert (await bash.run("echo $((6 * 7))")).output == "42\n"
         assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
         assert len(script.asked) == AT_ONCE  # the gateway refuses no call for being one too many
+        first.cancel()
+        await asyncio.wait_for(script.cancelled.get(), 60)
         script.free.set()
         assert await asking == str(many)
 

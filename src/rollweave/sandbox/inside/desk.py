@@ -127,12 +127,15 @@ class Desk:
                 self._settle()
                 self._leave_the_silent()
                 found = self._notice()
-                if found is not None or deadline.past:
-                    return found or ({"gone": []}, b"")
+                if found is not None:
+                    return found
+                past = deadline.past
                 for key, events in self._selector.select(self._wait_s(deadline)):
                     if key.data is None:
                         return {"gone": []}, b""
                     key.data(events)
+                if past:
+                    return self._notice() or ({"gone": []}, b"")
         finally:
             self._selector.unregister(stop.fd)
 

@@ -1,0 +1,136 @@
+"""What the host is told of programs' requests, one long poll after the other, without a sandbox."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from rollweave.sandbox.inside.calls import Deadline, Stop
+from rollweave.sandbox.inside.desk import AHEAD_BYTES, PART_BYTES, Answer, Desk
+
+GET = b"GET /a HTTP/1.1\r\nAuthorization: t\r\nX-Other: u\r\n\r\n"
+
+
+class Host:
+    """Asks a desk, which the test's thread serves while it asks."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk, self.stop = desk, Stop()
+
+    def next(self, timeout_s: float = 20.0) -> tuple[dict[str, Any], bytes]:
+        return self.desk.next(Deadline(timeout_s), self.stop)
+
+    def quiet(self) -> bool:
+        """Whether there is nothing to tell, whatever has been sent so far."""
+        return all(self.next(0.0) == ({"gone": []}, b"") for _ in range(20))
+
+    def answer(
+        self, number: int, body: bytes = b"yes", *, last: bool = True, status: int | None = 200, abort: bool = False
+    ) -> None:
+        self.desk.tell(Answer(number, status=status, headers={}, body=body, last=last, abort=abort))
+
+
+@contextlib.contextmanager
+def opened(at_once: int = 2) -> Iterator[Host]:
+    host = Host(Desk(at_once))
+    try:
+        yield host
+    finally:
+        host.desk.close()
+        host.stop.close()
+
+
+def sent(host: Host, wire: bytes = GET) -> socket.socket:
+    """A program that has sent something."""
+    sock = socket.create_connection(("127.0.0.1", host.desk.port), timeout=20)
+    sock.sendall(wire)
+    return sock
+
+
+def test_so_many_are_handed_out_and_the_next_when_one_is_answered_or_gone() -> None:
+    with opened(at_once=2) as host:
+        programs = [sent(host) for _ in range(4)]
+        first = host.next()[0]
+        asked = {"method": "GET", "target": "/a", "headers": {"authorization": "t"}}
+        assert first == {"gone": [], "number": 1, **asked, "more": False}
+        assert host.next()[0]["number"] == 2
+        assert host.quiet()
+        programs[0].close()
+        third, gone = host.next()[0], [1]
+        if "number" not in third:
+            assert third == {"gone": [1]}
+            third, gone = host.next()[0], []
+        assert (third["gone"], third["number"]) == (gone, 3)
+        assert host.quiet()
+        host.answer(2)
+        assert host.next()[0]["number"] == 4
+        assert programs[1].recv(1000).endswith(b"Content-Length: 3\r\n\r\nyes")
+        host.answer(1)  # it is gone
+        assert host.quiet()
+        for sock in programs:
+            sock.close()
+
+
+def test_a_large_body_comes_in_parts_and_ends_with_its_program() -> None:
+    body = bytes(range(256)) * (PART_BYTES // 100)
+    head = b"POST /a HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with opened() as host:
+        for whole in (True, False):
+            sock = sent(host, head)
+            sending = threading.Thread(target=sock.sendall, args=(body,))
+            sending.start()
+            told = [host.next()]
+            sending.join()
+            assert len(told[0][1]) == PART_BYTES
+            if not whole:
+                sock.close()
+                found = host.next()[0]
+                while not found["gone"]:
+                    found = host.next()[0]
+                assert found == {"gone": [told[0][0]["number"]]}
+                assert host.quiet()
+                break
+            while told[-1][0]["more"]:
+                told.append(host.next())
+            assert b"".join(part for _, part in told) == body
+            assert all("method" not in header for header, _ in told[1:])
+            host.answer(told[0][0]["number"], b"a", last=False)
+            host.answer(told[0][0]["number"], b"b", status=None)
+            assert host.quiet()
+            assert sock.recv(1000).endswith(b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+            sock.close()
+
+
+def test_who_sends_on_and_on_amid_its_request_is_left() -> None:
+    with opened() as host:
+        sock = sent(host)
+        assert host.next()[0]["number"] == 1
+        told = []
+        with contextlib.suppress(ConnectionError):
+            while not told:
+                sock.sendall(b"x" * (AHEAD_BYTES // 2))
+                told = host.next(0.0)[0]["gone"]
+        assert (told or host.next()[0]["gone"]) == [1]
+        sock.close()
+
+
+def test_an_abort_ends_the_connection_and_is_no_news() -> None:
+    with opened() as host:
+        sock = sent(host)
+        host.answer(host.next()[0]["number"], b"half", last=False)
+        host.answer(1, b"", status=None, last=False, abort=True)
+        assert host.quiet()
+        assert b"".join(iter(lambda: sock.recv(1000), b"")).endswith(b"4\r\nhalf\r\n")
+        sock.close()
+
+
+def test_a_poll_that_should_stop_stops_and_takes_nothing_along() -> None:
+    with opened() as host:
+        host.stop.set()
+        assert host.next(1000.0) == ({"gone": []}, b"")
+        host.stop.clear()
+        sock = sent(host)
+        assert host.next()[0]["number"] == 1
+        sock.close()
+        assert host.next()[0] == {"gone": [1]}
