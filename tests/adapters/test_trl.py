@@ -258,7 +258,7 @@ def test_async_grpo_trains_on_what_the_worker_brings_while_the_engine_takes_its_
 
 
 def test_a_worker_that_fails_says_so(unused_tcp_port: int) -> None:
-    rule = DapoRule(groups=1, group_size=2, under_way=1)
+    rule = DapoRule(groups=1, group_size=2, under_way=1, staleness=1)
     address = f"http://127.0.0.1:{unused_tcp_port}"
     worker = RolloutWorker(lambda: DapoRollouts(address, iter(()), rule), samples=4)
 

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from rollweave.bench.dapo import GROUPS, SLOTS, TRAIN_S, WAYS, groups, in_rounds
+from rollweave.bench.dapo_live import live_figures
 
 STEPS = 6
 
@@ -32,3 +33,11 @@ def test_rounds_take_as_long_as_their_slowest_groups() -> None:
 def test_less_waiting_for_every_thing_that_the_policy_adds() -> None:
     waits = [WAYS[name](2, STEPS).waited for name in ("rounds", "rounds_oversampled", "early", "carried")]
     assert waits == sorted(waits, reverse=True)
+
+
+@pytest.mark.slow
+def test_the_live_half_measures_every_way() -> None:
+    figures = live_figures(quick=True, say=lambda _: None)
+    names = {"rounds", "rounds_oversampled", "early", "carried", "carried_4"}
+    assert set(figures) == {f"live_{what}_{name}" for what in ("step_s", "speedup") for name in names}
+    assert all(isinstance(value, float) and value > 0 for value in figures.values())

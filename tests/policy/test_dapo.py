@@ -170,7 +170,7 @@ def test_within_the_bound_what_is_under_way_goes_on_and_is_replenished_while_the
 
 
 def test_groups_that_fail_without_end_are_told() -> None:
-    dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1))
+    dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
     dapo.ask(0)
     for _ in range(4):
         assert not dapo.hopeless()
@@ -194,11 +194,11 @@ def test_groups_that_fail_without_end_are_told() -> None:
 )
 def test_a_rule_that_cannot_be_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DapoRule(**{"groups": 2, "group_size": 4, "under_way": 4, **fields})
+        DapoRule(**{"groups": 2, "group_size": 4, "under_way": 4, "staleness": 1, **fields})
 
 
 def test_versions_do_not_go_back() -> None:
-    dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1))
+    dapo = Dapo(DapoRule(groups=1, group_size=2, under_way=1, staleness=1))
     dapo.ask(3)
     with pytest.raises(ValueError, match="version must not go back below 3, got 2"):
         dapo.ask(2)

@@ -132,7 +132,7 @@ async def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
 
 async def test_members_and_groups_that_fail_are_made_up_for(tmp_path: Path) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
-        rule = DapoRule(groups=2, group_size=3, under_way=4)
+        rule = DapoRule(groups=2, group_size=3, under_way=4, staleness=1)
         tasks = endless("f", ["broken", 0.0, 1.0], ["broken"])
         async with RolloutClient(service.address) as client, DapoBatches(client, tasks, rule) as batches:
             batch = await batches.next(version=0)
@@ -145,7 +145,7 @@ async def test_members_and_groups_that_fail_are_made_up_for(tmp_path: Path) -> N
 )
 async def test_a_batch_that_can_never_be_full_is_told(tmp_path: Path, kind: list[Any], message: str) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
-        rule = DapoRule(groups=1, group_size=2, under_way=2)
+        rule = DapoRule(groups=1, group_size=2, under_way=2, staleness=1)
         async with RolloutClient(service.address) as client, DapoBatches(client, endless("g", kind), rule) as batches:
             for _ in range(2):
                 with pytest.raises(DapoError, match=message):
@@ -155,7 +155,7 @@ async def test_a_batch_that_can_never_be_full_is_told(tmp_path: Path, kind: list
 
 async def test_a_service_that_is_full_is_asked_again(tmp_path: Path) -> None:
     with serving(config(tmp_path, serve={"queue": 3}, rollout={"max_running": 2})) as service:
-        rule = DapoRule(groups=4, group_size=2, under_way=8)
+        rule = DapoRule(groups=4, group_size=2, under_way=8, staleness=1)
         async with RolloutClient(service.address) as client, DapoBatches(client, endless("h", GOOD), rule) as batches:
             for version in range(2):
                 assert len((await batches.next(version=version)).groups) == 4
@@ -211,7 +211,7 @@ async def test_closing_leaves_nothing_running_whenever_it_comes(tmp_path: Path, 
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
     with serving(config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
-            batches = DapoBatches(client, tasks, DapoRule(groups=8, group_size=2, under_way=8))
+            batches = DapoBatches(client, tasks, DapoRule(groups=8, group_size=2, under_way=8, staleness=1))
             waiting = asyncio.create_task(batches.next(version=0))
             for _ in range(pauses * pauses):
                 await asyncio.sleep(0)

@@ -1,8 +1,8 @@
 """Bench `dapo`: what asynchronous DAPO saves against DAPO batch by batch (ProRL §3.4), on rollouts with a long tail.
 
 On a virtual clock: rollouts take drawn times, training takes a fixed one, and `policy/dapo.py` decides as it does for a live
-trainer. Invariant: every way draws the same prompts, with the same times and outcomes, on equally many slots, and a slot is
-never faster for being alone. So what differs is who waits for whom.
+trainer; `dapo_live` measures a real service. Invariant: every way draws the same prompts, with the same times and outcomes, on
+equally many slots, and a slot is never faster for being alone. So what differs is who waits for whom.
 """
 
 import heapq
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from rollweave.bench.contract import Figure, Result
+from rollweave.bench.dapo_live import live_conditions, live_figures
 from rollweave.policy.dapo import Dapo, DapoRule
 
 GROUPS, MEMBERS = 32, 8
@@ -166,8 +167,15 @@ WAYS: dict[str, Way] = {
 """The last three are the policy with a staleness of 0, 1 and 4."""
 
 
-def bench_dapo(*, quick: bool) -> Result:
-    """Figures by way: `step_s`, `waited_s`, `speedup` over rounds, `useful`, `length`, `stale` (see the conditions)."""
+def bench_dapo(*, quick: bool, say: Callable[[str], None]) -> Result:
+    """By way `step_s`, `waited_s`, `speedup` over rounds, `useful`, `length`, `stale`; and `live_…` of a real service."""
+    figures, conditions = simulated(quick=quick)
+    figures |= live_figures(quick=quick, say=say)
+    return Result(bench="dapo", figures=figures, conditions=conditions | {"live": live_conditions(quick=quick)})
+
+
+def simulated(*, quick: bool) -> tuple[dict[str, Figure], dict[str, str]]:
+    """Figures and conditions of the virtual clock."""
     seeds, steps = (3, 20) if quick else (9, 100)
     figures: dict[str, Figure] = {}
     found = {name: [way(seed, steps) for seed in range(seeds)] for name, way in WAYS.items()}
@@ -195,4 +203,4 @@ def bench_dapo(*, quick: bool) -> Result:
         "useful": "share of the rollouts' seconds whose groups were trained on",
         "stale": "share of the groups that were begun under older weights than they were trained from",
     }
-    return Result(bench="dapo", figures=figures, conditions=conditions)
+    return figures, conditions

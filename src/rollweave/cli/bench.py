@@ -79,7 +79,7 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
     if name == "dapo":
         from rollweave.bench.dapo import bench_dapo
 
-        return bench_dapo(quick=quick)
+        return bench_dapo(quick=quick, say=say)
     if name == "tools":
         from rollweave.bench.tools import bench_tools
 

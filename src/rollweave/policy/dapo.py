@@ -24,13 +24,14 @@ class DapoRule(Noun, frozen=True, kw_only=True):
     `groups` informative groups make a batch. A group is `group_size` attempts at one task; where some fail it goes on with
     `min_members`. `under_way`: groups rolled out at once; more than `groups` makes up for those that will be filtered.
     `staleness`: versions between the weights that a group was begun under and those that are trained from. With 0 nothing is
-    carried over: what a full batch leaves under way is cancelled, and nothing begins until the next one is asked for.
+    carried over: what a full batch leaves under way is cancelled, and nothing begins until the next one is asked for. A bound
+    that is shorter than the longest rollouts keeps these out of all batches.
     """
 
     groups: int
     group_size: int
     under_way: int
-    staleness: int = 1
+    staleness: int
     min_members: int = 2
 
     def __post_init__(self) -> None:
