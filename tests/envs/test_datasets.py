@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from rollweave.core.evaluation import FINAL_TASKS_FROM
-from rollweave.envs import jsonl
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, new_task, split_of
 from rollweave.envs.gym import Gym
 from rollweave.envs.jsonl import Jsonl
 from rollweave.envs.reasoning import INSTRUCTION, answer_in
+from rollweave.envs.records import records
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Purpose, Task
@@ -82,7 +82,7 @@ def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) ->
 
 def test_a_byte_order_mark_before_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "bom.jsonl").write_text('{"prompt": "a"}', encoding="utf-8-sig")
-    assert len(jsonl.records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
+    assert len(records(str(tmp_path / "bom.jsonl"), "prompt")) == 1
 
 
 def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[1]", ":1: must be a JSON object, got"), ("{", ":1: must be a JSON"), ("", "has none")]
+    ("text", "message"), [("[1]", ":1: must be a JSON object: TypeError: got"), ("{", ":1: must be a JSON"), ("", "has none")]
 )
 def test_a_file_of_tasks_that_is_none(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"

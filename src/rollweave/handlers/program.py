@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollweave.envs.base import Options, Score, Split, payload_of
+from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
+from rollweave.envs.records import drawn, records
 from rollweave.envs.registry import load
 from rollweave.handlers.base import Agent, Job
-from rollweave.handlers.rows import draw
 from rollweave.handlers.sandboxes import Sandboxes, forget, own_doing
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.relay import relay
@@ -127,7 +127,11 @@ class Program:
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         """The next line of `tasks`. Raises ConfigError."""
-        return draw(options.get("tasks", ""), options.get("held_out", ""), index=index, seed=seed, split=split)
+        path, own = options.get("tasks", ""), mix(seed, split, index)
+        if not path:
+            return new_task(seed=own)
+        file, row = drawn(path, options.get("held_out", ""), "", option="tasks", index=index, seed=seed, split=split)
+        return msgspec.structs.replace(new_task(seed=own), payload=json.dumps(records(file, "", "tasks")[row]))
 
     async def init(self, job: Job) -> None:
         self._task = payload_of(job.task)

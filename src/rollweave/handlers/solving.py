@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollweave.envs.base import Options, Split, payload_of
-from rollweave.envs.jsonl import drawn, records
+from rollweave.envs.records import drawn, records
 from rollweave.handlers.answers import MOST_CHARS, boxed
 from rollweave.handlers.base import Agent, Job, Tool
 from rollweave.handlers.toolbox import toolbox
@@ -92,7 +92,7 @@ def question_of(task: Task) -> Question:
 def own_question(options: Options, *, index: int, seed: int, split: Split) -> Question:
     """The record number `index` of the split, from the user's file `options.path`. Raises ConfigError."""
     asked, right = options.get("question", "question"), options.get("answer", "answer")
-    file, row = drawn(options, asked, index=index, seed=seed, split=split)
+    file, row = drawn(options["path"], options.get("held_out", ""), asked, index=index, seed=seed, split=split)
     record = records(file, asked)[row]
     question, answer = record[asked], record.get(right)
     number = isinstance(answer, int | float) and not isinstance(answer, bool)
