@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -139,16 +139,26 @@ async def _rounds(
         await fixed.register(EngineRequest(address=engines["fixed"], dialect="rollweave", slots=ENGINES * SLOTS))
         for number in range(size.rounds):
             for name, way in ways.items():
-                trainer = _Trainer(balanced if way.balanced else fixed, way, engines["fixed"], name)
+                trainer = Trainer(balanced if way.balanced else fixed, way, engines["fixed"], name)
                 found[name].append(await trainer.round(number, size.steps))
             say(", ".join(f"{name} {rounds[-1].jobs_per_s:.2f} jobs/s" for name, rounds in found.items()))
     return found
 
 
-class _Trainer:
+class Asked(Protocol):
+    """What a trainer wants of a `RolloutClient` of one service."""
+
+    async def rollout(self, request: RolloutRequest) -> RolloutStatus:
+        """Once all is done. Cancelling the call cancels the rollout."""
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        """By address."""
+
+
+class Trainer:
     """`stats` is where all engines are one, which tells of all their slots."""
 
-    def __init__(self, client: RolloutClient, way: Way, stats: str, name: str) -> None:
+    def __init__(self, client: Asked, way: Way, stats: str, name: str) -> None:
         self._client, self._way, self._stats, self._name = client, way, stats, name
         self._left: set[asyncio.Task[RolloutStatus]] = set()
 
