@@ -74,7 +74,7 @@ QUICK = Size(
     jobs=96,
     alone=16,
     held=100,
-    held_step_s=0.7,
+    held_step_s=0.4,
     ablations=service_ablations.Size(rounds=1, steps=1),
     scaling=service_scaling.Size(rounds=1, each=16, saturated=96),
 )

@@ -31,6 +31,9 @@ SEATS, STEP_S, TOKEN_MS = 16, 0.2, 5.0
 PER_PROCESS = 32
 """Rollouts under way for each process: more than have room there, so that none waits for the client."""
 
+WARM_UP = 8
+"""Rollouts for each process, before the rounds."""
+
 TURNS, TURN_TOKENS = 6, 6
 
 
@@ -101,8 +104,8 @@ async def _rounds(addresses: Sequence[str], engines: Sequence[str], rounds: int,
             await clients[max(PROCESSES)].register(EngineRequest(address=address, dialect="rollweave", slots=SLOTS))
         for number in range(rounds + 1):
             for count, client in clients.items():
-                under_way = count * PER_PROCESS
-                rate = await _round(client, f"{count}-{number}", jobs[count] if number else under_way, under_way)
+                asked = jobs[count] if number else count * WARM_UP
+                rate = await _round(client, f"{count}-{number}", asked, count * PER_PROCESS)
                 if number:  # the first round warms up
                     found[count].append(rate)
     return found
