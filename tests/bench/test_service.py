@@ -112,10 +112,10 @@ async def test_they_pass_for_engines(engines: dict[str, Any]) -> None:
 
 def test_a_child_that_does_not_begin_is_an_error() -> None:
     with (
+        Child("rollweave.bench.slot_engines") as child,
         pytest.raises(RuntimeError, match="slot_engines ended with 2 before it was ready"),
-        Child("rollweave.bench.slot_engines"),
     ):
-        pass
+        _ = child.said
 
 
 # The agents.
@@ -234,8 +234,12 @@ def test_ratios_are_medians_of_rounds_and_what_is_missing_has_a_reason() -> None
 
 
 def test_throughput_is_by_kind_and_number_of_processes() -> None:
-    figures = service_scaling.figures_of({"": {1: [1.0, 3.0, 2.0]}, "saturated_": {4: [5.0]}})
-    assert figures == {"jobs_per_s_1": 2.0, "jobs_per_s_saturated_4": 5.0}
+    conditions: dict[str, Any] = {}
+    found = {"": {1: [1.0, 3.0, 2.0], 2: [4.0], 4: [6.0]}, "saturated_": {1: [5.0], 2: [7.0]}}
+    figures = service_scaling.figures_of(found, conditions)
+    assert [figures[f"jobs_per_s_{count}"] for count in (1, 2, 4)] == [2.0, 4.0, 6.0]
+    assert [figures[f"jobs_per_s_saturated_{count}"] for count in (1, 2, 4)] == [5.0, 7.0, None]
+    assert list(conditions) == ["jobs_per_s_saturated_4"]
 
 
 @given(times=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=50), more=st.floats(0, 10))

@@ -67,7 +67,7 @@ FULL = Size(
     held=HELD,
     held_step_s=3.0,
     ablations=service_ablations.Size(rounds=7, steps=4),
-    scaling=service_scaling.Size(rounds=3, each=48, saturated=512),
+    scaling=service_scaling.Size(processes=service_scaling.PROCESSES, rounds=3, each=48, saturated=512),
 )
 QUICK = Size(
     rounds=1,
@@ -76,7 +76,7 @@ QUICK = Size(
     held=100,
     held_step_s=0.4,
     ablations=service_ablations.Size(rounds=1, steps=1),
-    scaling=service_scaling.Size(rounds=1, each=16, saturated=96),
+    scaling=service_scaling.Size(processes=(1, 2), rounds=1, each=16, saturated=96),
 )
 
 
@@ -91,7 +91,7 @@ def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
         rounds = service_ablations.ablations(model, Path(scratch) / "ablations", size.ablations, say)
         figures |= service_ablations.figures_of(rounds, conditions)
         rates = service_scaling.scaling(model, Path(scratch) / "scaling", size.scaling, say)
-        figures |= service_scaling.figures_of(rates)
+        figures |= service_scaling.figures_of(rates, conditions)
     return Result(bench="service", figures=figures, conditions=conditions)
 
 

@@ -106,13 +106,13 @@ def ablations(model: Path, scratch: Path, size: Size, say: Callable[[str], None]
     ways = {name: way for name, way in WAYS.items() if way.terminal != "tmux" or shutil.which("tmux")}
     with contextlib.ExitStack() as stack:
         arguments = ("--engines", str(ENGINES), "--slots", str(SLOTS), "--token-ms", str(TOKEN_MS))
-        engines = json.loads(stack.enter_context(Child("rollweave.bench.slot_engines", *arguments)).said)
+        served = stack.enter_context(Child("rollweave.bench.slot_engines", *arguments))
         services = {
             balanced: stack.enter_context(started(_config(scratch / f"balanced-{balanced}", model), sandboxes=True))
             for balanced in (True, False)
         }
         addresses = {balanced: service.said for balanced, service in services.items()}
-        return asyncio.run(_rounds(ways, addresses, engines, size, say))
+        return asyncio.run(_rounds(ways, addresses, json.loads(served.said), size, say))
 
 
 def _config(directory: Path, model: Path) -> RunConfig:

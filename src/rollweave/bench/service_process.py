@@ -7,6 +7,7 @@ its address; it ends at once when its standard input does. `Child` is how a benc
 import argparse
 import asyncio
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ END_S = 30.0
 
 
 class Child:
-    """A process that says one line when it is ready. It ends with the context, or with us."""
+    """A process that says one line when it is ready. It begins and ends with the context, and ends with us."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module, self._arguments = module, arguments
@@ -34,12 +35,16 @@ class Child:
     def __enter__(self) -> "Child":
         command = [sys.executable, "-m", self._module, *self._arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self.said = self._process.stdout.readline().strip()
-        if not self.said:
-            self.__exit__()
-            raise RuntimeError(f"{self._module} ended with {self._process.returncode} before it was ready")
         return self
+
+    @functools.cached_property
+    def said(self) -> str:
+        """Its line. Waits for it, so that several may start at once. Raises RuntimeError where it ends without one."""
+        assert self._process.stdout is not None, "the output is a pipe"
+        line = self._process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"{self._module} ended with {self._process.wait(END_S)} before it was ready")
+        return line
 
     def __exit__(self, *_: object) -> None:
         try:

@@ -53,8 +53,9 @@ KINDS = {
 
 
 class Size(Noun, frozen=True, kw_only=True):
-    """Of a round: rollouts for each process as nodes, rollouts in all where they are saturated."""
+    """`processes` of `PROCESSES`, and of a round: rollouts for each process as nodes, rollouts in all where saturated."""
 
+    processes: tuple[int, ...]
     rounds: int
     each: int
     saturated: int
@@ -70,10 +71,11 @@ def scaling(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) 
     for prefix, kind in KINDS.items():
         with contextlib.ExitStack() as stack:
             arguments = ("--engines", str(ENGINES), "--slots", str(SLOTS), "--token-ms", str(kind.token_ms))
-            engines = json.loads(stack.enter_context(Child("rollweave.bench.slot_engines", *arguments)).said)["engines"]
-            configs = [_config(scratch / f"{prefix}{number}", model, kind) for number in range(max(PROCESSES))]
-            addresses = [stack.enter_context(started(config)).said for config in configs]
-            jobs = {count: size.saturated if prefix else count * size.each for count in PROCESSES}
+            served = stack.enter_context(Child("rollweave.bench.slot_engines", *arguments))
+            configs = [_config(scratch / f"{prefix}{number}", model, kind) for number in range(max(size.processes))]
+            services = [stack.enter_context(started(config)) for config in configs]
+            addresses, engines = [service.said for service in services], json.loads(served.said)["engines"]
+            jobs = {count: size.saturated if prefix else count * size.each for count in size.processes}
             found[prefix] = asyncio.run(_rounds(addresses, engines, size.rounds, jobs))
         told = ", ".join(f"{count} processes {statistics.median(rates):.0f}" for count, rates in found[prefix].items())
         say(f"{prefix.removesuffix('_') or 'nodes'}: {told} jobs/s")
@@ -97,11 +99,11 @@ def _config(directory: Path, model: Path, kind: Kind) -> RunConfig:
 
 async def _rounds(addresses: Sequence[str], engines: Sequence[str], rounds: int, jobs: Mapping[int, int]) -> Rates:
     """`jobs` of a round, by number of processes."""
-    found: dict[int, list[float]] = {count: [] for count in PROCESSES}
+    found: dict[int, list[float]] = {count: [] for count in jobs}
     async with contextlib.AsyncExitStack() as stack:
-        clients = {count: await stack.enter_async_context(RolloutClient(addresses[:count])) for count in PROCESSES}
+        clients = {count: await stack.enter_async_context(RolloutClient(addresses[:count])) for count in jobs}
         for address in engines:
-            await clients[max(PROCESSES)].register(EngineRequest(address=address, dialect="rollweave", slots=SLOTS))
+            await clients[max(jobs)].register(EngineRequest(address=address, dialect="rollweave", slots=SLOTS))
         for number in range(rounds + 1):
             for count, client in clients.items():
                 asked = jobs[count] if number else count * WARM_UP
@@ -125,13 +127,16 @@ async def _round(client: RolloutClient, name: str, jobs: int, under_way: int) ->
     return jobs / (time.perf_counter() - began)
 
 
-def figures_of(found: Mapping[str, Rates]) -> dict[str, Figure]:
+def figures_of(found: Mapping[str, Rates], conditions: dict[str, Any]) -> dict[str, Figure]:
     """Medians over rounds."""
-    return {
-        f"jobs_per_s_{prefix}{count}": statistics.median(rates)
-        for prefix, by_count in found.items()
-        for count, rates in by_count.items()
-    }
+    figures: dict[str, Figure] = {}
+    for prefix, by_count in found.items():
+        for count in PROCESSES:
+            rates, name = by_count.get(count), f"jobs_per_s_{prefix}{count}"
+            figures[name] = statistics.median(rates) if rates else None
+            if not rates:
+                conditions[name] = "not measured: so many processes take long to start; without --quick they are"
+    return figures
 
 
 def conditions_of(size: Size) -> dict[str, Any]:
