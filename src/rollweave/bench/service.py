@@ -1,8 +1,10 @@
-"""Bench `service`: what asking over HTTP costs beside asking the same pipeline in the same process, and how many it holds.
+"""Bench `service`: what asking over HTTP costs beside asking the same pipeline in the same process, how many rollouts it holds,
+what its parts are worth (`service_ablations`), and what more processes give (`service_scaling`).
 
-One service, one embedded engine, the frozen lake. Rounds of equal rollouts, by turns through the service's object and through
-a client in another process; then as many at once as `HELD`, in environments that take their time. Invariant: both ways use one
-pipeline, one core and one engine, so that what differs between them is the door.
+For the door: one service, one embedded engine, the frozen lake. Rounds of equal rollouts, by turns through the service's object
+and through a client in another process, many under way at once and one after the other; then as many at once as `HELD`, in
+environments that take their time. Invariant: both ways use one pipeline, one core and one engine, so that what differs between
+them is the door.
 """
 
 import asyncio
@@ -11,14 +13,17 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from rollweave.bench import service_ablations, service_scaling
 from rollweave.bench.contract import Figure, Result
 from rollweave.bench.runs import trained
 from rollweave.live.launch import Programs
+from rollweave.schema.base import Noun
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
@@ -36,43 +41,104 @@ HELD = 500
 CONCURRENT = 64
 """Rollouts under way in a round."""
 
-LATENCY_S = 3.0
-"""Of each step of an environment, on average, while `HELD` are held."""
+SIGMA = 0.25
+"""Of the logarithm of a step's latency while they are held: a long tail would only make the bench longer."""
+
+
+class Size(Noun, frozen=True, kw_only=True):
+    """Rollouts of a round: `jobs` of them `CONCURRENT` at once, `alone` one after the other.
+
+    `held` are held at once, in environments whose steps take `held_step_s` in the median.
+    """
+
+    rounds: int
+    jobs: int
+    alone: int
+    held: int
+    held_step_s: float
+    ablations: service_ablations.Size
+    scaling: service_scaling.Size
+
+
+FULL = Size(
+    rounds=6,
+    jobs=512,
+    alone=64,
+    held=HELD,
+    held_step_s=3.0,
+    ablations=service_ablations.Size(rounds=7, steps=4),
+    scaling=service_scaling.Size(processes=service_scaling.PROCESSES, rounds=3, each=48, saturated=512),
+)
+QUICK = Size(
+    rounds=1,
+    jobs=96,
+    alone=16,
+    held=100,
+    held_step_s=0.4,
+    ablations=service_ablations.Size(rounds=1, steps=1),
+    scaling=service_scaling.Size(processes=(1, 2), rounds=1, each=16, saturated=96),
+)
 
 
 def bench_service(*, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures `jobs_per_s`, `jobs_per_s_in_process`, `added_latency_ms_p50`, `…_p99`, `concurrent_held`."""
-    rounds, jobs = (2, 96) if quick else (6, 512)
+    """Figures of the door: `jobs_per_s`, `jobs_per_s_in_process`, `added_latency_ms_p50`, `…_p99`, `concurrent_held`; and those
+    of `service_ablations` and `service_scaling`."""
+    size = QUICK if quick else FULL
+    conditions = conditions_of(size)
     with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
         model = _model(Path(scratch))
-        with _Running(_config(Path(scratch) / "rounds", model)) as running:
-            found = _rounds(running, rounds, jobs, say)
-        held = HELD if not quick else 100
-        with _Running(_config(Path(scratch) / "held", model, held=held)) as running:
-            most, seconds = running.call(lambda: _hold(running, held))
-    say(f"held {most} at once, done in {seconds:.1f} s")
-    inside, outside = found["in process"], found["http"]
-    pairs = list(zip(sorted(inside[1]), sorted(outside[1]), strict=True))
-    added = [1e3 * (theirs - ours) for ours, theirs in pairs]
-    figures: dict[str, Figure] = {
-        "jobs_per_s": statistics.median(outside[0]),
-        "jobs_per_s_in_process": statistics.median(inside[0]),
-        "throughput_over_in_process": statistics.median(outside[0]) / statistics.median(inside[0]),
-        "added_latency_ms_p50": added[len(added) // 2],
-        "added_latency_ms_p99": added[int(0.99 * (len(added) - 1))],
-        "latency_ms_p50": 1e3 * statistics.median(outside[1]),
-        "concurrent_held": most,
-    }
-    conditions = {
-        "jobs": f"{rounds} rounds of {jobs} each way, by turns, {CONCURRENT} under way; a rollout is up to 6 turns of 6 tokens",
-        "added_latency": "difference of the same percentile of both ways' latencies, from the question to the result",
-        "engine": "one embedded engine process with 32 slots, a random model of hidden 32, which takes most of the time",
-        "concurrent_held": f"most at once in INIT or RUN, as /health says; steps take {LATENCY_S:g} s on average",
-    }
+        figures = _door(model, Path(scratch), size, say)
+        rounds = service_ablations.ablations(model, Path(scratch) / "ablations", size.ablations, say)
+        figures |= service_ablations.figures_of(rounds, conditions)
+        rates = service_scaling.scaling(model, Path(scratch) / "scaling", size.scaling, say)
+        figures |= service_scaling.figures_of(rates, conditions)
     return Result(bench="service", figures=figures, conditions=conditions)
 
 
-def _config(directory: Path, model: Path, *, held: int = 0) -> RunConfig:
+def conditions_of(size: Size) -> dict[str, Any]:
+    """What the figures mean."""
+    door = {
+        "jobs_per_s": f"{size.rounds} rounds of {size.jobs} each way, by turns, {CONCURRENT} under way; a rollout is up to 6 "
+        "turns of 6 tokens",
+        "added_latency": "difference of the same percentile of both ways' latencies, from the question to the result, at that "
+        f"load, which saturates two cores; …_alone: {size.alone} of a round one after the other",
+        "engine": "one embedded engine process with 32 slots, a random model of hidden 32, which takes most of the time",
+        "concurrent_held": f"most at once in INIT or RUN, as /health says; steps take {size.held_step_s:g} s in the median",
+    }
+    return door | service_ablations.conditions_of(size.ablations) | service_scaling.conditions_of(size.scaling)
+
+
+def _door(model: Path, scratch: Path, size: Size, say: Callable[[str], None]) -> dict[str, Figure]:
+    with _Running(_config(scratch / "rounds", model)) as running:
+        found = _rounds(running, size, say)
+    with _Running(_config(scratch / "held", model, held=size.held, step_s=size.held_step_s)) as running:
+        most, seconds = running.call(lambda: _hold(running, size.held))
+    say(f"held {most} at once, done in {seconds:.1f} s")
+    inside, outside = found[INSIDE], found[HTTP]
+    figures: dict[str, Figure] = {
+        "jobs_per_s": statistics.median(outside.rates),
+        "jobs_per_s_in_process": statistics.median(inside.rates),
+        "throughput_over_in_process": statistics.median(outside.rates) / statistics.median(inside.rates),
+        "latency_ms_p50": 1e3 * statistics.median(outside.loaded_s),
+        "latency_alone_ms_p50": 1e3 * statistics.median(outside.alone_s),
+        "concurrent_held": most,
+    }
+    for name, ours, theirs in (
+        ("added_latency", inside.loaded_s, outside.loaded_s),
+        ("added_latency_alone", inside.alone_s, outside.alone_s),
+    ):
+        figures |= {f"{name}_ms_p{share}": 1e3 * added(ours, theirs, share / 100) for share in (50, 99)}
+    return figures
+
+
+def added(ours: Sequence[float], theirs: Sequence[float], share: float) -> float:
+    """By how much that percentile of theirs is above ours; as many of each."""
+    pairs = list(zip(sorted(ours), sorted(theirs), strict=True))
+    mine, its = pairs[int(share * (len(pairs) - 1))]
+    return its - mine
+
+
+def _config(directory: Path, model: Path, *, held: int = 0, step_s: float = 0.0) -> RunConfig:
     slots = max(held, CONCURRENT)
     limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
     return RunConfig.model_validate(
@@ -82,7 +148,7 @@ def _config(directory: Path, model: Path, *, held: int = 0) -> RunConfig:
             "tasks": [{"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits}],
             "rollout": dict.fromkeys(("max_running", "init_slots", "eval_slots"), slots),
             "engines": {"count": 1, "max_slots": 32, "kv_tokens": 16384},
-            "faults": {"latency_s": LATENCY_S if held else 0.0},
+            "faults": {"latency_s": step_s, "latency_sigma": SIGMA},
             "serve": {"port": 0},
         }
     )
@@ -91,7 +157,8 @@ def _config(directory: Path, model: Path, *, held: int = 0) -> RunConfig:
 def _model(directory: Path) -> Path:
     """Random weights with a tokenizer of the lake's words: a run of no steps leaves them behind."""
     made = _config(directory, directory).model_dump(mode="json", exclude_none=True)
-    made |= {"model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}}}
+    made["tasks"].append({"env": "rollweave.bench.bash_env:BashEnv", "tag": "bash"})
+    made |= {"model": {"scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 2048}}}
     made["run"] |= {"name": "model", "steps": 0, "checkpoint_every": 0}
     made |= {"eval": {"final_episodes": 0}}
     run, _ = trained(RunConfig.model_validate(made))
@@ -152,41 +219,50 @@ class _Running:
         return found
 
 
-Found = dict[str, tuple[list[float], list[float]]]
-"""By way: rollouts a second of each round, and seconds of each rollout."""
+INSIDE, HTTP = "in process", "http"
 
 
-def _rounds(running: _Running, rounds: int, jobs: int, say: Callable[[str], None]) -> Found:
-    found: Found = {"in process": ([], []), "http": ([], [])}
+@dataclass
+class Found:
+    """Of one way: rollouts a second of each round, and seconds of each rollout, many at once and alone."""
+
+    rates: list[float] = field(default_factory=list)
+    loaded_s: list[float] = field(default_factory=list)
+    alone_s: list[float] = field(default_factory=list)
+
+
+def _rounds(running: _Running, size: Size, say: Callable[[str], None]) -> dict[str, Found]:
+    found = {INSIDE: Found(), HTTP: Found()}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as outside:
-        ways: dict[str, Callable[[str, int], list[float]]] = {
-            "in process": lambda name, count: running.call(lambda: _round(running.ask, name, count)),
-            "http": lambda name, count: outside.submit(_round_outside, running.address, name, count).result(),
+        ways: dict[str, Callable[[str, int, int], list[float]]] = {
+            INSIDE: lambda name, jobs, at_once: running.call(lambda: _round(running.ask, name, jobs, at_once)),
+            HTTP: lambda name, jobs, at_once: outside.submit(_round_outside, running.address, name, jobs, at_once).result(),
         }
-        for number in range(rounds + 1):
+        for way, ask in ways.items():
+            ask(f"{way[0]}-warm", CONCURRENT, CONCURRENT)
+        for number in range(size.rounds):
             for way, ask in ways.items():
                 began = time.perf_counter()
-                taken = ask(f"{way[0]}{number}", jobs if number else CONCURRENT)
-                if number:  # the first round warms up
-                    found[way][0].append(jobs / (time.perf_counter() - began))
-                    found[way][1].extend(taken)
-            if number:
-                say(", ".join(f"{way} {rates[-1]:.0f} rollouts/s" for way, (rates, _) in found.items()))
+                found[way].loaded_s += ask(f"{way[0]}{number}", size.jobs, CONCURRENT)
+                found[way].rates.append(size.jobs / (time.perf_counter() - began))
+            for way, ask in ways.items():
+                found[way].alone_s += ask(f"{way[0]}{number}-alone", size.alone, 1)
+            say(", ".join(f"{way} {one.rates[-1]:.0f} rollouts/s" for way, one in found.items()))
     return found
 
 
-def _round_outside(address: str, name: str, jobs: int) -> list[float]:
+def _round_outside(address: str, name: str, jobs: int, at_once: int) -> list[float]:
     """A round by a client that is a process of its own, as a trainer is."""
 
     async def run() -> list[float]:
         async with RolloutClient(address) as client:
-            return await _round(client.rollout, name, jobs)
+            return await _round(client.rollout, name, jobs, at_once)
 
     return asyncio.run(run())
 
 
-async def _round(ask: Ask, name: str, jobs: int) -> list[float]:
-    room, taken = asyncio.Semaphore(CONCURRENT), []
+async def _round(ask: Ask, name: str, jobs: int, at_once: int) -> list[float]:
+    room, taken = asyncio.Semaphore(at_once), []
 
     async def one(number: int) -> None:
         async with room:

@@ -5,20 +5,20 @@ shadowed by, what the agent's code imports.
 """
 
 import importlib.util
+import os.path
 import sys
-from pathlib import Path
 
 
 def load() -> None:
     """Make `import inside` mean this folder, whatever it and its parents are called."""
-    here = Path(__file__).absolute().parent
-    spec = importlib.util.spec_from_file_location("inside", here / "__init__.py", submodule_search_locations=[str(here)])
+    here = os.path.dirname(os.path.abspath(__file__))
+    spec = importlib.util.spec_from_file_location("inside", f"{here}/__init__.py", submodule_search_locations=[here])
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {here}")
     package = importlib.util.module_from_spec(spec)
     sys.modules["inside"] = package
     spec.loader.exec_module(package)
-    sys.path[:] = [path for path in sys.path if Path(path).absolute() != here]
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
 
 
 if __name__ == "__main__":

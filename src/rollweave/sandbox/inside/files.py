@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 
 from .calls import Call, Refused, Result
 from .frames import BODY_BYTES
@@ -49,7 +48,8 @@ def store(path: str, data: bytes, mode: int | None = None) -> None:
         if not stat.S_ISREG(there):
             raise Refused(f"path must be a regular file, or nothing yet, got {_kind(there)}: {path}")
         mode = stat.S_IMODE(there) if mode is None else mode
-    fd, temporary = tempfile.mkstemp(dir=folder, prefix=".write-")
+    temporary = f"{folder}/.write-{os.urandom(8).hex()}"  # tempfile would take 5 ms of a start
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
             file.write(data)
