@@ -71,7 +71,7 @@ async def relay(sandbox: Sandbox, url: str) -> AsyncIterator[str]:
     meanwhile is heard of by whoever uses it.
     """
     base = _checked(url)
-    opened = await sandbox.call("relay_open", timeout_s=CALL_S, at_once=AT_ONCE)
+    opened = await sandbox.call("relay_open", timeout_s=CALL_S, slack_s=SLACK_S, at_once=AT_ONCE)
     # Nothing of the environment: no proxy, no netrc. No redirects, no cookies, and the body as it is.
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=AT_ONCE),
@@ -80,14 +80,15 @@ async def relay(sandbox: Sandbox, url: str) -> AsyncIterator[str]:
         auto_decompress=False,
         skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
     ) as http:
-        serving = asyncio.create_task(_Relay(sandbox, http, base).run(), name="relay")
+        door = _Relay(sandbox, http, base)
+        serving = asyncio.create_task(door.run(), name="relay")
         try:
             yield f"http://127.0.0.1:{_convert(opened, _Opened).port}{base.raw_path.rstrip('/')}"
         finally:
             serving.cancel()
             await asyncio.wait([serving])
             with contextlib.suppress(SandboxError):
-                await sandbox.call("relay_close", timeout_s=CALL_S)
+                await door.call("relay_close", timeout_s=CALL_S)
             if not serving.cancelled():
                 serving.result()
 
@@ -145,7 +146,7 @@ class _Relay:
         while True:
             while len(self._tasks) >= 2 * AT_ONCE:  # the sandbox is slow to take answers
                 await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
-            reply = await self._call("relay_next", timeout_s=NEXT_S)
+            reply = await self.call("relay_next", timeout_s=NEXT_S)
             notice = _convert(reply, _Notice)
             for number in notice.gone:
                 self._leave(number)
@@ -232,9 +233,9 @@ class _Relay:
         await self._tell(asked, body, last=True, status=status, headers={"content-type": "application/json"})
 
     async def _tell(self, asked: _Asked, body: bytes = b"", **args: Any) -> None:
-        await self._call("relay_answer", body, timeout_s=CALL_S, number=asked.number, **args)
+        await self.call("relay_answer", body, timeout_s=CALL_S, number=asked.number, **args)
 
-    async def _call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
+    async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
         """A call, tried again where the sandbox has no room for one. It may be late by much."""
         tries = round(SLACK_S / AGAIN_S)
         while True:

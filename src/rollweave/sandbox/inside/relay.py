@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from .calls import Call, Refused, Result
 from .desk import CONNECTIONS, Answer, Desk
 
-BUSY_S = 5.0
-"""Seconds for the long poll before to end."""
+BUSY_S = 30.0
+"""Seconds for the long poll before to end: it does at once, if this machine has a moment for it."""
 
 
 class Relay:
