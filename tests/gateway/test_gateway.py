@@ -246,6 +246,9 @@ async def test_limits() -> None:
         assert (await first)[0] == 200
         status, body = await client.post(ask("a" * 100))
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body = await client.post(ask("a" * 1000))  # not even read
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "at most 960 characters" in body["error"]["message"]
         assert (await client.post(ask("second")))[0] == 200
         status, body = await client.post(ask("third"))
         assert (status, body["error"]["code"]) == (429, "insufficient_quota")

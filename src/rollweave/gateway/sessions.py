@@ -27,6 +27,11 @@ Generate = Callable[[str, tuple[int, ...], Sampling], Awaitable[GenerateResult]]
 """`generate(session, tokens, sampling)`: the agent's turn. Raises EngineError where there is none; may be cancelled."""
 
 
+CHARS_PER_TOKEN = 16
+"""Characters of messages and tools for each token of the context, beyond which they are refused unread: tokenizing takes a
+second a megabyte, and all trajectories wait meanwhile."""
+
+
 class SessionLimits(Noun, frozen=True, kw_only=True):
     """Bounds of one session. `context` and `tokens` count tokens: of prompt and turn together, and of all turns' output."""
 
@@ -126,6 +131,7 @@ class Session:
 
     def _turn(self, ask: Ask, key: Hashable, repeated: bool) -> Turn:
         forced = ""
+        self._check_size(ask)
         if ask.tools:
             self._check_tools(ask)
         if ask.call is not None and self._tools is not None:
@@ -147,6 +153,16 @@ class Session:
             self._under_way.add(turn.task)
             turn.task.add_done_callback(self._under_way.discard)
         return turn
+
+    def _check_size(self, ask: Ask) -> None:
+        chars = sum(map(len, ask.tools)) + sum(
+            len(message.content) + sum(len(call.arguments) for call in message.tool_calls) for message in ask.messages
+        )
+        most = CHARS_PER_TOKEN * self.limits.context
+        if chars > most:
+            self.exhausted = StopReason.MAX_TOKENS
+            text = f"messages and tools must have at most {most} characters in a context of {self.limits.context} tokens"
+            raise RequestError(400, f"{text}, got {chars}", param="messages", code="context_length_exceeded")
 
     def _check_tools(self, ask: Ask) -> None:
         if not self._codec.shows_tools:
