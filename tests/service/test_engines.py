@@ -16,8 +16,8 @@ from rollweave.backends.server import EngineServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.serving import EngineSpec
 from rollweave.schema.service import EngineRequest, RolloutRequest
+from rollweave.schema.serving import EngineSpec
 from rollweave.service.client import NoServiceError, RolloutClient
 from rollweave.service.engines import connector, vocabulary
 from tests.backends.echo_engine import EchoLoop
@@ -129,7 +129,7 @@ async def shares(services: list[str], sizes: list[int]) -> None:
 
 
 async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) -> None:
-    """Four engines and two services, one of which is killed and started again: rollouts and engines go to the other and back."""
+    """Four engines and two services, one of which is killed and started again: all go to the other one and come back."""
     configs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -1,10 +1,10 @@
 """Which engine runs a turn that has no engine of its own (ProRL §3.3.2).
 
 A trajectory's next turn finds its prefix in the cache of the engine that ran the turn before, so affinity saves the prefill.
-`affinity` gives it up when that engine has no free slot: waiting would cost more than recomputing. What has no engine goes where
-the least tokens are outstanding for each slot, which is what engines hold in KV and read at each step; ProRL counts the tasks
-that an engine was ever given, so that one with long tasks gets as many more, and a newcomer all until it has caught up. Here a
-newcomer is given what has no engine until it has as much as the others now. Engines that do not answer are not among those to
+`affinity` gives it up when that engine has no free slot: waiting would cost more than recomputing. A turn without such an
+engine goes where the least tokens are outstanding for each slot: what engines hold in KV, and read at each step. (ProRL counts
+the tasks that an engine was ever given: one with long tasks gets as many more, and a newcomer gets all until it has caught up.
+Here a newcomer gets turns until it has as much as the others have now.) Engines that do not answer are not among those to
 choose from (`core/engines`). The others are what systems do that Heddle §7 compares with: `least_load` ignores the cache,
 `hybrid` keeps to it until loads differ too much; both count turns.
 """
