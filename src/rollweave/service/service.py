@@ -20,7 +20,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import CorruptJournalError, RollweaveError
+from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import (
     EngineRegistered,
     EngineSeat,
@@ -40,6 +40,7 @@ from rollweave.schema.service import (
 )
 from rollweave.schema.work import Task
 from rollweave.service.jobs import Job, Jobs, Result, job_number
+from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, UnknownError
 from rollweave.service.tasks import Tasks
 
 STAGES = {
@@ -56,30 +57,6 @@ FEW = 100
 """Rollouts of one request that are looked at in one go: some milliseconds."""
 
 T = TypeVar("T")
-
-
-class RefusedError(RollweaveError):
-    """The service does not do what it was asked for."""
-
-
-class UnknownError(RefusedError):
-    """There is no such rollout, handler or engine."""
-
-
-class ConflictError(RefusedError):
-    """The id is taken by another request."""
-
-
-class FullError(RefusedError):
-    """As many rollouts wait as may."""
-
-
-class GoneError(RefusedError):
-    """What it came to was there, and cannot be read any more."""
-
-
-class ClosedError(RefusedError):
-    """The service is ending."""
 
 
 class Service:
