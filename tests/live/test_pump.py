@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from rollweave.live.clock import RunClock
-from rollweave.live.pump import Pump
+from rollweave.live.pump import TOGETHER, Pump
 from rollweave.schema.commands import Command, Finish, SetTimer, Warn
 from rollweave.schema.events import Event, StopRequested, TimerFired, TrainerLost
 
@@ -84,6 +84,20 @@ async def test_what_an_effect_posts_is_handled_next() -> None:
     pump.post(TimerFired())
     await asyncio.wait_for(pump.run(), 5)
     assert log[-2:] == [("handled", "StopRequested"), ("journaled", "StopRequested")]
+
+
+async def test_many_events_at_once_let_others_have_their_turn() -> None:
+    log: list[object] = []
+    pump = Pump(ScriptedCore(log, {}), journal=ListJournal([]), clock=lambda: 0.0, execute=lambda _: None)
+    for _ in range(10 * TOGETHER):
+        pump.post(TimerFired())
+    running = asyncio.create_task(pump.run())
+    for turn in range(1, 11):
+        await asyncio.sleep(0)
+        assert len(log) == turn * TOGETHER
+    pump.stop()
+    await running
+    assert len(log) == 10 * TOGETHER
 
 
 async def test_a_bug_passes_through_with_the_journal_of_all_before_it() -> None:

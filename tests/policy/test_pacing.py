@@ -115,20 +115,26 @@ def test_each_domain_gets_its_share(weights: list[float], count: int) -> None:
         assert abs(drawn.get(name, 0) - count * weight / sum(weights)) < len(weights)
 
 
-loads = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), min_size=0, max_size=5).map(
-    lambda pairs: [
-        EngineLoad(id=EngineId(f"e{index}"), active=min(active, slots), slots=slots)
-        for index, (active, slots) in enumerate(pairs)
+loads = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4), st.integers(0, 9)), min_size=0, max_size=5).map(
+    lambda found: [
+        EngineLoad(id=EngineId(f"e{index}"), active=min(active, slots), slots=slots, tokens=min(active, slots) * tokens)
+        for index, (active, slots, tokens) in enumerate(found)
     ]
 )
 
 
-@given(engines=loads, affine=st.integers(0, 5), avoid=st.sets(st.integers(0, 5)))
+@given(
+    engines=loads,
+    affine=st.integers(0, 5),
+    avoid=st.sets(st.integers(0, 5)),
+    placement=st.sampled_from(["affinity", "least_load"]),
+)
 def test_routing_prefers_affinity_then_the_least_load_and_never_overfills(
-    engines: list[EngineLoad], affine: int, avoid: set[int]
+    engines: list[EngineLoad], affine: int, avoid: set[int], placement: str
 ) -> None:
     avoided = [EngineId(f"e{index}") for index in sorted(avoid)]
-    chosen = choose({engine.id: engine for engine in engines}, affine=EngineId(f"e{affine}"), avoid=avoided)
+    known = {engine.id: engine for engine in engines}
+    chosen = choose(known, affine=EngineId(f"e{affine}"), avoid=avoided, placement=placement)
     free = {engine.id: engine for engine in engines if engine.active < engine.slots}
     if not free:
         assert chosen is None
@@ -136,10 +142,14 @@ def test_routing_prefers_affinity_then_the_least_load_and_never_overfills(
     assert chosen in free
     good = {name: engine for name, engine in free.items() if name not in avoided} or free
     assert chosen in good
-    if f"e{affine}" in good:
+    if avoid and not free.keys() - avoided and f"e{affine}" in free:
+        assert chosen == f"e{affine}", "its cache, where all have failed the turn"
+    elif placement == "least_load":
+        assert good[chosen].active / good[chosen].slots == min(e.active / e.slots for e in good.values())
+    elif f"e{affine}" in good:
         assert chosen == f"e{affine}"
     else:
-        assert good[chosen].active / good[chosen].slots == min(e.active / e.slots for e in good.values())
+        assert good[chosen].tokens / good[chosen].slots == min(e.tokens / e.slots for e in good.values())
 
 
 def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> None:

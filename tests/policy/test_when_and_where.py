@@ -72,6 +72,28 @@ def test_placements_choose_as_they_say() -> None:
     assert choose(skewed, affine=A, avoid=[B], placement="hybrid") == A
 
 
+@given(
+    before=st.lists(st.integers(1, 900), min_size=2, max_size=40),
+    after=st.lists(st.integers(1, 900), min_size=1, max_size=80),
+    old=st.integers(1, 4),
+)
+def test_a_newcomer_gets_its_share_and_is_not_buried(before: list[int], after: list[int], old: int) -> None:
+    """Turns without an engine, of so many tokens: nobody is ahead of another by more than its last turn."""
+    tokens = {EngineId(f"e{number}"): 0 for number in range(old)}
+    last: dict[EngineId, int] = {}
+    for number, weight in enumerate([*before, *after]):
+        if number == len(before):
+            tokens[EngineId("new")] = 0
+        loads = {name: EngineLoad(id=name, active=0, slots=100, tokens=held) for name, held in tokens.items()}
+        chosen = choose(loads, affine=None)
+        assert chosen is not None
+        assert tokens[chosen] == min(tokens.values())
+        tokens[chosen] += weight
+        last[chosen] = weight
+    if tokens["new"] > max(held for name, held in tokens.items() if name != "new"):
+        assert tokens["new"] - last[EngineId("new")] <= min(held for name, held in tokens.items() if name != "new")
+
+
 def test_preemption_takes_the_slot_of_a_lower_rank_only() -> None:
     full = {A: load(A, 4, lowest=2.0), B: load(B, 4, lowest=1.0)}
     assert choose(full, affine=A, rank=3.0) is None

@@ -18,6 +18,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
+from rollweave.service.engines import connector
 from tests.live.whole import FAKES, ROOT, make_config
 
 WAIT_S = 60.0
@@ -134,4 +135,5 @@ if __name__ == "__main__":
         def ready(self, address: str, stop: Callable[[bool], None]) -> None:
             print(address, flush=True)
 
-    launch.serve(load(sys.argv[1]), host=Printing(), connect=no_engine, programs=FAKES)
+    given = load(sys.argv[1])
+    launch.serve(given, host=Printing(), connect=connector(given), programs=FAKES)

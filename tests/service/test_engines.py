@@ -16,10 +16,12 @@ from rollweave.backends.server import EngineServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
+from rollweave.service.client import NoServiceError, RolloutClient
 from rollweave.service.engines import connector, vocabulary
 from tests.backends.echo_engine import EchoLoop
-from tests.service.serving import service_config, serving
+from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 
 
@@ -109,6 +111,54 @@ async def test_when_an_engine_is_gone_another_takes_its_turns(tmp_path: Path) ->
                 await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}"))
             for number in range(4):
                 assert (await done(service.address, f"r{number}"))["members"][0]["stop_reason"] == "finished"
+
+
+async def addresses_at(service: str) -> set[str]:
+    """Of the engines that take turns there."""
+    _, found, _ = await ask(service, "GET", "/v1/engines")
+    return {one["address"] for one in found["engines"] if one["status"] == "serving" and not one["draining"]}
+
+
+async def shares(services: list[str], sizes: list[int]) -> None:
+    """Engines come to be dealt so, each to one service."""
+    while True:
+        found = [await addresses_at(service) for service in services]
+        if [len(own) for own in found] == sizes and sum(sizes) == len(set.union(*found)):
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) -> None:
+    """Four engines and two services, one of which is killed and started again: all go to the other one and come back."""
+    configs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        configs.append(registered(tmp_path / name))
+    programs = [Program(config) for config in configs]
+    services = [program.address for program in programs]
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            places = [(await stack.enter_async_context(elsewhere()))[1] for _ in range(4)]
+            client = await stack.enter_async_context(RolloutClient(services))
+            await client.register_engines([EngineRequest(address=place, dialect="rollweave") for place in places])
+            await shares(services, [2, 2])
+            programs[0].kill()
+            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(8)]
+            await shares(services[1:], [4])
+            for status in await asyncio.gather(*tasks):
+                assert status.members[0].stop_reason == "finished"
+            port = int(services[0].rpartition(":")[2])
+            again = configs[0].model_copy(update={"serve": configs[0].serve.model_copy(update={"port": port})})
+            programs[0] = Program(again)
+            await shares(services, [2, 2])
+            await client.register_engines([EngineRequest(address=place, dialect="rollweave") for place in places[:2]])
+            await shares(services, [1, 1])
+        async with RolloutClient("http://127.0.0.1:1") as nobody:
+            with pytest.raises(NoServiceError):
+                await nobody.register_engines([EngineRequest(address=places[0], dialect="rollweave")])
+    finally:
+        for program in programs:
+            program.kill()
 
 
 async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Self
 
-from rollweave.core.state import Engine, EngineStatus, State
+from rollweave.core.state import Engine, EngineStatus, State, Turn
 from rollweave.policy.routing import EngineLoad
 from rollweave.schema.base import EngineId, TrajectoryId
 
@@ -27,6 +27,7 @@ class Fleet:
     version: int | None = None  # the oldest that an engine has; None if no engine has any
     weights_ids: frozenset[int] = frozenset()  # of engines that could take others now: stale and serving ones
     _ranks: dict[EngineId, list[float]] = field(default_factory=dict)  # of the turns on an engine, ascending
+    _tokens: dict[EngineId, int] = field(default_factory=dict)  # context of the turns on an engine
 
     @classmethod
     def of(cls, state: State) -> Self:
@@ -34,9 +35,11 @@ class Fleet:
         serving = [engine for engine in staying if engine.status is EngineStatus.SERVING]
         ready = [engine for engine in staying if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)]
         starting = sum(engine.status is EngineStatus.STARTING for engine in staying)
-        ranks = {engine.id: sorted(_ranks(state, engine)) for engine in serving}
+        turns = {engine.id: _turns(state, engine) for engine in serving}
+        ranks = {engine_id: sorted(turn.rank for turn in given) for engine_id, given in turns.items()}
+        tokens = {engine_id: sum(turn.context_tokens for turn in given) for engine_id, given in turns.items()}
         return cls(
-            loads={engine.id: _load(engine, ranks[engine.id]) for engine in serving},
+            loads={engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving},
             slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
             free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
@@ -47,21 +50,24 @@ class Fleet:
             version=min((engine.version for engine in staying if engine.version >= 0), default=None),
             weights_ids=frozenset(engine.weights_id for engine in ready),
             _ranks=ranks,
+            _tokens=tokens,
         )
 
-    def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: int, rank: float) -> None:
-        """Give an engine that takes turns one of this rank."""
-        engine.active[trajectory_id] = turn
-        insort(self._ranks[engine.id], rank)
+    def occupy(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> None:
+        """Give an engine that takes turns a trajectory's turn."""
+        engine.active[trajectory_id] = turn.number
+        insort(self._ranks[engine.id], turn.rank)
+        self._tokens[engine.id] += turn.context_tokens
         self._recount(engine)
 
-    def vacate(self, engine: Engine, trajectory_id: TrajectoryId, rank: float) -> bool:
-        """Take a trajectory's turn of this rank from the engine. False if it had none."""
+    def vacate(self, engine: Engine, trajectory_id: TrajectoryId, turn: Turn) -> bool:
+        """Take a trajectory's turn from the engine. False if it had none."""
         if engine.active.pop(trajectory_id, None) is None:
             return False
         ranks = self._ranks.get(engine.id)
         if ranks is not None:
-            del ranks[bisect_left(ranks, rank)]
+            del ranks[bisect_left(ranks, turn.rank)]
+            self._tokens[engine.id] -= turn.context_tokens
             self._recount(engine)
         return True
 
@@ -75,17 +81,17 @@ class Fleet:
 
     def _recount(self, engine: Engine) -> None:
         before = self.loads[engine.id]
-        after = self.loads[engine.id] = _load(engine, self._ranks[engine.id])
+        after = self.loads[engine.id] = _load(engine, self._ranks[engine.id], self._tokens[engine.id])
         self.active += after.active - before.active
         self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
         self.busy += (after.active > 0) - (before.active > 0)
 
 
-def _ranks(state: State, engine: Engine) -> list[float]:
+def _turns(state: State, engine: Engine) -> list[Turn]:
     turns = [state.trajectories[trajectory_id].turn for trajectory_id in engine.active]
-    return [turn.rank for turn in turns if turn is not None]
+    return [turn for turn in turns if turn is not None]
 
 
-def _load(engine: Engine, ranks: list[float]) -> EngineLoad:
+def _load(engine: Engine, ranks: list[float], tokens: int) -> EngineLoad:
     lowest = ranks[-engine.max_slots] if len(ranks) >= engine.max_slots > 0 else -math.inf
-    return EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots, lowest=lowest)
+    return EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots, tokens=tokens, lowest=lowest)

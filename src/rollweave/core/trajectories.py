@@ -142,7 +142,7 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
     turn = trajectory.turn
     run.state.turn_queue.pop(trajectory.id, None)
     engine = run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
-    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn.rank):
+    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn):
         run.emit(
             AbortTurn(
                 trajectory_id=trajectory.id,

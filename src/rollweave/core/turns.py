@@ -38,7 +38,7 @@ def on_done(run: Run, event: TurnDone) -> None:
     engine = run.state.engines[turn.engine]
     if len(engine.active) > engine.max_slots:
         engine.crowded_at = run.now
-    run.fleet.vacate(engine, trajectory.id, turn.rank)
+    run.fleet.vacate(engine, trajectory.id, turn)
     run.touched += [None, engine.id]
     engine.strikes = 0
     if run.state.serving:
@@ -82,7 +82,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     assert turn.engine is not None, "only an assigned turn can fail"
     engine = run.state.engines.get(turn.engine)
     if engine is not None:
-        run.fleet.vacate(engine, trajectory.id, turn.rank)
+        run.fleet.vacate(engine, trajectory.id, turn)
     run.warn(turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed")
     turn.avoid.append(turn.engine)
     turn.engine, turn.since = None, run.now
@@ -323,7 +323,7 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
     if run.scheduling.homes and not trajectory.resident:
         trajectory.resident = True
         run.order_changed(trajectory)
-    run.fleet.occupy(engine, trajectory.id, turn.number, turn.rank)
+    run.fleet.occupy(engine, trajectory.id, turn)
     run.emit(
         StartTurn(
             trajectory_id=trajectory.id,

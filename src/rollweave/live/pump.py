@@ -16,6 +16,9 @@ from rollweave.schema.events import Event
 INBOX_EVENTS = 1 << 17
 """Events that may wait. The pools bound what the world can say at once to far less; more is a bug, not a load."""
 
+TOGETHER = 256
+"""Events that are handled in one go, some milliseconds: whoever else lives on this loop has a turn after that."""
+
 
 class CoreLike(Protocol):
     """What the pump needs of the core."""
@@ -63,7 +66,7 @@ class Pump:
         while not self._stopped:
             await self._wake.wait()
             self._wake.clear()
-            self._drain(len(self._inbox))
+            self._drain(min(len(self._inbox), TOGETHER))
             if self._inbox:
                 self._wake.set()
                 await asyncio.sleep(0)

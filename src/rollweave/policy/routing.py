@@ -1,8 +1,12 @@
 """Which engine runs a turn that has no engine of its own (ProRL §3.3.2).
 
 A trajectory's next turn finds its prefix in the cache of the engine that ran the turn before, so affinity saves the prefill.
-`affinity` gives it up when that engine has no free slot: waiting would cost more than recomputing. The others are what systems
-do that Heddle §7 compares with: `least_load` ignores the cache, `hybrid` keeps to it until loads differ too much.
+`affinity` gives it up when that engine has no free slot: waiting would cost more than recomputing. A turn without such an
+engine goes where the least tokens are outstanding for each slot: what engines hold in KV, and read at each step. (ProRL counts
+the tasks that an engine was ever given: one with long tasks gets as many more, and a newcomer gets all until it has caught up.
+Here a newcomer gets turns until it has as much as the others have now.) Engines that do not answer are not among those to
+choose from (`core/engines`). The others are what systems do that Heddle §7 compares with: `least_load` ignores the cache,
+`hybrid` keeps to it until loads differ too much; both count turns.
 """
 
 import math
@@ -15,11 +19,15 @@ SKEW = 32.0
 
 
 class EngineLoad(Noun, frozen=True, kw_only=True):
-    """An engine that may take a turn: `active` turns, of which `slots` run, the lowest of these at rank `lowest`."""
+    """An engine that may take a turn: `active` turns, of which `slots` run, the lowest of these at rank `lowest`.
+
+    `tokens` is the context of all these turns.
+    """
 
     id: EngineId
     active: int
     slots: int
+    tokens: int = 0
     lowest: float = -math.inf
 
     def runs(self, rank: float, *, preempts: bool) -> bool:
@@ -51,9 +59,9 @@ def choose(
     if not free:
         return None
     wanted = [engine for engine in free if engine.id not in avoid] if avoid else free
-    if not wanted:
-        return affine if any(engine.id == affine for engine in free) else _least(free)
-    return _least(wanted)
+    if not wanted and any(engine.id == affine for engine in free):
+        return affine
+    return min(wanted or free, key=_tokens if placement == "affinity" else _turns).id
 
 
 def _to_preempt(
@@ -71,5 +79,9 @@ def _skewed(engines: Mapping[EngineId, EngineLoad]) -> bool:
     return bool(loads) and max(loads) > SKEW * max(1, min(loads))
 
 
-def _least(engines: Sequence[EngineLoad]) -> EngineId:
-    return min(engines, key=lambda engine: engine.active / engine.slots).id
+def _turns(engine: EngineLoad) -> float:
+    return engine.active / engine.slots
+
+
+def _tokens(engine: EngineLoad) -> tuple[float, float]:
+    return (engine.tokens / engine.slots, engine.active / engine.slots)

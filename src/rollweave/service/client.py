@@ -16,8 +16,9 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
+from rollweave.policy.balancing import Host, Hysteresis, spread
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
+from rollweave.schema.service import EngineRequest, EngineStatus, RolloutRequest, RolloutStatus
 from rollweave.service.loop import LoopThread
 
 POLL_S = 20.0
@@ -34,6 +35,10 @@ CANCEL_S = 5.0
 
 DEAD_S = 15.0
 """Until a dead service is asked again."""
+
+
+DEAL_S = 2.0
+"""Between two looks at who has which engines; a service that has not answered three of them has lost its share."""
 
 
 class ServiceError(RollweaveError):
@@ -54,6 +59,7 @@ class _Server:
     outstanding: int = 0
     dead_until: float = 0.0
     owed: list[str] = field(default_factory=list)  # ids to cancel there, which another service has done
+    health: Hysteresis | None = None  # as far as engines are dealt; None before they were
 
 
 class RolloutClient:
@@ -67,6 +73,9 @@ class RolloutClient:
         self._servers = [_Server(address.rstrip("/")) for address in dict.fromkeys(several)]
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._session: aiohttp.ClientSession | None = None
+        self._engines: dict[str, EngineRequest] = {}  # to be dealt, by address
+        self._dealt: set[str] = set()  # addresses that ever were
+        self._dealing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=POLL_S + 30.0)
@@ -75,6 +84,9 @@ class RolloutClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._dealing is not None:
+            self._dealing.cancel()
+            self._dealing = None
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -128,6 +140,21 @@ class RolloutClient:
         for server in self._servers:
             await self._send(server, "POST", "/v1/engines", msgspec.json.encode(request))
 
+    async def register_engines(self, engines: Sequence[EngineRequest]) -> None:
+        """Deal these engines to the services: to each first those of its own host, the rest in turn (`policy/balancing`).
+
+        For as long as the client is entered they move when a service does not answer any more, or does again. A later call's
+        engines take the place of these; engines that were registered otherwise are left alone. Raises ServiceError for one that
+        is refused, NoServiceError where no service answers.
+        """
+        if self._dealing is not None:
+            self._dealing.cancel()
+        self._engines = {engine.address: engine for engine in engines}
+        self._dealt |= self._engines.keys()
+        if not await self._deal():
+            raise NoServiceError(f"none of {', '.join(server.address for server in self._servers)} answers")
+        self._dealing = asyncio.create_task(self._deal_again(), name="deal engines")
+
     async def health(self) -> dict[str, dict[str, Any]]:
         """What each service says of itself, by address; those that do not answer are missing."""
         found = {}
@@ -174,6 +201,44 @@ class RolloutClient:
                 kind, message = _error(answer)
                 raise ServiceError(response.status, kind, f"{server.address}: {message}")
             return answer
+
+    # Engines.
+
+    async def _deal_again(self) -> None:
+        while True:
+            await asyncio.sleep(DEAL_S)
+            with contextlib.suppress(aiohttp.ClientError, ServiceError, TimeoutError):
+                await self._deal()
+
+    async def _deal(self) -> bool:
+        """Let each service that answers have its share of the engines. False if none does."""
+        found = await asyncio.gather(*map(self._engines_of, self._servers))
+        living = []
+        for server, known in zip(self._servers, found, strict=True):
+            if server.health is None:
+                server.health = Hysteresis(healthy=known is not None)
+            if server.health.observe(known is not None):
+                living.append(Host(server=server.address, host=_host(server.address)))
+        uses = spread([Host(server=address, host=_host(address)) for address in self._engines], living)
+        for server, known in zip(self._servers, found, strict=True):
+            if known is None or server.address not in uses:
+                continue
+            shares = uses[server.address]
+            for address in [address for address in shares if address not in known]:
+                await self._send(server, "POST", "/v1/engines", msgspec.json.encode(self._engines[address]))
+            for address, engine_id in known.items():
+                if address in self._dealt and address not in shares:
+                    await self._send(server, "DELETE", f"/v1/engines/{engine_id}")
+        return bool(living)
+
+    async def _engines_of(self, server: _Server) -> dict[str, str] | None:
+        """Ids of the engines that are registered there, by address. None if it does not answer."""
+        try:
+            async with asyncio.timeout(DEAL_S):
+                answer = msgspec.json.decode(await self._send(server, "GET", "/v1/engines"), type=dict[str, list[EngineStatus]])
+        except (aiohttp.ClientError, ServiceError, TimeoutError):
+            return None
+        return {engine.address: engine.id for engine in answer["engines"] if engine.address and not engine.draining}
 
     # All of them.
 
@@ -223,9 +288,17 @@ class Rollouts:
         """Give every service this engine."""
         self._loop.call(self._client.register(request))
 
+    def register_engines(self, engines: Sequence[EngineRequest]) -> None:
+        """Deal these engines to the services. Errors are those of `RolloutClient.register_engines`."""
+        self._loop.call(self._client.register_engines(engines))
+
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def _host(address: str) -> str:
+    return urllib.parse.urlsplit(address).hostname or ""
 
 
 def _path(job_id: str) -> str:

@@ -19,7 +19,8 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
 from rollweave.service.openapi import document
-from rollweave.service.service import ClosedError, ConflictError, FullError, GoneError, RefusedError, Service, UnknownError
+from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, RefusedError, UnknownError
+from rollweave.service.service import Service
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import AskedLimits, EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
 from rollweave.service.http import decode, json_answer
-from rollweave.service.service import RefusedError, Service, UnknownError
+from rollweave.service.refusals import RefusedError, UnknownError
+from rollweave.service.service import Service
 
 T = TypeVar("T")
 

@@ -7,7 +7,8 @@ the same directory; asking twice with one id is asking once; what waits to begin
 import asyncio
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -19,7 +20,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Deliver, Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import CorruptJournalError, RollweaveError
+from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import (
     EngineRegistered,
     EngineSeat,
@@ -39,6 +40,7 @@ from rollweave.schema.service import (
 )
 from rollweave.schema.work import Task
 from rollweave.service.jobs import Job, Jobs, Result, job_number
+from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, UnknownError
 from rollweave.service.tasks import Tasks
 
 STAGES = {
@@ -51,29 +53,10 @@ STAGES = {
 
 KEPT_WARNINGS = 64
 
+FEW = 100
+"""Rollouts of one request that are looked at in one go: some milliseconds."""
 
-class RefusedError(RollweaveError):
-    """The service does not do what it was asked for."""
-
-
-class UnknownError(RefusedError):
-    """There is no such rollout, handler or engine."""
-
-
-class ConflictError(RefusedError):
-    """The id is taken by another request."""
-
-
-class FullError(RefusedError):
-    """As many rollouts wait as may."""
-
-
-class GoneError(RefusedError):
-    """What it came to was there, and cannot be read any more."""
-
-
-class ClosedError(RefusedError):
-    """The service is ending."""
+T = TypeVar("T")
 
 
 class Service:
@@ -166,7 +149,7 @@ class Service:
             raise FullError(f"at most {self._config.serve.queue} rollouts may wait to begin; there is room for {max(0, room)}")
         self._submitting += count
         try:
-            drawn = [(job_id, request, await self._asked(request)) for job_id, request in new.items()]
+            drawn = [(job_id, request, await self._asked(request)) async for job_id, request in _in_turns(new.items())]
             if self._closed:
                 raise ClosedError("the service is ending")
             fresh = [one for one in drawn if not self._known(one[0], one[1])]  # somebody else may have been quicker
@@ -178,7 +161,7 @@ class Service:
                 self._post_job(job)
         finally:
             self._submitting -= count
-        return [self.status(job_id, results=False) for job_id, _ in named]
+        return [self.status(job_id, results=False) async for job_id, _ in _in_turns(named)]
 
     def _known(self, job_id: str, request: RolloutRequest) -> bool:
         """True if just this was asked for before. Raises ConflictError."""
@@ -407,6 +390,14 @@ class Service:
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+
+async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """All of them; others have their turn after each few, so that thousands at once do not hold up everybody."""
+    for number, item in enumerate(items):
+        if number % FEW == 0:
+            await asyncio.sleep(0)
+        yield item
 
 
 def is_registered(engine_id: EngineId) -> bool:
