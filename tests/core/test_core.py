@@ -96,6 +96,22 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
+@example(  # the last checkpoint is damaged, which is found during the final evaluation
+    seed=3,
+    mode="partial",
+    failure=0.1,
+    hang=0.01,
+    alpha=3,
+    spare_groups=0,
+    spare_members=1,
+    dynamic=False,
+    every=2,
+    parts=1,
+    batch=False,
+    scheduling="autellix",
+    slots=1,
+    allocation=True,
+)
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),

@@ -24,6 +24,9 @@ def advance(run: Run) -> None:
     if state.error and state.phase is not Phase.FINISHED:
         _finish_with_error(run)
     serving.advance(run)
+    if _has_lost_steps(run):
+        state.phase = Phase.RUNNING
+        evaluation.abandon(run)
     if state.phase is Phase.RUNNING:
         _end_of_training(run)
     if state.phase is Phase.DRAINING and not _in_flight(run) and state.trainer.status is TrainerStatus.IDLE:
@@ -44,6 +47,16 @@ def advance(run: Run) -> None:
             training.publish_best(run, state.best_step)
     if state.phase is Phase.EVALUATING:
         _final_evaluation(run)
+
+
+def _has_lost_steps(run: Run) -> bool:
+    """Training was over, and the trainer has come back at an earlier checkpoint since."""
+    state = run.state
+    ending = state.phase in (Phase.DRAINING, Phase.SAVING, Phase.EVALUATING)
+    wanted = not (state.skip_final_eval or state.target_reached)
+    return (
+        ending and wanted and state.trainer.status is not TrainerStatus.STARTING and state.trainer.step < run.config.run.steps
+    )
 
 
 def _end_of_training(run: Run) -> None:
