@@ -28,6 +28,7 @@ BUILT_IN = {
     "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.handlers.program:Program",
     "stem": "rollweave.handlers.stem:Stem",
+    "swe": "rollweave.handlers.swe:Swe",
 }
 
 
