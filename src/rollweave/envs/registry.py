@@ -20,6 +20,7 @@ METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
+    "code": "rollweave.handlers.code:Code",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
     "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",

@@ -13,12 +13,12 @@ from rollweave.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
 from rollweave.handlers.probes import Seen, look, passed
 from rollweave.handlers.swe_bugs import TESTS, Bug, broken, bugs, bugs_of, files_of, shown, sources_of_tests
-from rollweave.handlers.toolbox import check_names, toolbox
+from rollweave.handlers.toolbox import blamed, check_tools, toolbox
 from rollweave.handlers.tools import Calls, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.chat import Message
-from rollweave.schema.errors import ConfigError, SandboxError, SandboxLostError
+from rollweave.schema.errors import SandboxError
 from rollweave.schema.work import Task
 
 ROOT = "/project"
@@ -27,9 +27,6 @@ SPEC = SandboxSpec(workdir=ROOT, limits=Limits(memory_bytes=1024 * MIB, disk_byt
 """Of the agent's sandbox and of that in which its files are tested."""
 
 LIST_S = 20.0
-
-BEYOND = "it went beyond limits."
-"""In the reason of a sandbox's end: what ran in it brought it about."""
 
 PROMPT = """The Python project in {root} has a bug. One of its users writes:
 
@@ -58,15 +55,9 @@ class Swe:
         timeout_s: float = 30.0,
         output_bytes: int = 10_000,
     ) -> None:
-        if calls not in ("native", "text"):
-            raise ConfigError(f"options.calls must be native or text, got {calls!r}")
         default = ("bash", "submit") if calls == "text" else ("bash", "str_replace_editor", "submit")
         self._tools = tuple(tools if tools is not None else default)
-        check_names(self._tools)
-        if calls == "text" and "str_replace_editor" in self._tools:
-            raise ConfigError(
-                "options.tools must not have str_replace_editor where calls = 'text': it takes more than one text"
-            )
+        check_tools(self._tools, calls)
         self._calls: Calls = calls
         self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
         self._bug: Bug | None = None
@@ -177,11 +168,6 @@ def prompt(bug: Bug, tools: Sequence[Tool], calls: Calls) -> list[Message]:
     end = "call submit" if any(tool.name == "submit" for tool in tools) else "say that you are done"
     text = PROMPT.format(root=ROOT, issue=bug.issue, end=end)
     return [Message(role="user", content=f"{text}\n\n{told_in_text(tools)}" if calls == "text" else text)]
-
-
-def blamed(error: BaseException) -> Score | None:
-    """No reward, for a sandbox that went beyond its limits; None for any other failure."""
-    return Score(reward=0.0, success=False) if isinstance(error, SandboxLostError) and BEYOND in str(error) else None
 
 
 async def _write(sandbox: Sandbox, files: Mapping[str, str]) -> None:
