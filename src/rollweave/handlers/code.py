@@ -33,6 +33,9 @@ SPEC = SandboxSpec(
 
 PROGRAM_BYTES = 1 << 16
 
+COMMAND_S = 30.0
+"""Of a tool's command: less than a stage may be silent by default (`step_s`)."""
+
 TRIES = 1000
 """Draws until a problem of the split is found: an eighth of them belongs to a held-out split."""
 
@@ -87,7 +90,7 @@ class Code:
 
     async def run(self, agent: Agent) -> None:
         """Ask for the program."""
-        tools = toolbox(self._sandbox, self._tools) if self._sandbox is not None else []
+        tools = toolbox(self._sandbox, self._tools, timeout_s=COMMAND_S) if self._sandbox is not None else []
         try:
             said = await converse(agent, prompt(self._problem, tools, self._calls), tools, calls=self._calls)
         except LimitError:
@@ -165,8 +168,8 @@ class Code:
                 found = await sandbox.exec([python_of(SPEC), "-I", FILE], stdin=given.encode(), timeout_s=self._timeout_s)
                 said = found.stdout.decode(errors="replace")
                 self._passed.append(found.rc == 0 and not found.timed_out and same(said, self._problem.answer(given)))
-                if not self._partial and not self._passed[-1]:
-                    break
+                if found.timed_out or not (self._partial or self._passed[-1]):
+                    break  # what has no end is not asked again: all cases have to fit into the time of a stage
         finally:
             await self.close()
 

@@ -24,11 +24,12 @@ from rollweave.sandbox.rootfs import python_of
 Seen = dict[str, list[str]]
 """What each test noted, by `module.Class.method`."""
 
-TEST_S = 10.0
+TEST_S = 5.0
 """Seconds of one test. Ours take milliseconds."""
 
-ALL_S = 120.0
-"""Seconds of all tests of a repository together."""
+ALL_S = 40.0
+"""Seconds of all tests of a repository together; beyond that none has passed. It is less than a stage has by default (`step_s`), so
+that code without an end is the agent's failure, not the environment's."""
 
 BASES = ("TestCase", "IsolatedAsyncioTestCase")
 
