@@ -28,8 +28,8 @@ TEST_S = 5.0
 """Seconds of one test. Ours take milliseconds."""
 
 ALL_S = 40.0
-"""Seconds of all tests of a repository together; beyond that none has passed. It is less than a stage has by default (`step_s`), so
-that code without an end is the agent's failure, not the environment's."""
+"""Seconds of all tests of a repository together; beyond that none has passed. Less than a stage has by default (`step_s`): code
+without an end is the agent's failure, not the environment's."""
 
 BASES = ("TestCase", "IsolatedAsyncioTestCase")
 

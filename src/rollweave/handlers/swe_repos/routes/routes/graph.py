@@ -107,7 +107,7 @@ class Graph:
         left = set(self._next)
         found = []
         while left:
-            todo = [left.pop()]
+            todo = [min(left)]
             island = set(todo)
             while todo:
                 node = todo.pop()
