@@ -28,7 +28,7 @@ def test_resolves_by_name_and_by_module() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("frozenlak", r"must be one of calculator, frozenlake.*got 'frozenlak' \(did you mean frozenlake\?\)"),
+        ("frozenlak", r"must be one of calculator, code, frozenlake.*got 'frozenlak' \(did you mean frozenlake\?\)"),
         ("zzz", "got 'zzz'$"),
         ("nowhere.at.all:X", "cannot import nowhere.at.all: ModuleNotFoundError"),
         (f"{HERE}Ech", r"has no Ech \(did you mean Echo\?\)"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollweave.handlers.sandboxes import Sandboxes
-from rollweave.handlers.toolbox import clipped, toolbox
+from rollweave.handlers.toolbox import check_tools, clipped, toolbox
 from rollweave.handlers.tools import converse
 from rollweave.sandbox.base import SandboxSpec
 from rollweave.schema.chat import Message
@@ -127,11 +127,12 @@ async def test_a_lost_sandbox_is_no_answer() -> None:
             await converse(Scripted(speak), ASK, tools)
 
 
-async def test_other_names_are_refused() -> None:
-    async with sandboxes() as boxes:
-        sandbox = await boxes.start(SandboxSpec())
-        with pytest.raises(ConfigError, match=r"options\.tools must be some of bash"):
-            toolbox(sandbox, ["bash", "browser"])
+def test_other_names_and_calls_are_refused() -> None:
+    check_tools(["bash", EDITOR], "native")
+    with pytest.raises(ConfigError, match=r"options\.tools must be some of bash"):
+        check_tools(["bash", "browser"], "native")
+    with pytest.raises(ConfigError, match=r"must not have str_replace_editor where calls = 'text'"):
+        check_tools(["bash", EDITOR], "text")
 
 
 def test_clipped_keeps_head_and_tail_of_any_text() -> None:

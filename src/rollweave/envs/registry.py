@@ -20,6 +20,7 @@ METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
+    "code": "rollweave.handlers.code:Code",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
     "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
@@ -28,6 +29,7 @@ BUILT_IN = {
     "openenv": "rollweave.envs.openenv:OpenEnv",
     "program": "rollweave.handlers.program:Program",
     "stem": "rollweave.handlers.stem:Stem",
+    "swe": "rollweave.handlers.swe:Swe",
 }
 
 

@@ -7,6 +7,7 @@ file, a full disk) is an answer; where the sandbox itself is lost or silent, `Sa
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
+from rollweave.envs.base import Score
 from rollweave.handlers.base import Tool
 from rollweave.handlers.tools import Final
 from rollweave.sandbox.base import Sandbox
@@ -15,23 +16,35 @@ from rollweave.schema.errors import ConfigError, SandboxError, SandboxLostError,
 
 SUBMITTED = "Submitted."
 
+EDITOR = "str_replace_editor"
+
+BEYOND = "it went beyond limits."
+"""In the reason of a sandbox's end."""
+
 Arguments = dict[str, Any]
 
 
 def toolbox(
     sandbox: Sandbox, names: Iterable[str], *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES
 ) -> list[Tool]:
-    """The tools of these names, in their order. `timeout_s` is a command's or cell's. Raises ConfigError for another name."""
-    names = list(names)
-    check_names(names)
+    """The tools of these names (`check_tools`), in their order. `timeout_s` is a command's or cell's."""
     return [MAKERS[name](sandbox, timeout_s, output_bytes) for name in names]
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Raise ConfigError for a name that is not of a tool here."""
+def check_tools(names: Iterable[str], calls: str) -> None:
+    """Raise ConfigError for options of a handler that name other tools, or tools that cannot be called so."""
+    if calls not in ("native", "text"):
+        raise ConfigError(f"options.calls must be native or text, got {calls!r}")
     for name in names:
         if name not in MAKERS:
             raise ConfigError(f"options.tools must be some of {', '.join(MAKERS)}, got {name!r}")
+        if name == EDITOR and calls == "text":
+            raise ConfigError(f"options.tools must not have {name} where calls = 'text': it takes more than one text")
+
+
+def blamed(error: BaseException) -> Score | None:
+    """No reward, for a sandbox that went beyond its limits: what ran in it did that. None for any other failure."""
+    return Score(reward=0.0, success=False) if isinstance(error, SandboxLostError) and BEYOND in str(error) else None
 
 
 def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
@@ -86,7 +99,7 @@ def _editor(sandbox: Sandbox, _: float, output_bytes: int) -> Tool:
         },
     }
     parameters = _object(fields, required=("command", "path"))
-    return Tool(name="str_replace_editor", description=about, parameters=parameters, call=_told(call))
+    return Tool(name=EDITOR, description=about, parameters=parameters, call=_told(call))
 
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -135,7 +148,7 @@ def _submit(*_: object) -> Tool:
 MAKERS: dict[str, Callable[[Sandbox, float, int], Tool]] = {
     "bash": _bash,
     "ipython": _ipython,
-    "str_replace_editor": _editor,
+    EDITOR: _editor,
     "think": _think,
     "submit": _submit,
 }

@@ -1,0 +1,1 @@
+"""Retries, pools, events and limits for asynchronous work."""

@@ -1,0 +1,1 @@
+"""Money, accounts and statements."""

@@ -1,0 +1,1 @@
+"""Caches, memoised functions, and a store with transactions."""

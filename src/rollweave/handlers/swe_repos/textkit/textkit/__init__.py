@@ -1,0 +1,1 @@
+"""Wrapping, tables, templates and names."""
