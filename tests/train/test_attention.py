@@ -23,6 +23,11 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tenso
     return out
 
 
+def rounding(sharpness: float) -> float:
+    """A weight is the exponential of a score, whose float32 is wrong by a share of it: scores grow with the square."""
+    return 2e-5 * max(1.0, sharpness**2 / 16)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     batch=st.integers(1, 2),
@@ -36,7 +41,8 @@ def test_every_place_once(batch: int, length: int, heads: tuple[int, int], sharp
     k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
     places = torch.arange(length).expand(batch, -1)
     for max_scores in (0, 1 << 20):
-        assert_equal(lambda *a, m=max_scores: attend(*a, None, max_scores=m), lambda *a: plain(*a, places), q, k, v)
+        fused, reference = lambda *a, m=max_scores: attend(*a, None, max_scores=m), lambda *a: plain(*a, places)
+        assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 
 @settings(max_examples=40, deadline=None)
@@ -53,7 +59,8 @@ def test_chosen_places(batch: int, width: int, length: int, heads: tuple[int, in
     k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
     places = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
     for max_scores in (0, 1 << 20):
-        assert_equal(lambda *a, m=max_scores: attend(*a, places, max_scores=m), lambda *a: plain(*a, places), q, k, v)
+        fused, reference = lambda *a, m=max_scores: attend(*a, places, max_scores=m), lambda *a: plain(*a, places)
+        assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 50.0])
