@@ -12,10 +12,11 @@ import msgspec
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
 from rollweave.handlers.base import Agent, Job, LimitError, Tool
+from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.code_tasks import FAMILIES, Problem, drawn
-from rollweave.handlers.toolbox import blamed, check_tools, toolbox
+from rollweave.handlers.toolbox import check_tools, toolbox
 from rollweave.handlers.tools import Calls, blocks, converse, told_in_text
-from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, SandboxError, SandboxLostError, SandboxTimeoutError
@@ -50,7 +51,7 @@ PROMPT = """Write a Python program that reads standard input and prints to stand
 ANSWER = "Answer with the program in one block:\n```python\n...\n```"
 
 
-class Code:
+class Code(Boxed):
     """A task is a family of `code_tasks.py` with parameters, and the seed of its hidden cases.
 
     Without `tools` the agent has one turn, and answers with a block of Python. With tools it works in a sandbox, and its
@@ -77,7 +78,6 @@ class Code:
             raise ConfigError(f"options.cases must be from 1 to 100, got {cases}")
         self._calls: Calls = calls
         self._cases, self._partial, self._timeout_s = cases, partial, timeout_s
-        self._sandbox: Sandbox | None = None
         self._program: str | None = None
         self._passed: list[bool] = []
 
@@ -106,24 +106,9 @@ class Code:
         share = sum(self._passed) / self._cases
         return Score(reward=share if self._partial else float(share == 1.0), success=share == 1.0)
 
-    async def run_exception(self, error: BaseException) -> Score | None:
-        """A sandbox that went beyond its limits was the agent's doing."""
-        return blamed(error)
-
     async def eval_exception(self, error: BaseException) -> Score | None:
-        """The same, of its program."""
-        return blamed(error)
-
-    async def close(self) -> None:
-        """Free the sandbox."""
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.stop(0)
-
-    def kill(self) -> None:
-        """Free it at once."""
-        if self._sandbox is not None:
-            self._sandbox.kill()
+        """As of `run`: what the agent left runs there."""
+        return await self.run_exception(error)
 
     def final_result(self) -> dict[str, Any]:
         """The program, and which cases it got right, as far as they were tried."""

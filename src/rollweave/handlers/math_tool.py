@@ -6,14 +6,12 @@ own text.
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
 from rollweave.handlers.answers import same
-from rollweave.handlers.base import Agent, Job
+from rollweave.handlers.base import Agent
 from rollweave.handlers.math_problems import FAMILIES, LEVELS
-from rollweave.handlers.sandboxes import own_doing
-from rollweave.handlers.solving import TOOL_S, Question, Solving, own_question, question_of
+from rollweave.handlers.solving import TOOL_S, Solving, own_question
 from rollweave.handlers.tools import Calls
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
@@ -22,7 +20,7 @@ ABOUT = "Solve the problem. You may compute with the tool ipython, as often as y
 TOOLS = ("ipython", "think")
 
 
-class MathTool:
+class MathTool(Solving):
     """Problems of `families` (all by default) at `level` 1 to 3, or the user's own: records of the JSONL file `path`.
 
     A record has its `question`, a text, and its `answer`: a number, a fraction, a tuple, or words (`answers.same`).
@@ -42,33 +40,14 @@ class MathTool:
         tool_s: float = TOOL_S,
     ) -> None:
         _check({"families": families, "level": level, "path": path, "held_out": held_out})
-        self._solving = Solving(calls=calls, tool_s=tool_s)
-        self._asked = Question(question="", answer="")
-
-    async def init(self, job: Job) -> None:
-        self._asked = question_of(job.task)
-        await self._solving.init(job)
+        super().__init__(calls=calls, tool_s=tool_s)
 
     async def run(self, agent: Agent) -> None:
-        await self._solving.run(agent, self._asked.question, about=ABOUT, names=TOOLS)
-
-    async def run_exception(self, error: BaseException) -> Score | None:
-        """No reward where the agent's code drove the sandbox beyond a limit."""
-        return Score(reward=0.0, success=False) if own_doing(error) else None
-
-    async def close(self) -> None:
-        await self._solving.close()
-
-    def kill(self) -> None:
-        self._solving.kill()
+        await self.solve(agent, about=ABOUT, names=TOOLS)
 
     async def eval(self) -> Score:
-        right = self._solving.answer is not None and same(self._solving.answer, self._asked.answer)
+        right = self._answer is not None and same(self._answer, self._asked.answer)
         return Score(reward=float(right), success=right)
-
-    def final_result(self) -> dict[str, Any]:
-        """The answer that was found."""
-        return self._solving.result()
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:

@@ -27,7 +27,8 @@ from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.envs.records import drawn, records
 from rollweave.envs.registry import load
 from rollweave.handlers.base import Agent, Job
-from rollweave.handlers.sandboxes import Sandboxes, forget, own_doing
+from rollweave.handlers.boxed import Boxed
+from rollweave.handlers.sandboxes import Sandboxes, forget
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
@@ -61,7 +62,7 @@ class Outcome:
     outputs: Mapping[str, str] = field(default_factory=dict)
 
 
-class Program:
+class Program(Boxed):
     """Implements `AgentHandler`. Paths in the sandbox may be relative to its home, where the program runs.
 
     - `command`: the program and its arguments. On the image `host`, `python` is the one that rollweave runs on.
@@ -116,7 +117,6 @@ class Program:
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})  # one pool for all programs
         except (msgspec.ValidationError, ValueError) as error:
             raise ConfigError(f"options of the sandbox: {error}") from error
-        self._sandbox: Sandbox | None = None
         self._sandboxes: Sandboxes | None = None
         self._snapshot: Snapshot | None = None
         self._forget: weakref.finalize[Any, Program] | None = None
@@ -159,20 +159,6 @@ class Program:
         if self._function is None:
             self._snapshot = await sandbox.snapshot()
             self._forget = weakref.finalize(self, forget, self._snapshot)
-
-    async def close(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.stop(grace_s=0.0)
-
-    def kill(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.kill()
-
-    async def run_exception(self, error: BaseException) -> Score | None:
-        """A program that took more than it was given is a bad one. Anything else says nothing about it."""
-        if own_doing(error):
-            return Score(reward=0.0, success=False)
-        return None
 
     async def eval(self) -> Score:
         """Raises RewardError for a command that fails, or prints no number."""

@@ -11,13 +11,10 @@ import msgspec
 from rollweave.sandbox.base import Backend, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.registry import backend
-from rollweave.schema.errors import SandboxError, SandboxLostError
+from rollweave.schema.errors import SandboxError
 
 KINDS = 8
 """Specifications of which sandboxes are kept warm: the first that are asked for."""
-
-OWN_DOING = ("limits.memory_bytes", "limits.processes", "limits.cpu_s")
-"""Why a sandbox ends by what the code in it did. Wall time is none: a turn may have waited for an engine."""
 
 
 class Sandboxes:
@@ -67,8 +64,3 @@ class Sandboxes:
 def forget(snapshot: Snapshot) -> None:
     """Remove what a snapshot keeps, before its back end closes. No branch of it may be running."""
     shutil.rmtree(snapshot.layers[0], ignore_errors=True)
-
-
-def own_doing(error: BaseException) -> bool:
-    """Whether a sandbox was lost because the code in it, which is the agent's, went beyond a limit."""
-    return isinstance(error, SandboxLostError) and any(limit in str(error) for limit in OWN_DOING)

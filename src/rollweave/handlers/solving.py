@@ -12,9 +12,10 @@ from rollweave.envs.base import Options, Split, payload_of
 from rollweave.envs.records import drawn, records
 from rollweave.handlers.answers import MOST_CHARS, boxed
 from rollweave.handlers.base import Agent, Job, Tool
+from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.toolbox import toolbox
 from rollweave.handlers.tools import Calls, converse, told_in_text
-from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, EnvError
@@ -39,8 +40,8 @@ class Question(Noun, frozen=True, kw_only=True):
     answer: str
 
 
-class Solving:
-    """One attempt at a question."""
+class Solving(Boxed):
+    """To be derived from: one attempt at a question."""
 
     def __init__(self, *, calls: Calls, tool_s: float) -> None:
         """`calls` as in `tools.converse`; `tool_s` seconds for a command or cell."""
@@ -49,35 +50,26 @@ class Solving:
         if not 0 < tool_s < float("inf"):
             raise ConfigError(f"options.tool_s must be positive and finite, got {tool_s}")
         self._calls, self._tool_s = calls, tool_s
-        self._sandbox: Sandbox | None = None
-        self.answer: str | None = None
+        self._asked = Question(question="", answer="")
+        self._answer: str | None = None
 
     async def init(self, job: Job) -> None:
-        """Start the sandbox. Raises SandboxError."""
+        """Start the sandbox. Raises EnvError for a payload that is no question, SandboxError."""
+        self._asked = question_of(job.task)
         self._sandbox = await job.sandboxes.start(SPEC)
 
-    async def run(self, agent: Agent, question: str, *, about: str, names: Sequence[str], tools: Sequence[Tool] = ()) -> None:
+    async def solve(self, agent: Agent, *, about: str, names: Sequence[str], tools: Sequence[Tool] = ()) -> None:
         """Let the agent solve it with the tools of these names, and `tools`. Its answer is kept."""
         assert self._sandbox is not None, "init comes first"
         offered = [*toolbox(self._sandbox, names, timeout_s=self._tool_s), *tools]
         told = f"{about}\n{told_in_text(offered)}" if self._calls == "text" else about
-        first = (Message(role="system", content=f"{told}\n{BOX}"), Message(role="user", content=question))
+        first = (Message(role="system", content=f"{told}\n{BOX}"), Message(role="user", content=self._asked.question))
         said = await converse(agent, first, offered, calls=self._calls)
-        self.answer = boxed(said[-1].content)
+        self._answer = boxed(said[-1].content)
 
-    async def close(self) -> None:
-        """End the sandbox."""
-        if self._sandbox is not None:
-            await self._sandbox.stop()
-
-    def kill(self) -> None:
-        """End the sandbox at once."""
-        if self._sandbox is not None:
-            self._sandbox.kill()
-
-    def result(self) -> dict[str, Any]:
-        """What is to be kept: the answer, at most `SHOWN` characters of it."""
-        return {"answer": self.answer if self.answer is None else self.answer[:SHOWN]}
+    def final_result(self) -> dict[str, Any]:
+        """The answer that was found, at most `SHOWN` characters of it."""
+        return {"answer": self._answer if self._answer is None else self._answer[:SHOWN]}
 
 
 def question_of(task: Task) -> Question:

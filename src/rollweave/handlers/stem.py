@@ -10,7 +10,6 @@ import asyncio
 import functools
 import random
 import threading
-from typing import Any
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
 from rollweave.handlers.answers import close
@@ -18,9 +17,8 @@ from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.corpus import Bm25, documents
 from rollweave.handlers.invented import question as invented_question
 from rollweave.handlers.invented import world
-from rollweave.handlers.sandboxes import own_doing
 from rollweave.handlers.search import Search, search_tool, web_search
-from rollweave.handlers.solving import TOOL_S, Question, Solving, own_question, question_of
+from rollweave.handlers.solving import TOOL_S, Solving, own_question
 from rollweave.handlers.tools import Calls
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Task
@@ -38,7 +36,7 @@ TOLERANCE = 0.01
 """Relative, of a number: what rounding on the way may cost."""
 
 
-class Stem:
+class Stem(Solving):
     """Questions about invented worlds; or the user's own, records of the JSONL file `path`, with `corpus` or `web`.
 
     `corpus` is a folder of .txt and .md files, or a JSONL file of {"title", "text"}. `web` is {service = "tavily" or "serper",
@@ -64,41 +62,25 @@ class Stem:
             raise ConfigError(f"options.tolerance must be from 0 to below 1, got {tolerance}")
         self._corpus, self._tolerance = corpus, tolerance
         self._search: Search | None = web_search(web) if web else None
-        self._solving = Solving(calls=calls, tool_s=tool_s)
-        self._asked = Question(question="", answer="")
+        super().__init__(calls=calls, tool_s=tool_s)
 
     async def init(self, job: Job) -> None:
-        self._asked = question_of(job.task)
         if self._search is None:
             seed = None if self._corpus else payload_of(job.task).get("world")
             if not self._corpus and not isinstance(seed, int):
                 raise EnvError(f"payload must have the seed of its world where there is no options.corpus, got {seed!r}")
             self._search = await asyncio.to_thread(_index, self._corpus, seed)
-        await self._solving.init(job)
+        await super().init(job)
 
     async def run(self, agent: Agent) -> None:
         assert self._search is not None, "init comes first"
         tools = [search_tool(self._search)]
-        await self._solving.run(agent, self._asked.question, about=ABOUT, names=TOOLS, tools=tools)
-
-    async def run_exception(self, error: BaseException) -> Score | None:
-        """No reward where the agent's code drove the sandbox beyond a limit."""
-        return Score(reward=0.0, success=False) if own_doing(error) else None
-
-    async def close(self) -> None:
-        await self._solving.close()
-
-    def kill(self) -> None:
-        self._solving.kill()
+        await self.solve(agent, about=ABOUT, names=TOOLS, tools=tools)
 
     async def eval(self) -> Score:
-        said = self._solving.answer
+        said = self._answer
         right = said is not None and close(said, self._asked.answer, tolerance=self._tolerance)
         return Score(reward=float(right), success=right)
-
-    def final_result(self) -> dict[str, Any]:
-        """The answer that was found."""
-        return self._solving.result()
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:

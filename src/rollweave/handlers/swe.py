@@ -10,10 +10,11 @@ from typing import Any
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.handlers.base import Agent, Job, LimitError, Tool
+from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
 from rollweave.handlers.probes import Seen, look, passed
 from rollweave.handlers.swe_bugs import TESTS, Bug, broken, bugs, bugs_of, files_of, shown, sources_of_tests
-from rollweave.handlers.toolbox import blamed, check_tools, toolbox
+from rollweave.handlers.toolbox import check_tools, toolbox
 from rollweave.handlers.tools import Calls, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
@@ -39,7 +40,7 @@ _expected: dict[str, Seen] = {}
 """What the tests of a repository note where it is right: asked once in each process."""
 
 
-class Swe:
+class Swe(Boxed):
     """A task is a bug of `handlers/swe_repos`; its payload names it: `{"bug": "ledger-0168b0"}`.
 
     `tools` and `calls` say how the agent works; with `calls = "text"` only tools that take one text. The reward is 1 where all
@@ -61,7 +62,6 @@ class Swe:
         self._calls: Calls = calls
         self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
         self._bug: Bug | None = None
-        self._sandbox: Sandbox | None = None
         self._changed: Changes = {}
         self._passed: dict[str, bool] = {}
         self._refused = ""
@@ -99,24 +99,9 @@ class Swe:
             return Score(reward=sum(fixed) / len(fixed) if kept else 0.0, success=success)
         return Score(reward=float(success), success=success)
 
-    async def run_exception(self, error: BaseException) -> Score | None:
-        """A sandbox that went beyond its limits was the agent's doing."""
-        return blamed(error)
-
     async def eval_exception(self, error: BaseException) -> Score | None:
-        """The same, of the files that it changed."""
-        return blamed(error)
-
-    async def close(self) -> None:
-        """Free the sandbox."""
-        sandbox, self._sandbox = self._sandbox, None
-        if sandbox is not None:
-            await sandbox.stop(0)
-
-    def kill(self) -> None:
-        """Free it at once."""
-        if self._sandbox is not None:
-            self._sandbox.kill()
+        """As of `run`: what the agent left runs there."""
+        return await self.run_exception(error)
 
     def final_result(self) -> dict[str, Any]:
         """The change as a patch, and which tests passed."""

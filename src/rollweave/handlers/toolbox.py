@@ -7,7 +7,6 @@ file, a full disk) is an answer; where the sandbox itself is lost or silent, `Sa
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from rollweave.envs.base import Score
 from rollweave.handlers.base import Tool
 from rollweave.handlers.tools import Final
 from rollweave.sandbox.base import Sandbox
@@ -18,8 +17,6 @@ SUBMITTED = "Submitted."
 
 EDITOR = "str_replace_editor"
 
-BEYOND = "it went beyond limits."
-"""In the reason of a sandbox's end."""
 
 Arguments = dict[str, Any]
 
@@ -40,11 +37,6 @@ def check_tools(names: Iterable[str], calls: str) -> None:
             raise ConfigError(f"options.tools must be some of {', '.join(MAKERS)}, got {name!r}")
         if name == EDITOR and calls == "text":
             raise ConfigError(f"options.tools must not have {name} where calls = 'text': it takes more than one text")
-
-
-def blamed(error: BaseException) -> Score | None:
-    """No reward, for a sandbox that went beyond its limits: what ran in it did that. None for any other failure."""
-    return Score(reward=0.0, success=False) if isinstance(error, SandboxLostError) and BEYOND in str(error) else None
 
 
 def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
