@@ -32,7 +32,12 @@ class Boxed:
             case "lost":
                 self._box.kill()
             case "flood":
-                messages.append(Message(role="user", content=str(len((await Bash(self._box).run("yes")).output))))
+                found = await Bash(self._box).run("yes | head -c 50000000", output_bytes=500)
+                assert found.dropped_bytes > 49_000_000
+                self._seen = {"shown": len(found.output)}
+                messages.append(Message(role="user", content=str(len(found.output))))
+                await agent.chat(messages)
+                return
             case "hang":
                 await Bash(self._box).run("sleep 1000", timeout_s=1000)
         found = await Bash(self._box).run("echo here; hostname")

@@ -271,3 +271,24 @@ def test_a_back_end_that_is_forgotten_leaves_no_folder() -> None:
     del made
     gc.collect()
     assert left_of(folders) == []
+
+
+async def test_with_the_hosts_network_each_has_an_address_of_its_own(backend: Backend) -> None:
+    """Two servers on the same port, found by their sandbox's name where there is an /etc/hosts of ours."""
+    spec = SandboxSpec(network=True)
+    server = (
+        "import os, socket; s = socket.create_server((os.environ['LOOPBACK'], int(os.environ.get('AT', 0))))\n"
+        "print(*s.getsockname(), socket.gethostbyname(socket.gethostname()), flush=True)\n"
+        "input()"
+    )
+    one, two = await backend.start(spec), await backend.start(spec)
+    first = await Bash(one).run(f'exec 3< <(exec python3 -c "{server}" < <(sleep 100)); read -u 3 line; echo $line')
+    address, port, named = first.output.split()
+    second = await Bash(two).run(f'exec 3< <(AT={port} exec python3 -c "{server}" < <(sleep 100)); read -u 3 line; echo $line')
+    other, same_port, _ = second.output.split()
+    assert port == same_port
+    assert address != other
+    assert address.startswith("127.")
+    assert backend.name == "plain" or named == address
+    branch = await backend.branch(await one.snapshot())
+    assert (await branch.exec(["sh", "-c", "echo $LOOPBACK"])).stdout.decode().strip() not in ("", address)

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from rollweave.sandbox.argv import apptainer
-from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
+from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.running import Running, started
 from rollweave.schema.errors import SandboxError
@@ -33,11 +33,14 @@ class Apptainer:
         self._launcher = Launcher()
 
     async def start(self, spec: SandboxSpec) -> Running:
+        asked, spec = spec, addressed(spec)
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
         _check_way(spec.image)
         # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing on.
-        return await started(spec, self._launcher, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"})
+        return await started(
+            spec, self._launcher, asked=asked, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
+        )
 
     async def branch(self, snapshot: Snapshot) -> Running:
         raise SandboxError(f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers")

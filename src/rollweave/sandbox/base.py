@@ -5,8 +5,10 @@ whoever holds it, and with its back end at the latest; a failure of the sandbox 
 command in it is a result.
 """
 
+import itertools
 import posixpath
 import re
+import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,8 @@ HOST = "host"
 """The image that is this machine's /usr and Python, read-only, with an empty root, home and /tmp."""
 
 HOME = "/home/agent"
+
+LOOPBACK = "LOOPBACK"
 
 _HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -61,7 +65,8 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
     """HOST, or the absolute path of an image: a folder that is a root file system with python3 (a .sif file for apptainer)."""
     limits: Limits = Limits()
     network: bool = False
-    """True shares the host's network, with all that listens on it; False gives a loopback of its own and nothing else."""
+    """True shares the host's network, with all that listens on it, and gives an address of its own on its loopback, in the
+    variable LOOPBACK and by the hostname; False gives a loopback of its own and nothing else."""
     env: dict[str, str] = msgspec.field(default_factory=dict)
     """Added to PATH, HOME and LANG. Nothing else of our environment goes in."""
     workdir: str = HOME
@@ -170,6 +175,19 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """End all its sandboxes, and remove its snapshots and files."""
+
+
+_addresses = itertools.count(secrets.randbelow(1 << 24))
+
+
+def addressed(spec: SandboxSpec) -> SandboxSpec:
+    """With a loopback address of its own where it shares the host's network: servers of several sandboxes may then listen on
+    the same port (ProRL Agent §3.2.2)."""
+    if not spec.network or LOOPBACK in spec.env:
+        return spec
+    number = next(_addresses)
+    address = f"127.{number >> 16 & 255 or 1}.{number >> 8 & 255}.{number % 254 + 1}"
+    return msgspec.structs.replace(spec, env={**spec.env, LOOPBACK: address})
 
 
 def check_image(image: str) -> None:

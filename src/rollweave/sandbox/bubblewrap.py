@@ -3,7 +3,7 @@
 import shutil
 
 from rollweave.sandbox.argv import bubblewrap
-from rollweave.sandbox.base import SandboxSpec, Snapshot, check_image
+from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, python_of, root_of
 from rollweave.sandbox.running import Running, started
@@ -37,6 +37,7 @@ class Bubblewrap:
         await self._launcher.close()
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+        asked, spec = spec, addressed(spec)
         argv = bubblewrap(spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec))
         root = root_of(spec, support=self._launcher.support, layers=layers)
-        return await started(spec, self._launcher, below=layers, argv=argv, env={}, root=root)
+        return await started(spec, self._launcher, asked=asked, below=layers, argv=argv, env={}, root=root)

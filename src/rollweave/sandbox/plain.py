@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from rollweave.sandbox.argv import rlimits, server
-from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot
+from rollweave.sandbox.base import HOME, HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.layers import Copy
 from rollweave.sandbox.running import Running, started
@@ -46,9 +46,9 @@ class Plain:
 
     async def _started(self, spec: SandboxSpec, folder: str) -> Running:
         path = os.environ.get("PATH", os.defpath)
-        here = msgspec.structs.replace(
-            spec, workdir=folder if spec.workdir == HOME else spec.workdir, env={"PATH": path, "HOME": folder, **spec.env}
-        )
+        workdir = folder if spec.workdir == HOME else spec.workdir
+        env = {"PATH": path, "HOME": folder, **addressed(spec).env}
+        here = msgspec.structs.replace(spec, workdir=workdir, env=env)
         # The number of processes counts for all that our user has, here: it cannot be a sandbox's.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
         argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollweave.sandbox.argv import SUPPORT
-from rollweave.sandbox.base import HOME, HOST, SandboxSpec
+from rollweave.sandbox.base import HOME, HOST, LOOPBACK, SandboxSpec
 from rollweave.sandbox.stage import Root
 
 _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -64,7 +64,7 @@ def _files(spec: SandboxSpec) -> dict[str, str]:
         files = {
             "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:{HOME}:/bin/bash\n",
             "/etc/group": "root:x:0:\nagent:x:1000:\n",
-            "/etc/hosts": f"127.0.0.1 localhost {spec.hostname}\n::1 localhost\n",
+            "/etc/hosts": f"127.0.0.1 localhost\n::1 localhost\n{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",
             "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         }
         files |= {path: Path(path).read_text() for path in ("/etc/ld.so.conf",) if Path(path).is_file()}

@@ -6,7 +6,7 @@ that makes the sandbox is ours alone. For the host's image only, whose interpret
 """
 
 from rollweave.sandbox.argv import SHM_BYTES, UID, rlimits
-from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot
+from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, root_of
 from rollweave.sandbox.running import Running, started
@@ -34,6 +34,7 @@ class Zygote:
         await self._launcher.close()
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
+        asked, spec = spec, addressed(spec)
         inside = {
             "root": self._launcher.root,
             "uid": 0 if spec.fakeroot else UID,
@@ -47,4 +48,4 @@ class Zygote:
         support = self._launcher.support
         root = root_of(spec, support=support, layers=layers)
         root["binds"].append((support, support))  # the server was loaded from there, and finds its files by it
-        return await started(spec, self._launcher, below=layers, argv=[], env={}, root=root, inside=inside)
+        return await started(spec, self._launcher, asked=asked, below=layers, argv=[], env={}, root=root, inside=inside)
