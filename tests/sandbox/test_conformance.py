@@ -282,9 +282,9 @@ async def test_with_the_hosts_network_each_has_an_address_of_its_own(backend: Ba
         "input()"
     )
     one, two = await backend.start(spec), await backend.start(spec)
-    first = await Bash(one).run(f'exec 3< <(exec python3 -c "{server}" < <(sleep 100)); read -u 3 line; echo $line')
-    address, port, named = first.output.split()
-    second = await Bash(two).run(f'exec 3< <(AT={port} exec python3 -c "{server}" < <(sleep 100)); read -u 3 line; echo $line')
+    listen = f'exec 3< <(exec python3 -c "{server}" < <(sleep 100)); read -u 3 line; echo $line'
+    address, port, named = (await Bash(one).run(listen)).output.split()
+    second = await Bash(two).run(f"export AT={port}; {listen}")
     other, same_port, _ = second.output.split()
     assert port == same_port
     assert address != other
