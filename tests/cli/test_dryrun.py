@@ -13,7 +13,8 @@ from rollweave.cli import dryrun
 from rollweave.cli.checks import Status, failures
 from rollweave.codec.config import dumps, loads
 from rollweave.record.rundir import RunDir
-from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
 

@@ -7,7 +7,8 @@ from safetensors import safe_open
 
 from rollweave.cli.memory import kv_bytes, memory, parameters, scratch_shape
 from rollweave.codec.config import loads
-from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from rollweave.weights.checkpoint import read_shape
 

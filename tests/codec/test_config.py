@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.codec.config import dumps, load, loads
-from rollweave.schema.config import ModeName, RunConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.sections import ModeName
 
 GOOD = """
 [run]

@@ -8,8 +8,8 @@ import pytest
 
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, scored
-from rollweave.schema.config import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
+from rollweave.schema.sections import FaultsConfig
 
 from .worlds import HERE, episode
 

@@ -9,8 +9,8 @@ import pytest
 from rollweave.envs.base import Observation, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, scored
 from rollweave.envs.faults import Faulty
-from rollweave.schema.config import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
+from rollweave.schema.sections import FaultsConfig
 
 from .worlds import HERE, Echo, episode
 

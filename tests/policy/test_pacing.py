@@ -11,7 +11,7 @@ from rollweave.policy.retry import RETRYABLE, try_again
 from rollweave.policy.routing import EngineLoad, choose
 from rollweave.policy.staleness import acceptable, staleness
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import ModeName
+from rollweave.schema.sections import ModeName
 from rollweave.schema.work import TRAINABLE, StopReason
 
 

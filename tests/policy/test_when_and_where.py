@@ -12,7 +12,7 @@ from rollweave.policy.priority import MARGIN, OVERTAKES, RANKS, RATIO, UNKNOWN, 
 from rollweave.policy.routing import SKEW, EngineLoad, choose
 from rollweave.policy.scheduling import scheduling
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import RolloutConfig
+from rollweave.schema.sections import RolloutConfig
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 

@@ -10,8 +10,8 @@ import pytest
 
 from rollweave.policy.predict import ProgressivePredictor
 from rollweave.predict.registry import NAMES, build
-from rollweave.schema.config import RolloutConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.sections import RolloutConfig
 from tests.predict.worlds import TURNS, Told, quality, teach, trajectories
 
 BUILT = [name for name in NAMES if name != "lm"]

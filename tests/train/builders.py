@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
-from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ScratchModel
 from rollweave.schema.work import (
     Batch,
     Blame,

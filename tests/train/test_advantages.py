@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.sections import AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, Trajectory
 from rollweave.train.advantages import token_advantages
 from tests.train.builders import make_group, make_sequence, make_trajectory

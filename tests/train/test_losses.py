@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.sections import AlgorithmConfig
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, from_sums
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollweave.schema.config import TrainerConfig
+from rollweave.schema.sections import TrainerConfig
 from rollweave.train.optimizer import (
     Snapshot,
     clip_gradients,

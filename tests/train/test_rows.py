@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.rows import balanced, batch_rows, minibatches
 from tests.train.builders import make_batch, make_sequence, make_trajectory

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollweave.schema.config import AlgorithmConfig, RunConfig
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import AlgorithmConfig
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages

@@ -27,7 +27,8 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize
 from rollweave.schema.base import Noun
-from rollweave.schema.config import RunConfig, SimConfig
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
 from rollweave.sim.cost import ProfileCost
 from rollweave.sim.measured import MeasuredTrainer, Timings, read_timings

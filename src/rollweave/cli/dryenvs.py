@@ -19,8 +19,9 @@ from rollweave.handlers.base import Job
 from rollweave.handlers.sandboxes import Sandboxes
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
-from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.sections import FaultsConfig, TaskConfig
 from rollweave.schema.work import Purpose, Task
 
 T = TypeVar("T")

@@ -13,8 +13,9 @@ from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.codec.config import load
 from rollweave.live import launch
 from rollweave.record.summary import Summary
-from rollweave.schema.config import EvalConfig, ModelConfig, RunConfig, WarmupConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.sections import EvalConfig, ModelConfig, WarmupConfig
 
 DIRECTORY = "evaluations"
 """Where evaluations of a run lie, each a run directory of its own."""

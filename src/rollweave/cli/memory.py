@@ -6,7 +6,8 @@ that a forward pass keeps for the backward pass; a fixed share for each interpre
 
 from rollweave.core.seats import first_seats
 from rollweave.schema.base import Noun
-from rollweave.schema.config import RunConfig, ScratchModel
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ScratchModel
 from rollweave.weights.checkpoint import ModelShape
 
 PROCESS_BYTES = 450 << 20

@@ -9,8 +9,9 @@ from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.codec.config import load
 from rollweave.schema.commands import Warn
-from rollweave.schema.config import ModelConfig, RunConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.sections import ModelConfig
 from rollweave.service import launch
 from rollweave.service.engines import connector
 

@@ -12,7 +12,7 @@ from rollweave.core.run import Run
 from rollweave.policy.allocation import allocate_groups, is_sum
 from rollweave.policy.placement import place_groups
 from rollweave.policy.work import occupied
-from rollweave.schema.config import AllocationConfig
+from rollweave.schema.sections import AllocationConfig
 
 GAIN = 0.05
 """Share of the predicted makespan that another fleet must save, every few steps: changing it costs starts of engines."""

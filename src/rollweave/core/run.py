@@ -9,7 +9,8 @@ from rollweave.policy.scheduling import Scheduling, scheduling
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command, Warn
-from rollweave.schema.config import RunConfig, TaskConfig
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import TaskConfig
 
 
 class Run:

@@ -2,8 +2,9 @@
 
 from rollweave.core.state import State
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import AllocationConfig, RunConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat
+from rollweave.schema.sections import AllocationConfig
 
 
 def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:

@@ -16,8 +16,8 @@ import msgspec
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.envs.faults import Faulty, awaited, reward_fault
 from rollweave.envs.registry import resolve
-from rollweave.schema.config import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError, RollweaveError
+from rollweave.schema.sections import FaultsConfig
 from rollweave.schema.work import Task
 
 T = TypeVar("T", Observation, Step)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollweave.envs.base import mix
-from rollweave.schema.config import FaultsConfig
+from rollweave.schema.sections import FaultsConfig
 from rollweave.schema.work import Task
 
 GARBAGE = "not an observation"

@@ -22,8 +22,9 @@ from rollweave.envs.words import Setting
 from rollweave.policy.mixture import next_domain
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
-from rollweave.schema.config import FaultsConfig, RunConfig, TaskConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, EnvError, RollweaveError
+from rollweave.schema.sections import FaultsConfig, TaskConfig
 from rollweave.schema.work import Purpose, Task, TokenSequence
 
 

@@ -25,8 +25,8 @@ from rollweave.envs.words import (
     WorkerCommand,
     WorkerReply,
 )
-from rollweave.schema.config import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
+from rollweave.schema.sections import FaultsConfig
 
 
 class Worker:

@@ -12,7 +12,7 @@ wait for the batch would doom all that is in flight; `bounded` therefore updates
 import enum
 
 from rollweave.schema.base import Noun
-from rollweave.schema.config import ModeName
+from rollweave.schema.sections import ModeName
 
 
 class Update(enum.Enum):

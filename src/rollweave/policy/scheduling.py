@@ -1,7 +1,7 @@
 """When and where a trajectory's turns run, as a preset of three policies that a user may also mix (Heddle §4, §5)."""
 
 from rollweave.schema.base import Noun
-from rollweave.schema.config import RolloutConfig
+from rollweave.schema.sections import RolloutConfig
 
 PRESETS = {"turn": ("fcfs", "affinity", "never"), "trajectory": ("longest_first", "partition", "gain")}
 """Priority, placement and migration by the name of the preset."""

@@ -12,7 +12,7 @@ from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import EngineConfig
+from rollweave.schema.sections import EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine

@@ -15,8 +15,9 @@ from rollweave.core.state import Stage
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.config import RunConfig, SimConfig
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.sections import SimConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener

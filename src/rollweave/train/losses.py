@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.sections import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios beyond ±20 are cut: the exponential would overflow or drown the batch, and the sign alone matters there."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rollweave.schema.config import TrainerConfig
+from rollweave.schema.sections import TrainerConfig
 from rollweave.train.ranks import full, is_sharded, like, local
 
 BETA1 = 0.9

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config import AlgorithmConfig
+from rollweave.schema.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, SegmentKind, TokenSequence
 from rollweave.train.advantages import token_advantages
 from rollweave.train.packing import Example

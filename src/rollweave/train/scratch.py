@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.schema.config import ScratchModel
+from rollweave.schema.sections import ScratchModel
 from rollweave.train.files import new_directory
 from rollweave.weights.checkpoint import ModelShape, read_shape
 

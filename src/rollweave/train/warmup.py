@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
-from rollweave.schema.config import TrainerConfig, WarmupConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
+from rollweave.schema.sections import TrainerConfig, WarmupConfig
 from rollweave.schema.work import SegmentKind, TokenSequence
 from rollweave.train.optimizer import clip_gradients, new_optimizer, set_learning_rate
 from rollweave.train.packing import Example
