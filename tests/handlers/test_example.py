@@ -19,7 +19,7 @@ def test_an_agent_learns_which_command_to_type(tmp_path: Path) -> None:
     needs("zygote")
     for name in ("drawers.py", "drawers.toml"):
         shutil.copy(EXAMPLES / name, tmp_path)
-    command = [sys.executable, "-m", "rollweave.cli.entry", "train", "drawers.toml"]
+    command = [sys.executable, "-c", "from rollweave.cli.entry import main; main()", "train", "drawers.toml"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}, check=True)
     summary = json.loads((tmp_path / "runs" / "drawers" / "summary.json").read_text())
     assert summary["success_rate"]["drawers:Drawers"] > 0.5  # before: one in sixteen

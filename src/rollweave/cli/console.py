@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rollweave.cli.entry import INTERRUPTED, begun
+from rollweave.cli.interrupt import INTERRUPTED, begun
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2

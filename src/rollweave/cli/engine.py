@@ -1,9 +1,9 @@
 """`rollweave engine`: the embedded engine as a server of its own, over HTTP."""
 
 import asyncio
-import signal
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rollweave.backends.client import EngineClient
+from rollweave.backends.listening import listening
 from rollweave.backends.process import in_process
 from rollweave.backends.server import EngineServer, TextCodec
 from rollweave.cli.console import err, out
+from rollweave.live.signals import on_ending_signals
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import read_shape
@@ -47,17 +49,13 @@ def engine(spec: EngineSpec, *, host: str, port: int) -> None:
 
 
 async def _serve(spec: EngineSpec, *, host: str, port: int) -> None:
-    loop = asyncio.get_running_loop()
-    ending: asyncio.Future[None] = loop.create_future()  # cancelled when it is time
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ending.cancel)
-    present: asyncio.Future[None] = loop.create_future()
+    ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # cancelled when it is time
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
-    with tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch, on_ending_signals(ending.cancel):
         log = Path(scratch) / "engine.log"
         link = in_process(spec, module="rollweave.live.engine_process", log=log, env={}, model_ready=present)
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
-        runner = web.AppRunner(_application(spec, backend), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         try:
             err.print(f"[dim]loading {spec.model}[/]")
             ready = asyncio.ensure_future(backend.ready())
@@ -66,13 +64,12 @@ async def _serve(spec: EngineSpec, *, host: str, port: int) -> None:
                 ready.cancel()
                 return
             slots = ready.result().max_slots
-            await runner.setup()
-            out.print(f"serving {spec.model} at {await _listen(runner, host, port)}, {slots} requests at once", soft_wrap=True)
-            await _first(backend.lost, ending)
+            async with _listening(_application(spec, backend), host, port) as address:
+                out.print(f"serving {spec.model} at {address}, {slots} requests at once", soft_wrap=True)
+                await _first(backend.lost, ending)
             if backend.lost.done():
                 raise EngineLostError(backend.lost.result())
         finally:
-            await runner.cleanup()
             await backend.close()
 
 
@@ -86,12 +83,11 @@ def _application(spec: EngineSpec, backend: EngineClient) -> web.Application:
     return EngineServer(backend, model=spec.model, text=text).application()
 
 
-async def _listen(runner: web.AppRunner, host: str, port: int) -> str:
-    """Where it listens: with port 0, at a port that the system chose."""
-    site = web.TCPSite(runner, host, port)
-    try:
-        await site.start()
-    except OSError as error:
-        raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {error}") from error
-    bound = runner.addresses[0]
-    return f"http://{host}:{bound[1]}"
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            address = await stack.enter_async_context(listening(app, host, port, shutdown_s=1.0))
+        except OSError as error:
+            raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {error}") from error
+        yield address

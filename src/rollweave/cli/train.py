@@ -10,7 +10,7 @@ from rich.table import Table
 from rollweave.cli import dryrun
 from rollweave.cli.checks import human_seconds, must_do, show
 from rollweave.cli.console import FAILED, err, error_lines, out
-from rollweave.cli.entry import INTERRUPTED
+from rollweave.cli.interrupt import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load

@@ -10,7 +10,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def on_ending_signals(handle: Callable[[], None]) -> Iterator[None]:
+def on_ending_signals(handle: Callable[[], object]) -> Iterator[None]:
     """Call `handle`, on the running loop, for each of them that comes while the context is open. Elsewhere: do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
