@@ -5,6 +5,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -344,6 +346,30 @@ def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
         assert [len(status.members) for status in found] == [2] * 5
         with pytest.raises(ServiceError, match="handler must be one of game"):
             rollouts.run([RolloutRequest(handler="none", index=0)])
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interrupted: bool) -> None:
+    """Interrupted in the middle, or with one request that is refused: the others are cancelled before it goes on."""
+    config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
+    requests = [RolloutRequest(handler="game", index=index, id=f"mine{index}") for index in range(5)]
+    with serving(config) as service:
+
+        def interrupt() -> None:
+            asyncio.run(until(service.address, "/health", lambda health: health["submitted"] == 5))
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        with Rollouts(service.address) as rollouts:
+            if interrupted:
+                threading.Thread(target=interrupt).start()
+                with pytest.raises(KeyboardInterrupt):
+                    rollouts.run(requests)
+            else:
+                with pytest.raises(ServiceError, match="handler must be one of game"):
+                    rollouts.run([*requests, RolloutRequest(handler="none", index=0)])
+        asyncio.run(until(service.address, "/health", lambda health: not (health["queued"] or health["init"] or health["run"])))
+        delivered = asyncio.run(ask(service.address, "GET", "/v1/completions"))[1]["completions"]
+        assert {one["stop_reason"] for one in delivered} <= {"cancelled"}
 
 
 async def test_nobody_there_is_said(unused_tcp_port: int) -> None:

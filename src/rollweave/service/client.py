@@ -277,10 +277,18 @@ class Rollouts:
         self._loop.stop()
 
     def run(self, requests: Iterable[RolloutRequest]) -> list[RolloutStatus]:
-        """All of them at once; results in the order of the requests. Errors are those of `RolloutClient.rollout`."""
+        """All of them at once; results in the order of the requests. Errors are those of `RolloutClient.rollout`.
+
+        The first error, and Ctrl-C, cancel the others.
+        """
 
         async def all_of_them() -> list[RolloutStatus]:
-            return await asyncio.gather(*map(self._client.rollout, requests))
+            try:
+                async with asyncio.TaskGroup() as several:
+                    tasks = [several.create_task(self._client.rollout(request)) for request in requests]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            return [task.result() for task in tasks]
 
         return self._loop.call(all_of_them())
 

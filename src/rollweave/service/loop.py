@@ -1,7 +1,6 @@
 """An event loop in a thread, for programs that have none."""
 
 import asyncio
-import concurrent.futures
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -21,15 +20,33 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises. Whoever is interrupted while waiting cancels it."""
-        future: concurrent.futures.Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """What it returns or raises. Whoever is interrupted while waiting cancels it, and goes on once it has ended."""
+        tasks: list[asyncio.Task[T]] = []
+        over = threading.Event()
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: over.set())
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            over.wait()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            over.wait()
             raise
+        return tasks[0].result()
 
     def stop(self) -> None:
+        """Nothing goes on there any more."""
+        self.call(_cancel_others())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
