@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import threading
 from collections import Counter
@@ -374,8 +375,31 @@ def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interru
 
 async def test_nobody_there_is_said(unused_tcp_port: int) -> None:
     async with RolloutClient(f"http://127.0.0.1:{unused_tcp_port}") as client:
-        with pytest.raises(NoServiceError, match=str(unused_tcp_port)):
+        with pytest.raises(NoServiceError, match=rf"{unused_tcp_port} \(.*Connect call failed"):
             await client.rollout(RolloutRequest(handler="game", index=0))
+
+
+@pytest.mark.parametrize("address", ["localhost:8300", "", "http://", "ftp://localhost"])
+def test_an_address_that_is_none_is_said_at_once(address: str) -> None:
+    with pytest.raises(ValueError, match="addresses must be http://host:port"):
+        RolloutClient(["http://localhost:8300", address])
+
+
+async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> None:
+    """Short of files the client asks less often; it does not take the service for dead."""
+    program = Program(service_config(tmp_path, options={"wait": str(tmp_path / "gate")}))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
+    try:
+        async with RolloutClient(program.address) as client:
+            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(300)]
+            await until(program.address, "/health", lambda health: health["submitted"] == 300)
+            (tmp_path / "gate").touch()
+            found = await asyncio.gather(*tasks)
+        assert {status.state for status in found} == {"done"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        program.terminate()
 
 
 def test_a_directory_is_one_services_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ rollouts to another one; what it was asked for and somebody else has done is can
 
 import asyncio
 import contextlib
+import resource
 import secrets
 import urllib.parse
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -21,13 +22,16 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import EngineRequest, EngineStatus, RolloutRequest, RolloutStatus
 from rollweave.service.loop import LoopThread
 
-POLL_S = 20.0
-"""Of one question whether a rollout is done."""
+POLL_S, LEAST_POLL_S = 20.0, 1.0
+"""Of one question whether a rollout is done; less while there are more rollouts than connections."""
+
+FILES = 1 << 16
+"""Open files that we count on where the system sets no limit; half of those there may be are for connections."""
 
 BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0
 """Before a first and a later try; doubled each time."""
 
-TRIES = 6
+TRIES = 8
 """Of a request whose service does not answer, before it counts as dead: ten seconds or so."""
 
 CANCEL_S = 5.0
@@ -58,6 +62,7 @@ class _Server:
     address: str
     outstanding: int = 0
     dead_until: float = 0.0
+    ailment: str = ""  # its address, and why it did not answer when it was last given up
     owed: list[str] = field(default_factory=list)  # ids to cancel there, which another service has done
     health: Hysteresis | None = None  # as far as engines are dealt; None before they were
 
@@ -66,13 +71,20 @@ class RolloutClient:
     """`async with RolloutClient(addresses) as client: await client.rollout(...)`. All calls belong to one event loop."""
 
     def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
-        """Raises ValueError without an address."""
+        """Raises ValueError without an address, and for one that is none."""
         several = [addresses] if isinstance(addresses, str) else list(addresses)
         if not several:
             raise ValueError("addresses must have at least one, got none")
+        for address in several:
+            if not (address.startswith(("http://", "https://")) and _host(address)):
+                raise ValueError(f"addresses must be http://host:port or https://host:port, got {address!r:.100}")
         self._servers = [_Server(address.rstrip("/")) for address in dict.fromkeys(several)]
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._session: aiohttp.ClientSession | None = None
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._connections = (FILES if soft == resource.RLIM_INFINITY else soft) // 2
+        self._free = asyncio.Semaphore(self._connections)  # in turn, which a connector's limit is not
+        self._asking = 0  # rollouts that a service is being asked about
         self._engines: dict[str, EngineRequest] = {}  # to be dealt, by address
         self._dealt: set[str] = set()  # addresses that ever were
         self._dealing: asyncio.Task[None] | None = None
@@ -104,16 +116,18 @@ class RolloutClient:
             if request.id in server.owed:  # asked again, after nobody answered
                 server.owed.remove(request.id)
             server.outstanding += request.members
+            self._asking += 1
             try:
                 found = await self._on(server, request)
                 break
-            except (aiohttp.ClientError, TimeoutError):
+            except (aiohttp.ClientError, TimeoutError) as error:
                 server.dead_until = _now() + DEAD_S
                 server.owed.append(request.id)
+                server.ailment = f"{server.address} ({str(error) or type(error).__name__})"
                 left.append(server)
             except asyncio.CancelledError:
                 try:
-                    await asyncio.shield(asyncio.wait_for(self._send(server, "DELETE", _path(request.id)), CANCEL_S))
+                    await asyncio.shield(asyncio.wait_for(self._ask(server, "DELETE", _path(request.id)), CANCEL_S))
                 except (aiohttp.ClientError, TimeoutError):
                     server.owed.append(request.id)
                 except ServiceError:
@@ -121,6 +135,7 @@ class RolloutClient:
                 raise
             finally:
                 server.outstanding -= request.members
+                self._asking -= 1
         await self._settle()
         return found
 
@@ -172,9 +187,10 @@ class RolloutClient:
         while True:
             try:
                 if not submitted:
-                    await self._send(server, "POST", "/v1/rollouts", body)
+                    await self._ask(server, "POST", "/v1/rollouts", body)
                     submitted = True
-                status = msgspec.json.decode(await self._send(server, "GET", f"{path}?wait={POLL_S:g}"), type=RolloutStatus)
+                seconds = max(LEAST_POLL_S, POLL_S * min(1.0, self._connections / self._asking))
+                status = msgspec.json.decode(await self._ask(server, "GET", f"{path}?wait={seconds:g}"), type=RolloutStatus)
                 failures, wait_s = 0, BACKOFF_S
                 if status.state == "done":
                     return status
@@ -188,10 +204,17 @@ class RolloutClient:
                     failures += 1  # it is ending
             except (aiohttp.ClientError, TimeoutError):
                 failures += 1
+                if failures >= TRIES:
+                    raise
             if failures >= TRIES:
-                raise aiohttp.ClientConnectionError(f"{server.address} does not answer")
+                raise aiohttp.ClientConnectionError("it is ending")
             await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
             wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+
+    async def _ask(self, server: _Server, method: str, path: str, body: bytes | None = None) -> bytes:
+        """`_send` where there are as many as rollouts: each has its turn."""
+        async with self._free:
+            return await self._send(server, method, path, body)
 
     async def _send(self, server: _Server, method: str, path: str, body: bytes | None = None) -> bytes:
         assert self._session is not None, "the client is entered"
@@ -247,7 +270,9 @@ class RolloutClient:
         living = [server for server in self._servers if server not in left and server.dead_until <= _now()]
         wanted = living or [server for server in self._servers if server not in left]
         if not wanted:
-            raise NoServiceError(f"none of {', '.join(server.address for server in self._servers)} answers")
+            raise NoServiceError(
+                f"no service answers: {', '.join(server.ailment or server.address for server in self._servers)}"
+            )
         return min(wanted, key=lambda server: server.outstanding)
 
     async def _settle(self) -> None:
