@@ -229,3 +229,13 @@ def test_a_trainer_without_a_loop_has_batches_too(tmp_path: Path) -> None:
                 assert len(batches.next(version=version).groups) == 2
             assert batches.account.balances()
         assert batches.account.carried == 0
+
+
+async def test_a_task_that_is_none_ends_the_waiting(tmp_path: Path) -> None:
+    """It is drawn when another group is over, while somebody waits."""
+    tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
+    with serving(config(tmp_path)) as service:
+        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, RULE) as batches:
+            with pytest.raises(TypeError, match="tasks must be of RolloutRequest"):
+                await batches.next(version=0)
+            assert batches.account.balances()

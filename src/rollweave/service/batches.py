@@ -137,6 +137,8 @@ class DapoBatches:
         for _ in range(0 if self._tasks_over else self._dapo.room()):
             try:
                 request = next(self._tasks)
+                if not isinstance(request, RolloutRequest):
+                    raise TypeError(f"tasks must be of RolloutRequest, got {request!r:.100}")
             except StopIteration:
                 self._tasks_over = True
                 return
