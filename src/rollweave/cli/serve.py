@@ -34,7 +34,8 @@ def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     del step
     trained = load(run.config, overrides)
     shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
-    section = trained.run.model_copy(update={"name": f"{run.path.name}{SUFFIX}", "dir": str(run.path.parent), "sinks": ()})
+    named = trained.run.name if trained.run.name != load(run.config).run.name else f"{run.path.name}{SUFFIX}"
+    section = trained.run.model_copy(update={"name": named, "dir": str(run.path.parent), "sinks": ()})
     return trained.model_copy(update={"model": shape, "run": section})
 
 
