@@ -60,6 +60,27 @@ async def test_numbers_of_every_size_and_bodies_of_every_kind(tmp_path: Path) ->
         assert (status, body["error"]["type"]) == (400, "invalid")
 
 
+@pytest.mark.parametrize(
+    "asked", [b"no request\r\n\r\n", b"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"]
+)
+async def test_what_is_no_http_is_refused_and_fills_no_log(
+    tmp_path: Path, asked: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(service_config(tmp_path)) as service:
+        host, port = service.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(asked)
+        assert b"400 Bad Request" in await reader.readline()
+        writer.close()
+    assert "Error handling request" not in caplog.text
+
+
+@pytest.mark.parametrize("address", ["http://", "http://[::1", "http://host:port", "http://127.0.0.1:1/\n", "host:1"])
+def test_an_engine_must_have_an_address(address: str) -> None:
+    with pytest.raises(ValueError, match="address must be"):
+        EngineRequest(address=address, dialect="vllm")
+
+
 # Races.
 
 

@@ -224,10 +224,12 @@ async def test_a_token_is_wanted_of_everybody(tmp_path: Path, monkeypatch: pytes
         assert (await ask(service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}))[0] == 200
 
 
-def test_bad_settings_are_told(tmp_path: Path) -> None:
+def test_bad_settings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("READ_FROM_A_FILE", "secret\n")
     for sections, words in (
         ({"serve": {"host": "0.0.0.0"}}, "serve.token_env must be given"),
         ({"serve": {"token_env": "NO_SUCH_VARIABLE"}}, "serve.token_env must name a variable"),
+        ({"serve": {"token_env": "READ_FROM_A_FILE"}}, "without a line's end"),
     ):
         with pytest.raises(ConfigError, match=words):
             Serving(service_config(tmp_path, **sections)).stop()

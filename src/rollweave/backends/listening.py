@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 BACKLOG = 128
 """Connections that wait in the kernel, at most; so many are accepted before the first of them is looked at."""
@@ -14,6 +15,15 @@ TURNED_AWAY = 64
 
 TURNED_AWAY_S = 2.0
 """That such a one may take to ask and to hear it."""
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """False for what is no HTTP: whoever sent it is told, and it is no failure of ours."""
+    return not (record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError))
+
+
+_LOG = logging.getLogger("rollweave.http")
+_LOG.addFilter(_is_ours)
 
 
 @contextlib.asynccontextmanager
@@ -26,7 +36,7 @@ async def listening(
     `most` connections, idle ones too, others get `refusal`, a whole answer in HTTP. For a moment there may be `BACKLOG` and
     `TURNED_AWAY` more, which take files too.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, logger=_LOG, shutdown_timeout=shutdown_s, handler_cancellation=True)
     await runner.setup()
     try:
         assert runner.server is not None, "it was set up"

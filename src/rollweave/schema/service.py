@@ -1,6 +1,7 @@
 """What a rollout service is asked for, and what it answers (`service/`): the nouns of `/v1`, as JSON."""
 
 import math
+import urllib.parse
 from typing import Any
 
 from rollweave.schema.base import Noun, TrajectoryId
@@ -108,13 +109,21 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
     text_only: bool = False
 
     def __post_init__(self) -> None:
-        if not self.address.startswith(("http://", "https://")):
-            raise ValueError(f"address must begin with http:// or https://, got {self.address!r:.100}")
+        if not _is_address(self.address):
+            raise ValueError(f"address must be http://host:port or https://host:port, got {self.address!r:.100}")
         if self.text_only and self.dialect != "completions":
             raise ValueError(f"text_only must be off unless the dialect is completions, got {self.dialect}")
         for name in ("slots", "kv_tokens"):
             if not 1 <= getattr(self, name) <= 2**31:
                 raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+    except ValueError:  # brackets or a port that are none
+        return False
 
 
 class EngineStatus(Noun, frozen=True, kw_only=True):

@@ -95,7 +95,10 @@ def _token(config: RunConfig) -> str | None:
     loopback = config.serve.host in ("127.0.0.1", "::1", "localhost")
     if name is None and not loopback:
         raise ConfigError(f"serve.token_env must be given where serve.host is not this host alone, got {config.serve.host!r}")
-    return os.environ[name] if name is not None else None
+    token = os.environ[name] if name is not None else None
+    if token is not None and not (token.isprintable() and token.strip() == token):
+        raise ConfigError(f"serve.token_env must name a variable without a line's end or outer spaces, got {name!r}")
+    return token
 
 
 def _connections() -> int:
