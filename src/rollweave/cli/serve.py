@@ -21,7 +21,7 @@ SUFFIX = "-service"
 
 def serve(path: Path, overrides: Sequence[str], *, inproc: bool) -> None:
     """Serve until a signal ends it."""
-    config = of_run(str(path), overrides) if path.is_dir() else load(path, overrides)
+    config = load(path, overrides) if path.is_file() or path.suffix == ".toml" else of_run(str(path), overrides)
     launch.serve(config, host=_Terminal(config), connect=connector(config), inproc=inproc)
 
 
