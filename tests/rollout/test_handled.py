@@ -482,6 +482,30 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(store: Traje
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
 
 
+async def test_an_agent_that_is_asked_after_run_says_nothing(store: TrajectoryStore, door: Door) -> None:
+    """Else a reward would wait for a turn that nobody grants, without a limit."""
+    agents: list[Agent] = []
+
+    async def run(agent: Agent) -> None:
+        agents.append(agent)
+        await agent.chat([GO])
+
+    async def judge() -> Score:
+        await agents[0].chat([ON])
+        return Score(reward=1.0)
+
+    made = bench(store, door, Played(on_run=run, on_eval=judge), step_s=0.1)
+    await made.play()
+    made.eval()
+    failed = await made.until(RewardFailed)
+    assert isinstance(failed, RewardFailed)
+    assert (failed.stop_reason, failed.error) == (
+        StopReason.REWARD_ERROR,
+        f"eval: session must be open, got '{TRAJECTORY}-0', which is over",
+    )
+    assert len([event for event in made.events if isinstance(event, TurnRequested)]) == 1
+
+
 async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: Door) -> None:
     reached: list[Any] = []
 
