@@ -250,6 +250,20 @@ async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str
     await made.idle()
 
 
+@pytest.mark.parametrize("how", [stubborn, raising(SystemExit()), raising(asyncio.CancelledError())])
+@pytest.mark.parametrize("place", ["close", "hook"])
+async def test_what_frees_or_is_told_holds_up_nobody(store: TrajectoryStore, door: Door, place: str, how: Any) -> None:
+    class Closed(Played):
+        async def close(self) -> None:
+            await how()
+
+    failing = raising(ValueError("no"))
+    handler = Closed() if place == "close" else Played(on_run=failing, on_error=how)
+    over = await bench(store, door, handler).play()
+    assert over.stop_reason is (StopReason.FINISHED if place == "close" else StopReason.ENV_ERROR)
+    assert ("kill" if place == "close" else "close") in handler.log
+
+
 async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(store: TrajectoryStore, door: Door) -> None:
     """The silence between turns is limited, the wait for a turn is not."""
     made = bench(store, door, Played(), step_s=0.2)
