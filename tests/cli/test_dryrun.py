@@ -95,7 +95,10 @@ def test_a_problem_is_a_failure_that_says_what_to_change(tmp_path: Path, overrid
         (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/a', reward='math:sqrt'}"], "options.path must be a readable file"),
         (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:root'}"], "math has no root"),
         (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:sqrt'}"], "must have records for split test"),
-        (["tasks.0.env=jsonl", "tasks.0.options={path=5, reward='math:sqrt'}"], "options.path must be a readable file, got 5"),
+        (
+            ["tasks.0.env=jsonl", "tasks.0.options={path=5, reward='math:sqrt'}"],
+            "options.path of environment 'jsonl': Expected `str`, got `int`, got 5",
+        ),
     ],
 )
 def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(tmp_path: Path, overrides: list[str], words: str) -> None:

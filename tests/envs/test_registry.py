@@ -1,5 +1,6 @@
 """Names of environments: built in, by module, by entry point; and what is wrong with the others."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -72,3 +73,44 @@ def test_a_package_announces_a_handler(tmp_path: Path, monkeypatch: pytest.Monke
     finally:
         resolve.cache_clear()
         sys.modules.pop("clerk", None)
+
+
+@pytest.mark.parametrize(
+    ("env", "option", "value", "rule"),
+    [
+        ("swe", "partial", "no", "Expected `bool`, got `str`"),
+        ("swe", "timeout_s", "30", "Expected `float`, got `str`"),
+        ("code", "tools", "bash", "Expected `array`, got `str`"),
+        ("swe", "calls", ["text"], "Expected `str`, got `array`"),
+        ("code", "cases", True, "Expected `int`, got `bool`"),
+        ("code", "families", [1], "Expected `str`, got `int`"),
+        ("math_tool", "question", 3, "Expected `str`, got `int`"),
+        ("stem", "web", ["tavily"], "Expected `object | null`, got `array`"),
+        ("program", "folder", 0, "Expected `str`, got `int`"),
+        ("frozenlake", "maps", 1, "Expected `str`, got `int`"),
+    ],
+)
+def test_an_option_of_another_type_is_named_with_its_value(env: str, option: str, value: object, rule: str) -> None:
+    needed = {"command": ["true"], "score": ["true"]} if env == "program" else {}
+    with pytest.raises(ConfigError, match=re.escape(f"options.{option} of environment {env!r}: {rule}")) as raised:
+        check_options(env, {**needed, option: value})
+    assert f"got {value!r}" in str(raised.value)
+
+
+class Odd:
+    """Annotated with what no configuration can have, and with what is there for a type checker alone."""
+
+    def __init__(self, *, match: Path | None = None) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class Checked(Odd):
+    def __init__(self, *, match: "NotHere") -> None: ...  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("kind", [Odd, Checked])
+def test_annotations_that_say_nothing_of_a_configuration_refuse_nothing(kind: type) -> None:
+    check_options(f"{__name__}:{kind.__name__}", {"match": "x"})

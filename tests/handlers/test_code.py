@@ -213,6 +213,7 @@ async def test_what_cannot_be_is_refused() -> None:
         ({"tools": ["browser"]}, "tools must be some of"),
         ({"calls": "json"}, "calls must be native or text"),
         ({"cases": 0}, "cases must be from 1 to 100"),
+        ({"timeout_s": float("inf")}, "options.timeout_s must be positive and finite, got inf"),
     ]:
         with pytest.raises(ConfigError, match=match):
             Code(**options)  # type: ignore[arg-type]

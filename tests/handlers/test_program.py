@@ -190,6 +190,7 @@ async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) ->
         ({"score": "nowhere:f"}, "options.score: cannot import nowhere"),
         ({"score": HERE + "NOT_CALLABLE"}, "options.score must be a function or a command"),
         ({"score": [1]}, "options.score: Expected `str`"),
+        ({"score": []}, r"options.score must be a function or a command, got \[\]"),
         ({"files": {"a": 1}}, "options.files: Expected `str`"),
         ({"timeout_s": 0.0}, "options.timeout_s must be positive and finite"),
         ({"image": "relative"}, "options of the sandbox: .*image must be 'host' or an absolute path"),

@@ -299,6 +299,10 @@ async def test_what_cannot_be_is_refused() -> None:
         Swe(tools=["browser"])
     with pytest.raises(ConfigError, match="more than one text"):
         Swe(tools=[EDITOR], calls="text")
+    with pytest.raises(ConfigError, match=r"options\.timeout_s must be positive and finite, got 0"):
+        Swe(timeout_s=0)
+    with pytest.raises(ConfigError, match=r"options\.output_bytes must be positive and finite, got -1"):
+        Swe(output_bytes=-1)
     async with sandboxes() as boxes:
         with pytest.raises(ValueError, match=r"task\.payload\.bug must be the id of a bug, got 'none'"):
             await Swe().init(Job(task=new_task(bug="none"), seed=0, sandboxes=boxes))

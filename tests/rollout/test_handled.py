@@ -250,6 +250,20 @@ async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str
     await made.idle()
 
 
+@pytest.mark.parametrize("how", [stubborn, raising(SystemExit()), raising(asyncio.CancelledError())])
+@pytest.mark.parametrize("place", ["close", "hook"])
+async def test_what_frees_or_is_told_holds_up_nobody(store: TrajectoryStore, door: Door, place: str, how: Any) -> None:
+    class Closed(Played):
+        async def close(self) -> None:
+            await how()
+
+    failing = raising(ValueError("no"))
+    handler = Closed() if place == "close" else Played(on_run=failing, on_error=how)
+    over = await bench(store, door, handler).play()
+    assert over.stop_reason is (StopReason.FINISHED if place == "close" else StopReason.ENV_ERROR)
+    assert ("kill" if place == "close" else "close") in handler.log
+
+
 async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(store: TrajectoryStore, door: Door) -> None:
     """The silence between turns is limited, the wait for a turn is not."""
     made = bench(store, door, Played(), step_s=0.2)
@@ -480,6 +494,30 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(store: Traje
     kinds = [type(event) for event in made.events]
     assert kinds[-3:] == [TurnRequested, TurnWithdrawn, TrajectoryEnded]
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
+
+
+async def test_an_agent_that_is_asked_after_run_says_nothing(store: TrajectoryStore, door: Door) -> None:
+    """Else a reward would wait for a turn that nobody grants, without a limit."""
+    agents: list[Agent] = []
+
+    async def run(agent: Agent) -> None:
+        agents.append(agent)
+        await agent.chat([GO])
+
+    async def judge() -> Score:
+        await agents[0].chat([ON])
+        return Score(reward=1.0)
+
+    made = bench(store, door, Played(on_run=run, on_eval=judge), step_s=0.1)
+    await made.play()
+    made.eval()
+    failed = await made.until(RewardFailed)
+    assert isinstance(failed, RewardFailed)
+    assert (failed.stop_reason, failed.error) == (
+        StopReason.REWARD_ERROR,
+        f"eval: session must be open, got '{TRAJECTORY}-0', which is over",
+    )
+    assert len([event for event in made.events if isinstance(event, TurnRequested)]) == 1
 
 
 async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: Door) -> None:

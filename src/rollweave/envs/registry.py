@@ -7,8 +7,11 @@ import difflib
 import functools
 import importlib
 import inspect
+import typing
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NoReturn
+
+import msgspec
 
 from rollweave.envs.base import Options
 from rollweave.schema.errors import ConfigError
@@ -56,7 +59,7 @@ def _lacks(kind: type[Any], methods: tuple[str, ...]) -> list[str]:
 
 
 def check_options(name: str, options: Options) -> None:
-    """Raise ConfigError where the environment's constructor does not take these options."""
+    """Raise ConfigError where the environment's constructor does not take these options, or is annotated with another type."""
     kind = resolve(name)
     try:
         signature = inspect.signature(kind)
@@ -67,6 +70,29 @@ def check_options(name: str, options: Options) -> None:
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "none"
         raise ConfigError(f"options of environment {name!r} must suit {kind.__name__}({takes}): {error}") from error
+    _check_types(name, kind, options)
+
+
+def _check_types(name: str, kind: type[Any], options: Options) -> None:
+    """As far as the constructor is annotated, with types that a configuration can have."""
+    try:
+        hints = typing.get_type_hints(kind.__init__)
+    except Exception:  # names that are there for a type checker alone
+        return
+    for option, value in options.items():
+        hint = hints.get(option, Any)
+        if typing.get_origin(hint) is typing.Literal:  # the constructor says it better: which values there are
+            hint = type(typing.get_args(hint)[0])
+        try:
+            msgspec.convert(value, hint, dec_hook=_unknown)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"options.{option} of environment {name!r}: {error}, got {value!r:.100}") from error
+        except (TypeError, NotImplementedError):  # the constructor makes of it what it says
+            continue
+
+
+def _unknown(kind: type[Any], value: object) -> NoReturn:
+    raise NotImplementedError(kind)
 
 
 def load(reference: str, *, what: str) -> Any:

@@ -145,8 +145,6 @@ class Gateway:
             body = await request.read()
         ask = parse_chat(body)
         key, repeated = _identity(request, body)
-        if session.closed:  # while the body was on its way
-            raise _unknown(session.id)
         async with session.turn(ask, key, repeated=repeated) as turn:
             return await (self._stream if ask.stream else self._whole)(request, session, turn, ask)
 

@@ -130,6 +130,8 @@ class Session:
             await asyncio.wait(list(self._under_way))
 
     def _turn(self, ask: Ask, key: Hashable, repeated: bool) -> Turn:
+        if self.closed:
+            raise RequestError(404, f"session must be open, got {self.id!r:.80}, which is over", code="session_not_found")
         forced = ""
         self._check_size(ask)
         if ask.tools:

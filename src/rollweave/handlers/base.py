@@ -71,7 +71,7 @@ class Agent(Protocol):
         """Its next message, given all messages before it. Where it calls tools, that is in `tool_calls`.
 
         Messages that go on where an earlier call ended join its sequence. Calls at the same time wait for each other.
-        Raises LimitError; ValueError where the chat template refuses the messages, or shows no tools.
+        Raises LimitError; ValueError where the chat template refuses the messages, or shows no tools; EngineError after `run`.
         """
 
     async def endpoint(self) -> Endpoint:

@@ -5,7 +5,7 @@ it could read or forge: it has to print the right thing.
 """
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
 from rollweave.handlers.base import Agent, Job, LimitError, Tool
 from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.code_tasks import FAMILIES, Problem, drawn
-from rollweave.handlers.toolbox import check_tools, toolbox
+from rollweave.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.handlers.tools import Calls, blocks, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
@@ -62,8 +62,8 @@ class Code(Boxed):
     def __init__(
         self,
         *,
-        families: Iterable[str] | None = None,
-        tools: Iterable[str] = (),
+        families: Sequence[str] = (),
+        tools: Sequence[str] = (),
         calls: Calls = "native",
         cases: int = 10,
         partial: bool = True,
@@ -76,6 +76,7 @@ class Code(Boxed):
         check_tools(self._tools, calls)
         if not 1 <= cases <= 100:
             raise ConfigError(f"options.cases must be from 1 to 100, got {cases}")
+        check_positive(timeout_s=timeout_s)
         self._calls: Calls = calls
         self._cases, self._partial, self._timeout_s = cases, partial, timeout_s
         self._program: str | None = None

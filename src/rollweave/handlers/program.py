@@ -29,6 +29,7 @@ from rollweave.envs.registry import load
 from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.sandboxes import Sandboxes, forget
+from rollweave.handlers.toolbox import check_positive
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
@@ -102,6 +103,8 @@ class Program(Boxed):
         if not self._command:
             raise ConfigError("options.command must have at least a program, got []")
         self._score = score if isinstance(score, str) else _typed("score", score, list[str])
+        if not self._score:
+            raise ConfigError(f"options.score must be a function or a command, got {score!r}")
         self._function = _function(score) if isinstance(score, str) else None
         self._score_files = _typed("score_files", score_files or {}, dict[str, str])
         self._hidden = _typed("hidden", hidden, list[str])
@@ -110,8 +113,7 @@ class Program(Boxed):
         self._outputs = _typed("outputs", outputs, list[str])
         self._env = _typed("env", env or {}, dict[str, str])
         self._timeout_s = _typed("timeout_s", timeout_s, float)
-        if not 0 < self._timeout_s < float("inf"):
-            raise ConfigError(f"options.timeout_s must be positive and finite, got {timeout_s}")
+        check_positive(timeout_s=self._timeout_s)
         try:
             spec = {"image": image, "network": network, "limits": limits or {}, "env": self._env}
             self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})  # one pool for all programs

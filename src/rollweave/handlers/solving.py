@@ -13,7 +13,7 @@ from rollweave.envs.records import drawn, records
 from rollweave.handlers.answers import MOST_CHARS, boxed
 from rollweave.handlers.base import Agent, Job, Tool
 from rollweave.handlers.boxed import Boxed
-from rollweave.handlers.toolbox import toolbox
+from rollweave.handlers.toolbox import check_positive, toolbox
 from rollweave.handlers.tools import Calls, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
 from rollweave.schema.base import Noun
@@ -47,8 +47,7 @@ class Solving(Boxed):
         """`calls` as in `tools.converse`; `tool_s` seconds for a command or cell."""
         if calls not in ("native", "text"):
             raise ConfigError(f"options.calls must be native or text, got {calls!r}")
-        if not 0 < tool_s < float("inf"):
-            raise ConfigError(f"options.tool_s must be positive and finite, got {tool_s}")
+        check_positive(tool_s=tool_s)
         self._calls, self._tool_s = calls, tool_s
         self._asked = Question(question="", answer="")
         self._answer: str | None = None

@@ -5,7 +5,7 @@ by tests whose verdict is made outside of it (`handlers/probes.py`); files below
 """
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
@@ -14,7 +14,7 @@ from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
 from rollweave.handlers.probes import Seen, look, passed
 from rollweave.handlers.swe_bugs import TESTS, Bug, broken, bugs, bugs_of, files_of, shown, sources_of_tests
-from rollweave.handlers.toolbox import check_tools, toolbox
+from rollweave.handlers.toolbox import check_positive, check_tools, toolbox
 from rollweave.handlers.tools import Calls, converse, told_in_text
 from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.rootfs import python_of
@@ -50,7 +50,7 @@ class Swe(Boxed):
     def __init__(
         self,
         *,
-        tools: Iterable[str] | None = None,
+        tools: Sequence[str] | None = None,
         calls: Calls = "native",
         partial: bool = False,
         timeout_s: float = 30.0,
@@ -59,6 +59,7 @@ class Swe(Boxed):
         default = ("bash", "submit") if calls == "text" else ("bash", "str_replace_editor", "submit")
         self._tools = tuple(tools if tools is not None else default)
         check_tools(self._tools, calls)
+        check_positive(timeout_s=timeout_s, output_bytes=output_bytes)
         self._calls: Calls = calls
         self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
         self._bug: Bug | None = None

@@ -39,6 +39,13 @@ def check_tools(names: Iterable[str], calls: str) -> None:
             raise ConfigError(f"options.tools must not have {name} where calls = 'text': it takes more than one text")
 
 
+def check_positive(**options: float) -> None:
+    """Raise ConfigError for an option that is not positive and finite."""
+    for name, value in options.items():
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"options.{name} must be positive and finite, got {value}")
+
+
 def _bash(sandbox: Sandbox, timeout_s: float, output_bytes: int) -> Tool:
     shell = Bash(sandbox)
 

@@ -167,7 +167,7 @@ class Handled:
         """Free what `init` took."""
         close = getattr(self._handler, "close", None)
         if close is not None:
-            await close()
+            await _apart(close())
 
     def kill(self) -> None:
         """Free it now."""
@@ -242,7 +242,7 @@ class Handled:
             return None
         try:
             async with asyncio.timeout(CANCEL_S):  # also where the active time ran out
-                found = await call(stop.__cause__ or stop)
+                found = await _apart(call(stop.__cause__ or stop))
             return None if found is None else checked_score(found, hook, success=None)
         except RAISED as error:
             raise EpisodeStopError(stop.reason, f"{stop}; then {what_happened(hook, error)}") from error
@@ -343,6 +343,20 @@ class _Agent:
 
 class _RaisedError(RollweaveError):
     """The stage raised what must not reach the event loop, or would be taken for our own."""
+
+
+async def _apart(call: Coroutine[Any, Any, T]) -> T:
+    """Await it as a task of its own: where it does not end when we are cancelled, it is left behind."""
+    task = asyncio.create_task(_contained(call))
+    try:
+        await asyncio.wait([task])
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=CANCEL_S)
+    if task.cancelled():  # its own doing: were it ours, we had not come here
+        raise _RaisedError("CancelledError")
+    return task.result()
 
 
 async def _contained(call: Coroutine[Any, Any, T]) -> T:

@@ -1,4 +1,7 @@
-"""What a sandbox's root is made of, for the host's image and for folders: a description that `stage.py` mounts."""
+"""What a sandbox's root is made of, for the host's image and for folders: a description that `stage.py` mounts.
+
+Invariant: wherever rollweave is installed, no sandbox sees it: its handlers have the right answers of their tasks.
+"""
 
 import os
 import sys
@@ -6,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import rollweave
 from rollweave.sandbox.argv import SUPPORT
 from rollweave.sandbox.base import HOME, HOST, LOOPBACK, SandboxSpec
 from rollweave.sandbox.stage import Root
@@ -32,6 +36,7 @@ def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict
             links=links,
             files=_files(spec),
             folders=[HOME, spec.workdir],
+            hidden=_hidden(binds),
             disk_bytes=spec.limits.disk_bytes,
         )
     )
@@ -56,6 +61,17 @@ def _host() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         if not prefix.startswith("/usr/") and prefix != "/usr":
             binds.append((prefix, prefix))
     return binds, links
+
+
+def _hidden(binds: list[tuple[str, str]]) -> list[str]:
+    """Where the host's folders show rollweave itself."""
+    package = os.path.dirname(os.path.realpath(rollweave.__file__))
+    seen = [(os.path.realpath(source), where) for source, where in binds]
+    return list(
+        dict.fromkeys(
+            os.path.join(where, os.path.relpath(package, source)) for source, where in seen if package.startswith(f"{source}/")
+        )
+    )
 
 
 def _files(spec: SandboxSpec) -> dict[str, str]:

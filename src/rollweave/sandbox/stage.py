@@ -37,6 +37,8 @@ class Root:
     files: dict[str, str] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     """Made where they are not there, and the sandbox's own."""
+    hidden: list[str] = field(default_factory=list)
+    """Folders within `binds` that are seen empty."""
     disk_bytes: int = 1 << 30
 
 
@@ -179,6 +181,11 @@ def _furnish(root: Root, path: str, owner: int) -> None:
         at = f"/proc/self/fd/{target}"
         locked = _locked_flags(at)
         kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
+        os.close(target)
+    for hidden in root.hidden:
+        target = made_folder(top, hidden)
+        flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("tmpfs", f"/proc/self/fd/{target}", "tmpfs", flags, "size=4k,nr_inodes=1,mode=0755")
         os.close(target)
     for path_inside in root.folders:
         _make_if_missing(top, path_inside, owner)
