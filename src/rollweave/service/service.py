@@ -87,7 +87,11 @@ class Service:
     def go_on(self) -> None:
         """Once the world lives: what was accepted and the core has not heard of is said again, engines are registered again."""
         for engine_id, blob in self._jobs.engines():
-            self._offer(EngineId(engine_id), msgspec.json.decode(blob, type=EngineRequest))
+            try:
+                self._offer(EngineId(engine_id), msgspec.json.decode(blob, type=EngineRequest))
+            except msgspec.ValidationError as error:  # noted under other rules
+                self._jobs.remove_engine(engine_id)
+                self.warned(Warn(component=engine_id, message=f"its registration is not taken over: {error}"))
         known = self._state.groups
         for job in self._jobs.unfinished():
             if job.group_id not in known:
