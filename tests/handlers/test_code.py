@@ -184,7 +184,7 @@ async def test_with_tools_in_text() -> None:
 async def test_a_program_that_bursts_its_sandbox_is_its_own_doing() -> None:
     hog = "import os, time\nfor i in range(6):\n    if not os.fork():\n        x = b'x' * (200 << 20); break\ntime.sleep(60)"
     async with sandboxes() as boxes:
-        handler = Code(timeout_s=30.0)
+        handler = Code(timeout_s=30.0, cases=1)
         await handler.init(Job(task=TASK, seed=0, sandboxes=boxes))
         await handler.run(Scripted([block(hog)]))
         with pytest.raises(SandboxLostError, match="memory") as caught:
@@ -218,6 +218,10 @@ async def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             Code(**options)  # type: ignore[arg-type]
     async with sandboxes() as boxes:
+        with pytest.raises(
+            ConfigError, match=r"options\.timeout_s times cases must be less than step_s \(60\), got 6 times 10"
+        ):
+            await Code(timeout_s=6.0).init(Job(task=new_task(family="chess", params={}), seed=0, sandboxes=boxes))
         with pytest.raises(ValueError, match="family must be one of"):
             await Code().init(Job(task=new_task(family="chess", params={}), seed=0, sandboxes=boxes))
 

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_an_agent_learns_which_command_to_type(tmp_path: Path) -> None:
     needs("zygote")
     for name in ("drawers.py", "drawers.toml"):

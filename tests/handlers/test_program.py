@@ -95,6 +95,18 @@ subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new
     assert kept(sandboxes) == []
 
 
+@pytest.mark.parametrize("trick", ["os.makedirs('tests.py/x')", "os.mkfifo('tests.py')", "os.symlink('/nowhere', 'tests.py')"])
+async def test_what_stands_in_the_place_of_a_score_file_is_replaced(sandboxes: Sandboxes, trick: str) -> None:
+    source = f"""
+import os
+open("work.txt", "w").write(say("write"))
+{trick}
+"""
+    handler = Program(command=agent_program(source), score=["python", "-I", "tests.py"], score_files={"tests.py": TESTS})
+    async with scripted(Script(["hello"])) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+
+
 async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(sandboxes: Sandboxes) -> None:
     handler = Program(command=["true"], score=["echo", "0"])
     async with scripted(Script()) as (_, agent):

@@ -384,6 +384,18 @@ async def test_a_result_that_cannot_be_kept_costs_no_reward(store: TrajectorySto
     assert "final_result" in json.loads(trajectory.result)["error"]
 
 
+@pytest.mark.parametrize(("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")])
+async def test_what_cannot_be_asked(
+    store: TrajectoryStore, door: Door, messages: list[Message], asked: int | None, rule: str
+) -> None:
+    async def run(agent: Agent) -> None:
+        await agent.chat(messages, max_tokens=asked)
+
+    over = await bench(store, door, Played(on_run=run)).play()
+    assert over.stop_reason is StopReason.ENV_ERROR
+    assert rule in over.error
+
+
 async def test_it_must_ask_the_agent(store: TrajectoryStore, door: Door) -> None:
     over = await bench(store, door, Played(on_run=nothing)).play()
     assert (over.stop_reason, over.error) == (

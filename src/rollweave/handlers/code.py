@@ -83,7 +83,11 @@ class Code(Boxed):
         self._passed: list[bool] = []
 
     async def init(self, job: Job) -> None:
-        """Start a sandbox, if there are tools."""
+        """Start a sandbox, if there are tools. Raises ConfigError where the cases may take longer than the stage."""
+        whole_s, step_s = self._cases * self._timeout_s, job.task.limits.step_s
+        if whole_s >= step_s:
+            rule = f"options.timeout_s times cases must be less than step_s ({step_s:g})"
+            raise ConfigError(f"{rule}, got {self._timeout_s:g} times {self._cases}")
         self._problem = msgspec.convert(payload_of(job.task), Problem)
         self._seed, self._sandboxes = job.task.seed, job.sandboxes
         if self._tools:

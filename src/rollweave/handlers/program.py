@@ -33,7 +33,7 @@ from rollweave.handlers.toolbox import check_positive
 from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
 from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
-from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
+from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError, SandboxRefusedError
 from rollweave.schema.work import Task
 
 TASK = "task.json"
@@ -189,7 +189,11 @@ class Program(Boxed):
         sandbox = await self._sandboxes.branch(self._snapshot)
         try:
             for path, text in self._score_files.items():
-                await sandbox.write(path, text.encode())
+                try:
+                    await sandbox.write(path, text.encode())
+                except SandboxRefusedError:  # the program has put something else there than a file
+                    await sandbox.exec(["rm", "-rf", "--", path])
+                    await sandbox.write(path, text.encode())
             told = json.dumps(outcome.__dict__).encode()
             result = await sandbox.exec(list(self._score), stdin=told, env={**self._path(), **self._env}, timeout_s=SCORE_S)
         finally:

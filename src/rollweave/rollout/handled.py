@@ -310,6 +310,10 @@ class _Agent:
         return max(0, self._max_turns - self._session.calls)
 
     async def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Message:
+        if not messages:
+            raise ValueError("messages must have at least one, got none")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         ask = Ask(
             model="",
             messages=tuple(messages),
