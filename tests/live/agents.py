@@ -1,5 +1,7 @@
 """A handler with a sandbox for whole runs without a model: the agent speaks, a command runs, the agent speaks."""
 
+import asyncio
+import contextlib
 from typing import Any
 
 from rollweave.envs.base import Score
@@ -61,3 +63,21 @@ class Boxed:
 
     def final_result(self) -> dict[str, Any]:
         return self._seen
+
+
+class Impatient:
+    """Gives up its first call, at once or in the middle; needs no sandbox."""
+
+    async def init(self, job: Job) -> None:
+        self._wait_s = (job.seed % 4) * 0.002
+
+    async def run(self, agent: Agent) -> None:
+        go = Message(role="user", content="go")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                await agent.chat([go])
+        first = await agent.chat([go])
+        await asyncio.gather(agent.chat([go, first, go]), agent.chat([first, go]))
+
+    async def eval(self) -> Score:
+        return Score(reward=self._wait_s)

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from rollweave.cli.main import app
+from rollweave.record.journal import Replay
+from rollweave.rollout.store import TrajectoryReader
 from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import TurnWithdrawn
 from tests.backends.echo_engine import process_state
-from tests.live.whole import make_config, run
+from tests.live.whole import make_config, run, run_dir
 from tests.sandbox.worlds import needs
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
+from tests.worlds.referee import Referee
 
 BOXED = {"env": "tests.live.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
 ZYGOTE = {"backend": "zygote"}
@@ -142,6 +148,26 @@ def test_a_run_trains_on_what_a_handler_did(tmp_path: Path) -> None:
         summary = run(make_config(tmp_path, task=BOXED, sandbox=ZYGOTE, steps=2))
     assert summary.error == ""
     assert summary.account.trained == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
+def test_calls_that_are_given_up_leave_whole_books(tmp_path: Path, scheduling: str) -> None:
+    """Several sequences a trajectory, turns withdrawn at any moment: the journal obeys the contract, and replays."""
+    sections: dict[str, Any] = {"rollout": {"scheduling": scheduling}, "engines": {"max_slots": 1}}
+    config = make_config(tmp_path, task={"env": "tests.live.agents:Impatient"}, steps=3, **sections)
+    summary = run(config)
+    assert (summary.error, summary.account.balanced) == ("", True)
+    replayed, referee = Replay(run_dir(config) / "journal.bin", config), Referee()
+    history = list(replayed)
+    referee.watch(history)
+    assert replayed.differing == 0
+    assert referee.owed() == []
+    assert any(isinstance(event, TurnWithdrawn) for _, event, _ in history)
+    kept = TrajectoryReader(run_dir(config) / "trajectories")
+    assert max(len(kept.load(entry).sequences) for entry in kept.entries) >= 2
+    for command in (["trace", str(run_dir(config))], ["report", str(run_dir(config))]):
+        said = CliRunner().invoke(app, command)
+        assert said.exit_code == 0, said.output
 
 
 def test_a_handler_does_not_run_in_a_process_of_its_own(tmp_path: Path) -> None:
