@@ -19,6 +19,9 @@ from rollweave.schema.errors import ConfigError, SandboxError
 from .worlds import image, needs, opened
 
 
+pytestmark = pytest.mark.skipif(not hasattr(tarfile, "tar_filter"), reason="images need Python 3.11.4 or later")
+
+
 def images_at(place: Path, *peers: str, mirror: str | None = None) -> Images:
     return Images(place, Blobs(place / "blobs", peers=peers, mirror=mirror))
 

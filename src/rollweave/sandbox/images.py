@@ -213,6 +213,8 @@ def pack(folder: Path, out: Writing) -> None:
 
 def unpack(archive: Path, folder: Path) -> None:
     """Put an archive's files into a folder that is empty. Raises SandboxError where it is torn, or reaches outside."""
+    if not hasattr(tarfile, "tar_filter"):
+        raise SandboxError("images need Python 3.11.4 or later: before, archives could reach outside of their folder")
     inside = os.path.realpath(folder)
 
     def safe(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
