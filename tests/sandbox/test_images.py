@@ -18,7 +18,6 @@ from rollweave.schema.errors import ConfigError, SandboxError
 
 from .worlds import image, needs, opened
 
-
 pytestmark = pytest.mark.skipif(not hasattr(tarfile, "tar_filter"), reason="images need Python 3.11.4 or later")
 
 
