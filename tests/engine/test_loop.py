@@ -325,7 +325,6 @@ def test_a_load_that_does_not_match_leaves_everything_as_it_was(
         "unknown": publisher.publish(state | {"model.extra": state[name]}, version=3, weights_id=3),
         "shape": publisher.publish(state | {name: state[name][:4].contiguous()}, version=4, weights_id=4),
         "dtype": publisher.publish(state | {name: state[name].to(torch.int32)}, version=5, weights_id=5),
-        "delta": msgspec.structs.replace(good, base_version=0),
     }
     at: dict[int, Any] = {3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())}
     alone = baseline(path, count=16)

@@ -123,7 +123,6 @@ def test_metadata_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             changed_first(manifest, offset=manifest.tensors[1].offset),
             changed_first(manifest, name="half"),
             msgspec.structs.replace(manifest, digest="0" * 32),
-            msgspec.structs.replace(manifest, base_version=0),
             msgspec.structs.replace(manifest, location=str(tmp_path)),
             msgspec.structs.replace(manifest, location=str(tmp_path / "nowhere")),
         ]

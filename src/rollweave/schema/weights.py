@@ -1,6 +1,13 @@
-"""Weights on the way from the trainer to the engines."""
+"""Weights on the way from the trainer to the engines, and the words between the controller and the relays that pass them on.
 
-from rollweave.schema.base import Noun
+A relay is a process, one a machine, that keeps versions in shared memory for the engines there (Laminar §4). It takes each
+version from the trainer, or from another relay that has it or is still taking it itself: so a chain is a broadcast in a
+pipeline, and repairing one is to name another source.
+"""
+
+from typing import Literal
+
+from rollweave.schema.base import Noun, Tagged
 
 
 class TensorMeta(Noun, frozen=True, kw_only=True):
@@ -16,8 +23,7 @@ class TensorMeta(Noun, frozen=True, kw_only=True):
 class WeightManifest(Noun, frozen=True, kw_only=True):
     """A published weight version. `version` counts training steps; `weights_id` is never reused, and tags KV and caches.
 
-    `base_version` is None for full weights (deltas name the version that they apply to). `location` is a path that any
-    process on the host can open; `digest` is the xxh3-128 of the payload, in hex.
+    `location` is a path that any process on the host can open; `digest` is the xxh3-128 of the payload, in hex.
     """
 
     version: int
@@ -26,4 +32,75 @@ class WeightManifest(Noun, frozen=True, kw_only=True):
     tensors: tuple[TensorMeta, ...]
     nbytes: int
     digest: str
-    base_version: int | None = None
+
+
+# Relays.
+
+TransportName = Literal["tcp", "mooncake", "nixl"]
+
+
+class RelayAddress(Noun, frozen=True, kw_only=True):
+    """Where a relay, or the trainer, gives versions away. Who connects must show the secret."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class RelaySpec(Noun, frozen=True, kw_only=True):
+    """How to start a relay. `host` is the address that it listens on."""
+
+    id: str
+    host: str = "127.0.0.1"
+    transport: TransportName = "tcp"
+
+
+class Take(Tagged, frozen=True, kw_only=True):
+    """Get a version, from `source`, or (None) from this host's memory at `manifest.location`, where the trainer has put it.
+
+    With `base_id` only what has changed since that version travels. A version that is being taken goes on from another source
+    where it stood. Versions not in `keep`, nor this one, are let go. Answered by `Taken` or `TakeFailed`.
+    """
+
+    manifest: WeightManifest
+    base_id: int | None = None
+    source: RelayAddress | None = None
+    keep: tuple[int, ...] = ()
+
+
+class StopRelay(Tagged, frozen=True, kw_only=True):
+    pass
+
+
+RelayCommand = Take | StopRelay
+
+
+class RelayReady(Tagged, frozen=True, kw_only=True):
+    address: RelayAddress
+
+
+class Taken(Tagged, frozen=True, kw_only=True):
+    """The version is here, whole and verified: `manifest.location` is this relay's memory. `nbytes` have travelled."""
+
+    manifest: WeightManifest
+    nbytes: int
+    seconds: float
+
+
+class TakeFailed(Tagged, frozen=True, kw_only=True):
+    """The version has not come; those that were here are untouched.
+
+    Reasons: `source` is gone, silent or does not have it; the `base` is not here, or is not what the change was made from: ask
+    for the whole; what came is `broken`; there is no `room` in memory.
+    """
+
+    weights_id: int
+    reason: Literal["source", "base", "broken", "room"]
+    error: str
+
+
+class RelayBeat(Tagged, frozen=True, kw_only=True):
+    """Sent every second, so that a relay that hangs is told from one that works."""
+
+
+RelayReply = RelayReady | Taken | TakeFailed | RelayBeat

@@ -227,8 +227,6 @@ def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:
 
 
 def _check_layout(manifest: WeightManifest) -> None:
-    if manifest.base_version is not None:
-        raise WeightsError(f"full weights must have no base_version, got {manifest.base_version}")
     names = [meta.name for meta in manifest.tensors]
     if len(set(names)) != len(names):
         raise WeightsError("tensor names must be distinct")
