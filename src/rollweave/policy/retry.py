@@ -1,4 +1,6 @@
-"""What is tried again after a failure, and how often an ailing component is restarted."""
+"""What is tried again after a failure, how often an ailing component is restarted, and what goes when that does not help."""
+
+import enum
 
 from rollweave.schema.work import StopReason
 
@@ -25,3 +27,24 @@ def try_again(reason: StopReason, *, attempt: int, retries: int) -> bool:
 
 STRIKES_BEFORE_RESTART = 2
 """Turns in a row that an engine may let time out: one may be a long turn, two are a stuck engine."""
+
+
+class Failover(enum.Enum):
+    RESTART = "restart"  # the engine, in place
+    REMOVE_ENGINE = "remove_engine"
+    EVICT_MACHINE = "evict_machine"  # with its relay and all its engines
+
+
+def failover(*, restarts: int, limit: int, elsewhere: int) -> Failover:
+    """What becomes of an engine that has failed, after `restarts` that did not help (Laminar §3.3).
+
+    Beyond `limit` of them the fault is taken for its machine's, which goes as a whole, so that nothing else fails on it. But
+    where no engine serves `elsewhere`, on other machines, what still works on this one is all there is, and stays. Raises
+    ValueError for negative counts.
+    """
+    for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
+        if count < 0:
+            raise ValueError(f"{name} must be at least 0, got {count}")
+    if restarts < limit:
+        return Failover.RESTART
+    return Failover.EVICT_MACHINE if elsewhere else Failover.REMOVE_ENGINE
