@@ -4,7 +4,7 @@ from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
 from rollweave.core.run import Run
-from rollweave.core.state import GroupStatus, Stage
+from rollweave.core.state import EngineStatus, GroupStatus, Stage
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
 
@@ -19,6 +19,7 @@ def check(run: Run) -> None:
     _check_turns(run)
     _check_groups(run)
     _check_bounds(run)
+    _check_pace(run)
     _check_service(run)
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
@@ -64,7 +65,8 @@ def _check_turns(run: Run) -> None:
         assert trajectory.stage is Stage.RUN, trajectory
         if turn.engine is None and trajectory.id not in waiting:
             assert trajectory.migration is not None, f"{trajectory} waits for nothing"
-            assert state.migrations[trajectory.migration].since is not None, trajectory
+            moving = state.migrations[trajectory.migration]
+            assert moving.since is not None or moving.frees, trajectory
         elif turn.engine is None:
             waiting.remove(trajectory.id)
         else:
@@ -97,6 +99,24 @@ def _check_groups(run: Run) -> None:
     for group_id in state.buffer if state.swept_at == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), group_id
+
+
+def _check_pace(run: Run) -> None:
+    """A trajectory's turns are on engines with the weights that it began with, and on no other."""
+    if not run.alone:
+        return
+    state = run.state
+    for engine in state.engines.values():
+        for trajectory_id in engine.active:
+            assert state.trajectories[trajectory_id].weights_id == engine.weights_id, f"{trajectory_id} on {engine}"
+    for trajectory_id in (*state.in_init, *state.in_run):
+        trajectory = state.trajectories[trajectory_id]
+        home = state.engines.get(trajectory.home) if trajectory.home is not None else None
+        if home is None:
+            assert trajectory_id in state.homeless, f"{trajectory} is nowhere, and nobody knows"
+        else:
+            assert home.weights_id == trajectory.weights_id, f"the home of {trajectory} is {home}"
+            assert home.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), home
 
 
 def _check_service(run: Run) -> None:

@@ -5,6 +5,7 @@ It has no clock, no randomness, no I/O: the same events at the same times give t
 replay from the journal, and in simulation.
 """
 
+from collections.abc import Mapping
 from typing import assert_never
 
 import msgspec
@@ -29,6 +30,7 @@ from rollweave.core.account import Account, account
 from rollweave.core.checks import check
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, State
+from rollweave.policy.experience import Rule
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
 from rollweave.schema.config import RunConfig
@@ -36,14 +38,14 @@ from rollweave.schema.events import Event
 
 
 class Core:
-    """The state of one run. `restore(snapshot)` gives an equal core."""
+    """The state of one run. `restore(snapshot)` gives an equal core. `rules` are the functions of the user's that it names."""
 
-    def __init__(self, config: RunConfig, state: State | None = None) -> None:
-        self._run = Run(config, state if state is not None else State())
+    def __init__(self, config: RunConfig, state: State | None = None, *, rules: Mapping[str, Rule] | None = None) -> None:
+        self._run = Run(config, state if state is not None else State(), rules or {})
 
     @classmethod
-    def restore(cls, snapshot: bytes, config: RunConfig) -> "Core":
-        return cls(config, msgspec.msgpack.decode(snapshot, type=State))
+    def restore(cls, snapshot: bytes, config: RunConfig, *, rules: Mapping[str, Rule] | None = None) -> "Core":
+        return cls(config, msgspec.msgpack.decode(snapshot, type=State), rules=rules)
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self._run.state)

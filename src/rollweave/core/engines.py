@@ -2,10 +2,10 @@
 
 An engine that joins is stale until it has loaded weights, however it came back. An update is suspend, load, resume (RollArt
 §6.2): the turns in flight stay on the engine, and their KV is recomputed there. While an evaluation runs, engines keep the
-version that is being evaluated.
+version that is being evaluated. In mode decoupled each engine updates by itself, and `core/pace` says when and to what.
 """
 
-from rollweave.core import costs, evaluation, placing, turns
+from rollweave.core import costs, evaluation, pace, placing, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase
 from rollweave.policy.modes import update_now
@@ -59,7 +59,8 @@ def on_joined(run: Run, event: EngineJoined) -> None:
 def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is not None and engine.status is EngineStatus.SUSPENDING:
-        _load(run, engine)
+        other = pace.wanted(run, engine) if run.alone else None
+        _load(run, engine, run.state.published_id if other is None else other)
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
@@ -71,9 +72,12 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     else:
         placing.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
-    engine.load_failures = 0
+    engine.load_failures = engine.begun = 0
+    engine.kv_before = None
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
+    if run.alone:
+        pace.settle(run)
 
 
 def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
@@ -84,8 +88,14 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
     if engine.load_failures >= LOAD_TRIES:
         restart(run, engine, f"weights refused {LOAD_TRIES} times: {event.error}")
+    elif run.alone:
+        if event.weights_id != run.state.published_id:
+            run.state.kept.pop(event.weights_id, None)  # older ones are not sent again
+        engine.loading_id = -1
+        _enter(run, engine, EngineStatus.STALE)
+        pace.settle(run)
     else:
-        _load(run, engine)
+        _load(run, engine, run.state.published_id)
 
 
 def on_lost(run: Run, event: EngineLost) -> None:
@@ -116,6 +126,8 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     engine.strikes = engine.load_failures = 0
     _enter(run, engine, EngineStatus.STARTING)
     placing.engines_changed(run)
+    if run.alone:
+        pace.left(run, engine)
     turns.leave(run, engine)
     run.emit(RestartEngine(engine_id=engine.id, degree=engine.degree, epoch=engine.epoch, reason=reason))
 
@@ -144,6 +156,8 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     """For good. It has no turns."""
     del run.state.engines[engine.id]
     _came_or_went(run)
+    if run.alone:
+        pace.left(run, engine)
     turns.leave(run, engine)
     run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
 
@@ -151,7 +165,12 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
 def update(run: Run) -> None:
     """Give engines the published weights: stale ones at once, serving ones when the mode says so."""
     state = run.state
-    if state.published_id < 0 or run.fleet.weights_ids <= {state.published_id}:
+    if state.published_id not in state.kept:
+        return  # nothing is published yet, or whoever held it is gone
+    if run.alone:
+        _update_alone(run)
+        return
+    if run.fleet.weights_ids <= {state.published_id}:
         return
     outdated = [
         engine
@@ -169,16 +188,32 @@ def update(run: Run) -> None:
     )
     for engine in outdated:
         if engine.status is EngineStatus.STALE and not held:
-            _load(run, engine)
+            _load(run, engine, state.published_id)
         elif engine.status is EngineStatus.SERVING and may_update:
             _enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
 
 
-def _load(run: Run, engine: Engine) -> None:
+def _update_alone(run: Run) -> None:
+    """Each engine whose trajectories are over takes what is wanted of it."""
+    for engine in list(run.state.engines.values()):
+        if engine.draining or engine.status not in (EngineStatus.STALE, EngineStatus.SERVING):
+            continue
+        target = pace.wanted(run, engine)
+        if target is not None and engine.status is EngineStatus.STALE:
+            _load(run, engine, target)
+        elif target is not None:
+            _enter(run, engine, EngineStatus.SUSPENDING)
+            run.emit(SuspendEngine(engine_id=engine.id))
+
+
+def _load(run: Run, engine: Engine, weights_id: int) -> None:
+    if weights_id not in run.state.kept:
+        _enter(run, engine, EngineStatus.STALE)  # until there is something to load again
+        return
+    engine.loading_id = weights_id
     _enter(run, engine, EngineStatus.LOADING)
-    engine.loading_id = run.state.published_id
-    run.emit(LoadWeights(engine_id=engine.id, version=run.state.published_version, weights_id=engine.loading_id))
+    run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
 
 
 def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:

@@ -28,7 +28,8 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     first = FINAL_TASKS_FROM if final else 0
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
     saved = run.state.checkpoint == version
-    run.state.evaluation = Evaluation(version=version, final=final, to_draw=tasks[::-1], saved=saved)
+    weights_id = run.state.published_id
+    run.state.evaluation = Evaluation(version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], saved=saved)
 
 
 def holds_weights(run: Run) -> bool:
@@ -49,20 +50,23 @@ def holds_weights(run: Run) -> bool:
 def forgo(run: Run, published: int) -> None:
     """Give up an evaluation that has not begun and never will: engines take the published version, the trainer lost its own."""
     evaluation = run.state.evaluation
+    if run.alone and evaluation is not None and evaluation.weights_id in run.state.kept:
+        return  # an engine takes them when it is free
     if evaluation is not None and not evaluation.begun and evaluation.version != published:
         run.warn("evaluation", f"of version {evaluation.version} given up: its weights are lost", count="evaluation_lost")
         abandon(run)
 
 
 def advance(run: Run) -> None:
-    """Begin when every engine that has weights has the same; then keep the pools filled with episodes."""
+    """Begin when every engine that has weights has the same, or, each at its own pace, one has; then keep the pools filled."""
     state, evaluation = run.state, run.state.evaluation
     if evaluation is None:
         return
     if not evaluation.begun:
         serving = [engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING]
         with_weights = [engine for engine in state.engines.values() if engine.version >= 0]
-        if not serving or serving != with_weights or any(engine.version != evaluation.version for engine in serving):
+        met = [engine for engine in serving if engine.version == evaluation.version]
+        if not met or (not run.alone and met != with_weights):
             return
         evaluation.begun = True
     while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:

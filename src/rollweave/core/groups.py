@@ -4,11 +4,11 @@ Invariant (`account`): every training trajectory that was started is trained, dr
 or in flight. Only scored members of complete groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import evaluation, lengths, serving, trajectories
+from rollweave.core import evaluation, experience, lengths, pace, serving, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.policy.mixture import next_domain
-from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent
+from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent, pool_room
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, Evict
@@ -30,6 +30,10 @@ def launch(run: Run) -> None:
     version = run.serving_version()
     if version is None or not run.admits_training():
         return
+    if run.alone:
+        _draw(run, _pool_room(run))
+        return
+    assert run.mode.window is not None, "only mode decoupled has no window"
     room = capacity(
         window=run.mode.window,
         serving_version=version,
@@ -42,7 +46,28 @@ def launch(run: Run) -> None:
     if run.mode.streamed and room > 0 and run.next_version() == state.trainer.step:
         begun = state.trainer.parts_done
         room -= sum(run.groups_in_part(part) for part in range(begun)) + len(state.trainer.taken)
-    for _ in range(room - len(state.active_groups) - len(state.buffer)):
+    _draw(run, room - len(state.active_groups) - len(state.buffer))
+
+
+def _pool_room(run: Run) -> int:
+    state, rollout = run.state, run.config.rollout
+    size = min(run.group_sizes.values())
+    drawing = sum(state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups)
+    return pool_room(
+        seats=pace.seats(run),
+        waiting=len(state.init_queue) + drawing * size,
+        group_size=size,
+        held=len(state.active_groups) + len(state.buffer),
+        places=pace.capacity(run),
+        next_version=run.next_version(),
+        groups_per_step=rollout.groups_per_step,
+        last_step=run.config.run.steps,
+    )
+
+
+def _draw(run: Run, count: int) -> None:
+    state = run.state
+    for _ in range(count):
         name = next_domain(run.task_weights, state.drawn)
         index = state.drawn.get(name, 0)
         state.drawn[name] = index + 1
@@ -158,6 +183,7 @@ def settle(run: Run, group: Group) -> None:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
         if not run.mode.aborts and not _fresh(run, group, run.next_version()):
             drop(run, group, StopReason.STALE)  # it was let run to its end
+        experience.arrived(run, group)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
     _watch_yield(run, verdict, scored=bool(rewards))
@@ -254,6 +280,7 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
         if group.lost:
             drop(run, group, StopReason.WORLD_LOST)
     run.state.swept_at = -1
+    experience.make_room(run)
 
 
 def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:

@@ -61,6 +61,11 @@ class Lanes:
         self._arrivals.pop(lane, None)
         return None
 
+    def waiting(self, state: State, lane: Lane) -> list[TrajectoryId]:
+        """All of this lane."""
+        entries = self._heaps.get(lane, [])
+        return [name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)]
+
     def oldest(self, state: State, lane: Lane) -> TrajectoryId | None:
         """The turn that was queued first."""
         arrivals = self._arrivals.get(lane)

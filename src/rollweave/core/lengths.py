@@ -90,7 +90,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     _mix(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
     run.touched.append(trajectory.home)  # its place in the KV of that engine may have changed
     if trajectory.id in run.state.turn_queue:
-        if trajectory.asked <= 1:
+        if trajectory.asked <= 1 and not run.alone:
             trajectory.home = None  # nothing of it is anywhere yet
             run.order_changed(trajectory)
         turns.requeue(run, trajectory)

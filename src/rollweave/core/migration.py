@@ -95,6 +95,9 @@ def _start(run: Run) -> None:
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         if source is None or target is None or not _can_take(source, target):  # it has changed while the wish waited
+            if m.frees:
+                _end(run, m, 0, "an engine has changed")
+                return  # which has looked at the others
             forget(run, run.state.trajectories[m.trajectory_id])
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [
@@ -108,11 +111,30 @@ def _start(run: Run) -> None:
         run.emit(Migrate(number=m.number, trajectory_id=m.trajectory_id, attempt=m.attempt, source=m.source, target=m.target))
 
 
+def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
+    """The trajectory goes on at the target: its open turn waits for its KV. `begin` follows, when all are told that leave."""
+    state = run.state
+    forget(run, trajectory)
+    if trajectory.turn is not None:
+        turns.recall(run, trajectory)
+    number = trajectory.migration = state.next_migration
+    state.next_migration += 1
+    state.migrations[number] = Migration(
+        number=number, trajectory_id=trajectory.id, attempt=trajectory.attempt, source=source, target=target, frees=True
+    )
+
+
+def begin(run: Run) -> None:
+    """Begin the transfers that can."""
+    _start(run)
+
+
 def holds(run: Run, trajectory: Trajectory) -> bool:
     """Its next turn is asked for: does it wait for a transfer? One that has not begun is dropped."""
     if trajectory.migration is None:
         return False
-    if run.state.migrations[trajectory.migration].since is not None:
+    migration = run.state.migrations[trajectory.migration]
+    if migration.since is not None or migration.frees:
         return True
     forget(run, trajectory)
     return False
@@ -141,7 +163,6 @@ def give_up_late(run: Run) -> None:
 
 def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
     state, counted = run.state, run.state.counters.scheduling
-    assert m.since is not None, "a transfer that ends has begun"
     del state.migrations[m.number]
     if error:
         run.warn(m.target, f"KV of {m.trajectory_id} did not come from {m.source}: {error}", count="migration_failed")
@@ -149,7 +170,7 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
     else:
         counted.migrations += 1
         counted.moved_tokens += moved_tokens
-        if moved_tokens:
+        if moved_tokens and m.since is not None:
             token_s = (run.now - m.since) / moved_tokens
             state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (token_s - state.migration_token_s)
     trajectory = trajectories.find(run, m.trajectory_id, m.attempt)
@@ -157,6 +178,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
         trajectory.migration = None
         trajectory.home = _home_after(run, m, moved=not error)
         run.order_changed(trajectory)
+        if run.alone:
+            placing.lane_of(run, trajectory, ())  # whoever's target has other weights by now finds another home
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
             turns.enqueue(run, trajectory)
@@ -164,6 +187,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
 
 
 def _home_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
-    """Where its KV is; the other end if that engine is gone; anywhere if both are."""
+    """Where its KV is; the other end if that engine is gone; anywhere if both are. Whoever leaves stays nowhere behind."""
+    if m.frees:
+        return m.target if placing.is_usable(run, m.target) else None
     ends = (m.target, m.source) if moved else (m.source, m.target)
     return next((end for end in ends if placing.is_usable(run, end)), None)

@@ -6,6 +6,7 @@ Invariant: a partition names only engines that have weights and do not drain; wh
 import math
 from collections.abc import Iterable, Sequence
 
+from rollweave.core import pace
 from rollweave.core.costs import groups_of, rate_of
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Partition, Share, Trajectory
@@ -27,7 +28,11 @@ def lane_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> Engi
     if not run.scheduling.homes:
         return None
     home = trajectory.home
-    if home is None or home in avoid or not is_usable(run, home):
+    if run.alone:
+        engine = run.state.engines.get(home) if home is not None and home not in avoid else None
+        if engine is None or not pace.has_weights_of(engine, trajectory):
+            pace.find_home(run, trajectory, avoid)
+    elif home is None or home in avoid or not is_usable(run, home):
         trajectory.home, trajectory.resident = _home_for(run, trajectory, avoid), False
         run.order_changed(trajectory)
     return trajectory.home

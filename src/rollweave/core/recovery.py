@@ -66,6 +66,7 @@ def _lose_world(run: Run, event: WorldLost) -> None:
     """The engines of the new world are on their way; attempts that were under way are over, and queued again if wanted."""
     state = run.state
     state.migrations.clear()
+    state.homeless.clear()
     state.seats.clear()
     engines.start(run, event.engines)
     for trajectory in list(state.trajectories.values()):

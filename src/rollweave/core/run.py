@@ -1,9 +1,12 @@
 """What the sub-machines share: the settings, the state, the moment, and the commands gathered for this event."""
 
+from collections.abc import Mapping
+
 from rollweave.core.fleet import Fleet
 from rollweave.core.lanes import Lanes
 from rollweave.core.order import Order
 from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
+from rollweave.policy.experience import Rule
 from rollweave.policy.modes import Mode, preset
 from rollweave.policy.scheduling import Scheduling, scheduling
 from rollweave.policy.staleness import acceptable
@@ -16,8 +19,9 @@ from rollweave.schema.sections import TaskConfig
 class Run:
     """One handling of one event is a walk over `state`; what it decides is appended to `out`."""
 
-    def __init__(self, config: RunConfig, state: State) -> None:
+    def __init__(self, config: RunConfig, state: State, rules: Mapping[str, Rule]) -> None:
         self.config = config
+        self.rules = rules
         self.state = state
         self.now = 0.0
         self._fleet: Fleet | None = None
@@ -25,7 +29,7 @@ class Run:
         self._order: Order | None = None
         self.out: list[Command] = []
         self.touched: list[EngineId | None] = []  # lanes in which this event may have made a turn possible
-        self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha)
+        self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
         self.scheduling: Scheduling = scheduling(config.rollout)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
@@ -50,6 +54,11 @@ class Run:
         trainer = self.state.trainer
         step_is_full = trainer.parts_done + (trainer.status is TrainerStatus.TRAINING) >= self.parts
         return trainer.step + step_is_full
+
+    @property
+    def alone(self) -> bool:
+        """Training, each engine at its own pace (`core/pace`)."""
+        return self.mode.alone and not self.state.serving
 
     @property
     def fleet(self) -> Fleet:
@@ -95,7 +104,7 @@ class Run:
             self.training
             and version is not None
             and next_version < self.config.run.steps
-            and acceptable(version, next_version, self.mode.window)
+            and (self.alone or acceptable(version, next_version, self.mode.window))
         )
 
     def groups_in_part(self, part: int) -> int:

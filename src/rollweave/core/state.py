@@ -43,6 +43,7 @@ class Turn(msgspec.Struct):
     lane: EngineId | None = None  # the engine that it waits for; None: any
     mark: int = 0  # turns given before it was queued, by its lane; once it is given, by its engine
     try_number: int = 0
+    failures: int = 0
     engine: EngineId | None = None
     avoid: list[EngineId] = []
 
@@ -54,6 +55,7 @@ class Trajectory(msgspec.Struct):
     stage: Stage = Stage.QUEUED
     attempt: int = 0
     initiated: int = -1  # weight version at launch of this attempt; -1 before
+    weights_id: int = -1  # of that version, where it keeps to it (mode decoupled)
     launched_at: float = 0.0
     since: float = 0.0  # when the stage, or the environment's part of it, began
     turn: Turn | None = None
@@ -141,6 +143,8 @@ class Engine(msgspec.Struct):
     restarts: int = 0
     strikes: int = 0
     load_failures: int = 0
+    begun: int = 0  # trajectories that it has begun under its weights (mode decoupled)
+    kv_before: int | None = None  # tokens of KV that its trajectories held at the last look (core/repacking)
 
 
 class Migration(msgspec.Struct):
@@ -152,6 +156,7 @@ class Migration(msgspec.Struct):
     source: EngineId
     target: EngineId
     since: float | None = None
+    frees: bool = False  # the trajectory leaves for good, with its open turn, so that the source can take new weights
 
 
 class Share(msgspec.Struct):
@@ -193,6 +198,7 @@ class Evaluation(msgspec.Struct):
     version: int
     final: bool
     to_draw: list[tuple[str, int]]  # (task domain, task index), next one last
+    weights_id: int = -1
     pending: dict[GroupId, None] = {}
     rewards: dict[str, list[float]] = {}
     successes: dict[str, int] = {}
@@ -225,6 +231,8 @@ class Scheduled(msgspec.Struct):
     exposed_s: float = 0.0  # in which turns waited for a transfer
     queue_s: float = 0.0  # in which turns waited, in the core or on their engine
     reallocations: int = 0
+    released: int = 0  # engines that repack has freed
+    repacked: int = 0  # trajectories that it has moved
 
 
 class Counters(msgspec.Struct):
@@ -241,7 +249,9 @@ class Counters(msgspec.Struct):
     eval_dropped: int = 0
     submitted: int = 0  # that others asked for: delivered by stop reason, or under way
     delivered: dict[str, int] = {}
-    staleness: dict[int, int] = {}
+    staleness: dict[int, int] = {}  # of what was trained: steps from its launch to its training
+    inherent: dict[int, int] = {}  # of what was rolled out: versions published from its launch to its end (Laminar §6)
+    evicted: int = 0  # groups that had no place in the buffer
     turns: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -302,6 +312,9 @@ class State(msgspec.Struct):
     last_failure: str = ""  # of an attempt: stop reason and the world's words
     filtered_groups: int = 0  # groups filtered in a row (dynamic sampling)
     swept_at: int = 0  # the next_version for which doomed groups were last swept out
+    homeless: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
+    kept: dict[int, int] = {}  # weights that may be loaded: id → version
+    repacked_at: float = 0.0
     published_version: int = -1
     published_id: int = -1
     next_weights_id: int = 0

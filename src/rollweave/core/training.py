@@ -5,7 +5,7 @@ Invariant: a group is taken by one step of the surviving lineage only. Steps sin
 out to be damaged. A version is published once its step is whole.
 """
 
-from rollweave.core import allocation, evaluation, groups
+from rollweave.core import allocation, evaluation, experience, groups, repacking, weights
 from rollweave.core.run import Run
 from rollweave.core.state import GroupStatus, Phase, TrainerStatus
 from rollweave.policy.staleness import acceptable, staleness
@@ -57,20 +57,21 @@ def take_batch(run: Run) -> None:
         return
     if state.published_version != trainer.step and trainer.parts_done == 0:
         return  # the weights of the last step are still to be published
-    if state.evaluation is not None and not state.evaluation.begun:
+    if state.evaluation is not None and not state.evaluation.begun and not run.alone:
         return  # engines must meet the version to be evaluated before there is a newer one
     wanted = run.groups_in_part(trainer.parts_done)
     groups.sweep_doomed(run)
     if len(state.buffer) < wanted:
         return
-    chosen = list(state.buffer)[:wanted]
     refs = []
-    for group_id in chosen:
+    for group_id in experience.chosen(run, wanted):
         group = state.groups[group_id]
         del state.buffer[group_id]
         group.status = GroupStatus.TAKEN
         trainer.taken.append(group_id)
         refs.append(GroupRef(id=group_id, name=group.name, trajectory_ids=tuple(group.chosen)))
+    if not refs:
+        return
     run.emit(TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=tuple(refs)))
     _enter(run, TrainerStatus.TRAINING)
 
@@ -152,9 +153,10 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     expected = (trainer.epoch, state.next_weights_id - 1)
     if trainer.status is not TrainerStatus.PUBLISHING or (event.epoch, event.weights_id) != expected:
         return
-    state.published_version, state.published_id = event.version, event.weights_id
+    weights.published(run, event.version, event.weights_id)
     evaluation.forgo(run, event.version)
     _enter(run, TrainerStatus.IDLE)
+    repacking.now(run)
     if not run.training:
         return
     evaluate = evaluation.is_due(run, trainer.step)
@@ -233,6 +235,7 @@ def restart(run: Run, reason: str) -> None:
 
 def start_again(run: Run, reason: str) -> None:
     state, trainer = run.state, run.state.trainer
+    weights.lost(run)
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
     run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason))

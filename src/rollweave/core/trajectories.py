@@ -4,10 +4,11 @@ Invariant: an attempt holds a pool slot from the command that starts its stage u
 over. A cancelled attempt keeps its slot while it closes, so what the world holds is never more than the pools allow.
 """
 
-from rollweave.core import groups, lengths, migration
+from rollweave.core import groups, lengths, migration, pace
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
 from rollweave.policy.retry import try_again
+from rollweave.policy.staleness import staleness
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, StartEval, StartInit, StartRun
 from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
@@ -63,6 +64,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     elif event.stop_reason in TRAINABLE:
         count_stop(run, event.stop_reason)
         trajectory.stop = event.stop_reason
+        _count_inherent(run, trajectory)
         migration.forget(run, trajectory)
         lengths.over(run, trajectory, finished=True)
         move(run, trajectory, Stage.EVAL_QUEUED)
@@ -130,6 +132,7 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         trajectory.asked = 0
         trajectory.stop = None
         trajectory.engine = trajectory.home = None
+        trajectory.weights_id = -1
         lengths.begin(run, trajectory)
         move(run, trajectory, Stage.QUEUED)
         return
@@ -166,11 +169,9 @@ def count_stop(run: Run, reason: StopReason) -> None:
 def start_inits(run: Run) -> None:
     """Fill the INIT pool, as far as the number of living environments allows. Evaluations go first."""
     state, rollout = run.state, run.config.rollout
-    version = run.serving_version()
-    if version is None:
-        return
     while (
-        state.init_queue
+        run.serving_version() is not None
+        and state.init_queue
         and len(state.in_init) < rollout.init_slots
         and len(state.in_init) + len(state.in_run) + len(state.closing) < rollout.max_running
     ):
@@ -180,6 +181,9 @@ def start_inits(run: Run) -> None:
         trajectory = state.trajectories[first]
         group = state.groups[trajectory.group_id]
         assert group.task is not None, "members are made when the task is known"
+        version = _launch_version(run, trajectory, group.purpose)
+        if version is None:
+            return
         trajectory.initiated, trajectory.launched_at = version, run.now
         if not trajectory.started:
             trajectory.started = True
@@ -202,14 +206,39 @@ def start_inits(run: Run) -> None:
         )
 
 
+def _launch_version(run: Run, trajectory: Trajectory, purpose: Purpose) -> int | None:
+    """The version that it begins with, where an engine begins it now."""
+    if not run.alone:
+        return run.serving_version()
+    engine = pace.engine_for(run, purpose)
+    if engine is None:
+        return None
+    pace.begin(run, trajectory, engine)
+    return engine.version
+
+
+def _count_inherent(run: Run, trajectory: Trajectory) -> None:
+    if run.state.groups[trajectory.group_id].purpose is Purpose.TRAIN:
+        age = staleness(trajectory.initiated, run.state.published_version)
+        counted = run.state.counters.inherent
+        counted[age] = counted.get(age, 0) + 1
+
+
 def _first_to_start(run: Run) -> TrajectoryId | None:
     """The next one in the queue: an evaluation's, or, if what is launched now could still be trained on, any."""
     state = run.state
     evaluating = state.evaluation is not None and state.evaluation.begun
+    if run.alone and pace.engine_for(run, Purpose.EVAL) is None:
+        evaluating = False  # nobody can take its episodes now; others need not wait for that
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:
             return trajectory_id
-    return next(iter(state.init_queue)) if state.serving or run.admits_training() else None
+    if not state.serving and not run.admits_training():
+        return None
+    if not run.alone:
+        return next(iter(state.init_queue))
+    queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
+    return next((one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL), None)
 
 
 def start_evals(run: Run) -> None:

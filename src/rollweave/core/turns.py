@@ -87,7 +87,8 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     turn.avoid.append(turn.engine)
     turn.engine, turn.since = None, run.now
     turn.try_number += 1
-    if turn.try_number > run.config.rollout.retries:
+    turn.failures += 1
+    if turn.failures > run.config.rollout.retries:
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
     else:
         enqueue(run, trajectory)
@@ -106,6 +107,19 @@ def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     """The watchdog's verdict on one turn."""
     _abort(run, engine, trajectory)
     fail(run, trajectory, f"no answer within {run.config.watchdog.turn_s:g} s")
+
+
+def recall(run: Run, trajectory: Trajectory) -> None:
+    """Its engine works on its open turn no more, which goes on elsewhere; that is no failure."""
+    turn = trajectory.turn
+    assert turn is not None, "a turn that is recalled is open"
+    run.state.turn_queue.pop(trajectory.id, None)
+    engine = run.state.engines.get(turn.engine) if turn.engine is not None else None
+    if engine is not None:
+        _abort(run, engine, trajectory)
+        run.fleet.vacate(engine, trajectory.id, turn)
+        turn.engine, turn.since = None, run.now
+        turn.try_number += 1
 
 
 def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
@@ -235,6 +249,11 @@ def _move(run: Run, trajectory: Trajectory, turn: Turn, engine_id: EngineId) -> 
 
 def _find_homes(run: Run) -> None:
     """Turns that found no engine of their own when they were queued."""
+    if run.alone:  # each waits for an engine with its own weights
+        for waiting in run.lanes.waiting(run.state, (None, False)):
+            if placing.lane_of(run, run.state.trajectories[waiting], ()) is not None:
+                requeue(run, run.state.trajectories[waiting])
+        return
     while (trajectory_id := run.lanes.first(run.state, (None, False))) is not None:
         trajectory = run.state.trajectories[trajectory_id]
         requeue(run, trajectory)

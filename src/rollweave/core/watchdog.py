@@ -3,7 +3,7 @@
 The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, groups, lengths, migration, training, trajectories, turns
+from rollweave.core import engines, groups, lengths, migration, repacking, training, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
 from rollweave.policy.retry import STRIKES_BEFORE_RESTART
@@ -37,6 +37,7 @@ def look(run: Run) -> None:
     _check_draws(run)
     _check_trainer(run)
     migration.give_up_late(run)
+    repacking.look(run)
     turns.promote_overdue(run)
     lengths.look(run)
     run.emit(SetTimer(at=run.now + _period_s(run)))
@@ -45,7 +46,8 @@ def look(run: Run) -> None:
 def _period_s(run: Run) -> float:
     limits = run.config.watchdog
     waits = [limits.start_s, limits.turn_s, limits.weights_s, limits.train_s, *(task.step_s for task in run.tasks.values())]
-    return max(PERIOD_S, min(waits) / LOOKS)
+    period = max(PERIOD_S, min(waits) / LOOKS)
+    return min(period, repacking.REPACK_S) if run.alone else period
 
 
 def _check_engine(run: Run, engine: Engine) -> None:

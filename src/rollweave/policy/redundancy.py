@@ -42,6 +42,26 @@ def capacity(
     return steps_ahead * groups_per_step + spare_groups
 
 
+def pool_room(
+    *,
+    seats: int,
+    waiting: int,
+    group_size: int,
+    held: int,
+    places: int,
+    next_version: int,
+    groups_per_step: int,
+    last_step: int,
+) -> int:
+    """Groups to draw where each engine begins what it can (Laminar §3.2): as many as fill the `seats` that are free.
+
+    `waiting` trajectories are there for them already. `held` groups are active or buffered: each has one of `places` in the
+    experience buffer, so that nothing is rolled out that would have to be evicted; and none is drawn that no step is left for.
+    """
+    wanted = -(-max(0, seats - waiting) // group_size)
+    return max(0, min(wanted, places - held, (last_step - next_version) * groups_per_step - held))
+
+
 class Verdict(enum.Enum):
     WAIT = "wait"
     COMPLETE = "complete"

@@ -1,7 +1,7 @@
 """When and where a trajectory's turns run, as a preset of three policies that a user may also mix (Heddle §4, §5)."""
 
 from rollweave.schema.base import Noun
-from rollweave.schema.sections import RolloutConfig
+from rollweave.schema.sections import ModeName, RolloutConfig
 
 PRESETS = {"turn": ("fcfs", "affinity", "never"), "trajectory": ("longest_first", "partition", "gain")}
 """Priority, placement and migration by the name of the preset."""
@@ -41,9 +41,12 @@ class Scheduling(Noun, frozen=True, kw_only=True):
 
 
 def scheduling(rollout: RolloutConfig) -> Scheduling:
-    """The preset, and what is set beside it. Nothing migrates without a partition."""
+    """The preset, and what is set beside it. Nothing migrates without a partition.
+
+    In mode decoupled a trajectory keeps to its engine until that is repacked (`core/pace`).
+    """
     priority, placement, migration = PRESETS[rollout.scheduling]
-    placement = rollout.placement or placement
+    placement = "pinned" if rollout.mode is ModeName.DECOUPLED else rollout.placement or placement
     return Scheduling(
         priority=rollout.priority or priority,
         placement=placement,

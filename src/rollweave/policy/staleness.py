@@ -13,6 +13,6 @@ def staleness(initiated: int, trained_at: int) -> int:
     return abs(trained_at - initiated)
 
 
-def acceptable(initiated: int, trained_at: int, window: int) -> bool:
+def acceptable(initiated: int, trained_at: int, window: int | None) -> bool:
     """True if a step that starts from version `trained_at` may use a trajectory launched under version `initiated`."""
-    return staleness(initiated, trained_at) <= window
+    return window is None or staleness(initiated, trained_at) <= window

@@ -10,6 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from rollweave.schema.sections import (
     AlgorithmConfig,
     AllocationConfig,
+    BufferConfig,
     EngineConfig,
     EvalConfig,
     FaultsConfig,
@@ -38,6 +39,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     engines: Annotated[tuple[EngineConfig, ...], Field(min_length=1)] = (EngineConfig(),)
     allocation: AllocationConfig | None = None
+    buffer: BufferConfig = BufferConfig()
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup: WarmupConfig = WarmupConfig()
@@ -108,6 +110,7 @@ class RunConfig(Section):
         rollout = self.rollout
         if rollout.mode is ModeName.BOUNDED and rollout.alpha < 1:
             raise ValueError(f"rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got {rollout.alpha}")
+        self._check_own_pace()
         partition = (rollout.placement or rollout.scheduling) in ("partition", "presorted", "trajectory")
         if rollout.migration not in (None, "never") and not partition:
             raise ValueError(
@@ -140,6 +143,30 @@ class RunConfig(Section):
                 f"model.scratch.context must hold one trajectory ({longest} tokens), got {self.model.scratch.context}"
             )
         return self
+
+    def _check_own_pace(self) -> None:
+        """In mode decoupled a trajectory keeps to its engine; the buffer's settings are of no use in another mode."""
+        rollout = self.rollout
+        if rollout.mode is not ModeName.DECOUPLED:
+            if self.buffer != BufferConfig():
+                raise ValueError(f"buffer must be left out unless rollout.mode is decoupled, got mode {rollout.mode.value}")
+            return
+        must = {
+            "placement": (rollout.placement, (None, "pinned")),
+            "migration": (rollout.migration, (None, "never")),
+            "env_stepping": (rollout.env_stepping, ("trajectory",)),
+            "reward": (rollout.reward, ("overlap",)),
+            "spare_groups": (rollout.spare_groups, (0,)),
+        }
+        for name, (value, allowed) in must.items():
+            if value not in allowed:
+                raise ValueError(f"rollout.{name} must be {allowed[-1]} in mode decoupled, got {value}")
+        if self.allocation is not None:
+            raise ValueError("allocation must be left out in mode decoupled, got one")
+        if self.buffer.groups is not None and self.buffer.groups < rollout.groups_per_step:
+            raise ValueError(
+                f"buffer.groups must be at least rollout.groups_per_step ({rollout.groups_per_step}), got {self.buffer.groups}"
+            )
 
     def _check_allocation(self, allocation: AllocationConfig) -> None:
         if max(allocation.degrees) > allocation.budget:

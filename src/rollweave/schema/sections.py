@@ -28,6 +28,7 @@ class ModeName(enum.StrEnum):
     STREAM = "stream"
     PARTIAL = "partial"
     BOUNDED = "bounded"
+    DECOUPLED = "decoupled"
 
 
 class ScratchModel(Section):
@@ -115,6 +116,9 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling in training.")
     top_k: Count = Field(0, description="Top-k sampling in training; 0 is off.")
     retries: Count = Field(2, description="Times that a turn or an environment start is tried again after a failure.")
+    engine_batch: PositiveInt | None = Field(
+        None, description="Trajectories that an engine has at once in mode decoupled; twice its slots if unset."
+    )
     env_stepping: Literal["trajectory", "batch"] = Field(
         "trajectory", description="`batch` makes all environments wait for the slowest before each turn (RollArt's baseline)."
     )
@@ -230,6 +234,28 @@ class WarmupConfig(Section):
     batch: PositiveInt = Field(16, description="Transcripts in one step.")
     lr: Positive = Field(1e-2, description="Learning rate, decayed linearly to a tenth.")
     observations: bool = Field(False, description="Also predict observation tokens, not only the agent's.")
+
+
+class BufferConfig(Section):
+    """Groups that are rolled out and not yet trained on, in mode decoupled (Laminar §3.1, §6)."""
+
+    groups: PositiveInt | None = Field(
+        None, description="Groups that it holds, those being rolled out included; two batches and what engines hold if unset."
+    )
+    sample: str = Field(
+        "fifo",
+        description="Which are trained on first (policy/experience.py): fifo, newest, advantage (greatest first), staleness "
+        "(drawn by chance, fresher ones more often), or `package.module:function`.",
+        pattern=r"^(fifo|newest|advantage|staleness|[\w.]+:\w+)$",
+    )
+    evict: str = Field(
+        "age",
+        description="Which go first where there are too many: age, size (in tokens), or `package.module:function`.",
+        pattern=r"^(age|size|[\w.]+:\w+)$",
+    )
+    max_age: Count | None = Field(
+        None, description="Greatest staleness in steps that may be trained on; unset: whatever comes (inherent staleness)."
+    )
 
 
 class EvalConfig(Section):

@@ -18,7 +18,7 @@ class Books:
 
     def __init__(self, config: RunConfig, scored: dict[TrajectoryId, Scored]) -> None:
         self._config, self._scored = config, scored
-        self._window = preset(config.rollout.mode, config.rollout.alpha).window
+        self._window = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age).window
         self._hand: c.TrainStep | None = None
         self._saving: c.SaveCheckpoint | None = None
         self._position = (0, 0)  # step and part that come next
@@ -58,7 +58,7 @@ class Books:
             for member in members:
                 assert member in self._scored, f"{member} is to be trained on and is not in the store"
                 age = abs(command.step - self._scored[member].initiated)
-                assert age <= self._window, f"{member} is {age} steps old where {self._window} are allowed"
+                assert self._window is None or age <= self._window, f"{member} is {age} steps old, allowed are {self._window}"
         ids = [group.id for group in command.groups]
         assert ids, f"step {command.step} is empty"
         assert len(ids) == len(set(ids)), f"a group comes twice in step {command.step}"
@@ -88,7 +88,7 @@ class Books:
     def close(self, summary: Summary) -> None:
         """The end of the run: what it says of itself is what happened."""
         staleness = summary.staleness_max
-        assert staleness <= self._window, f"staleness {staleness} is reported where {self._window} is allowed"
+        assert self._window is None or staleness <= self._window, f"staleness {staleness} is told, {self._window} allowed"
         if not summary.error:  # a run that ends with an error waits for nobody, and may not have heard the trainer's last word
             trained = summary.account.trained
             assert trained == self.trained, f"{trained} trajectories are counted as trained, {self.trained} were"

@@ -1,0 +1,76 @@
+"""The experience buffer: which groups a step trains on, and which have no place (Laminar §3.1, §6; `policy/experience`).
+
+In every mode but decoupled a step takes the groups in the order of their completion, and the window alone says what goes.
+A strategy may be a function of the user's. What it does wrong ends the run, with its name.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from rollweave.core import groups, pace
+from rollweave.core.run import Run
+from rollweave.core.state import Group
+from rollweave.policy.experience import Experience, evict, sample
+from rollweave.schema.base import GroupId
+
+FUNCTION = ":"
+"""Part of the name of a function of the user's, `package.module:function`."""
+
+
+def chosen(run: Run, wanted: int) -> list[GroupId]:
+    """The groups of the next (mini-)batch: so many, or none."""
+    state, name = run.state, run.config.buffer.sample
+    if not run.alone or name == "fifo":
+        return list(state.buffer)[:wanted]
+    trainer = state.trainer
+    chance = random.Random(f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}")
+    draws = [chance.random() for _ in range(wanted)]
+    return _by(run, name, lambda rule: sample(_views(run), wanted, strategy=rule, version=run.next_version(), draws=draws))
+
+
+def arrived(run: Run, group: Group) -> None:
+    """The group is complete, and in the buffer unless it was dropped."""
+    if group.id in run.state.buffer:
+        make_room(run)
+
+
+def make_room(run: Run) -> None:
+    """Evict what is one too many, and what a function of the user's names."""
+    state, name = run.state, run.config.buffer.evict
+    if not run.alone or not state.buffer:
+        return
+    places = pace.capacity(run)
+    if len(state.buffer) <= places and FUNCTION not in name:
+        return
+    gone = _by(run, name, lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=places))
+    for group_id in gone:
+        state.counters.evicted += 1
+        groups.drop(run, state.groups[group_id], "evicted")
+
+
+def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:
+    if FUNCTION not in name:
+        return choose(name)
+    try:
+        return choose(run.rules[name])
+    except Exception as error:  # the user's code may do anything
+        run.state.error = run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
+        return []
+
+
+def _views(run: Run) -> list[Experience]:
+    state = run.state
+    found = []
+    for arrived, group_id in enumerate(state.buffer):
+        members = [state.trajectories[member] for member in state.groups[group_id].chosen]
+        found.append(
+            Experience(
+                id=group_id,
+                arrived=arrived,
+                initiated=min(member.initiated for member in members),
+                rewards=tuple(member.reward or 0.0 for member in members),
+                tokens=sum(member.tokens for member in members),
+            )
+        )
+    return found

@@ -1,0 +1,167 @@
+"""Each engine at its own pace (mode decoupled, Laminar §3, §4): what it begins, and when it takes other weights.
+
+A trajectory is bound to the weights that it began with, and to an engine that has them, its home. An engine begins trajectories
+while its weights are the newest, and a whole batch under each version that it has; when the last of them is over, or repack has
+moved the rest away, it takes newer weights, by itself. What a lost engine leaves goes to another one with the same weights, or
+waits for the next that is free to load them.
+
+Invariant: an engine changes its weights only while no trajectory's home is there.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollweave.core import trajectories
+from rollweave.core.order import Load
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
+from rollweave.policy.staleness import acceptable
+from rollweave.schema.base import EngineId
+from rollweave.schema.work import Purpose, StopReason
+
+BATCH_PER_SLOT = 2
+"""Trajectories of one engine by its slots, unless set: while the environments of half of them work, the others have turns."""
+
+
+def residents(run: Run, engine: Engine) -> int:
+    """Trajectories under way whose home it is."""
+    return len(run.order.loads.get(engine.id, Load()).left)
+
+
+def batch_of(run: Run, engine: Engine) -> int:
+    """Trajectories that it has at once, and begins at least under each version."""
+    return run.config.rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots
+
+
+# What an engine begins.
+
+
+def seats(run: Run) -> int:
+    """Training trajectories that engines would begin now."""
+    return sum(
+        max(0, batch_of(run, engine) - residents(run, engine)) for engine in run.state.engines.values() if _begins(run, engine)
+    )
+
+
+def capacity(run: Run) -> int:
+    """Groups that may be active or buffered."""
+    rollout = run.config.rollout
+    held = sum(batch_of(run, engine) for engine in run.state.engines.values())
+    size = min(run.group_sizes.values())
+    return run.config.buffer.groups or 2 * rollout.groups_per_step + math.ceil(held / size)
+
+
+def engine_for(run: Run, purpose: Purpose) -> Engine | None:
+    """The engine that begins a trajectory now: the emptiest of those that may."""
+    found = [
+        engine
+        for engine in run.state.engines.values()
+        if (_evaluates(run, engine) if purpose is Purpose.EVAL else _begins(run, engine))
+        and residents(run, engine) < batch_of(run, engine)
+    ]
+    return min(found, key=lambda engine: residents(run, engine) / batch_of(run, engine), default=None)
+
+
+def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
+    """The trajectory is launched there."""
+    trajectory.home, trajectory.weights_id = engine.id, engine.weights_id
+    engine.begun += 1
+
+
+def _begins(run: Run, engine: Engine) -> bool:
+    if not _serves(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
+        return False
+    return engine.begun < batch_of(run, engine) or (engine.weights_id == run.state.published_id and _other_weights(run) is None)
+
+
+def _evaluates(run: Run, engine: Engine) -> bool:
+    evaluation = run.state.evaluation
+    return evaluation is not None and _serves(engine) and engine.weights_id == evaluation.weights_id
+
+
+def _serves(engine: Engine) -> bool:
+    return engine.status is EngineStatus.SERVING and not engine.draining
+
+
+# Which weights an engine takes.
+
+
+def wanted(run: Run, engine: Engine) -> int | None:
+    """The weights that it is to load now; None to leave it as it is."""
+    if residents(run, engine) or _holds(run, engine):
+        return None
+    other = _other_weights(run)
+    target = run.state.published_id if other is None else other
+    return target if target != engine.weights_id else None
+
+
+def _other_weights(run: Run) -> int | None:
+    """Weights that no engine has or loads, and that an evaluation or homeless trajectories wait for."""
+    state = run.state
+    evaluated = [state.evaluation.weights_id] if state.evaluation is not None else []
+    bound = sorted(trajectory.weights_id for trajectory in _homeless(run)) if state.homeless else []
+    return next((found for found in (*evaluated, *bound) if found in state.kept and not _somewhere(run, found)), None)
+
+
+def _holds(run: Run, engine: Engine) -> bool:
+    """The first engine with the weights of an evaluation keeps them while episodes of it are yet to begin."""
+    state, evaluation = run.state, run.state.evaluation
+    if evaluation is None or engine.weights_id != evaluation.weights_id:
+        return False
+    first = next(one for one in state.engines.values() if one.weights_id == evaluation.weights_id)
+    waiting = any(state.groups[group_id].task is None for group_id in evaluation.pending) or any(
+        state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL for member in state.init_queue
+    )
+    return first is engine and bool(not evaluation.begun or evaluation.to_draw or waiting)
+
+
+def _somewhere(run: Run, weights_id: int) -> bool:
+    """An engine has these weights, or is loading them."""
+    return any(
+        engine.loading_id == weights_id if engine.status is EngineStatus.LOADING else engine.weights_id == weights_id
+        for engine in run.state.engines.values()
+        if not engine.draining
+    )
+
+
+# What a lost engine leaves.
+
+
+def find_home(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> None:
+    """Its home is the emptiest engine with its weights, rather none of `avoid`; or it is homeless."""
+    found = [engine for engine in run.state.engines.values() if has_weights_of(engine, trajectory)]
+    wanted = [engine for engine in found if engine.id not in avoid] or found
+    trajectory.resident = False
+    trajectory.home = min(wanted, key=lambda engine: residents(run, engine) / batch_of(run, engine)).id if wanted else None
+    if trajectory.home is None:
+        run.state.homeless[trajectory.id] = None
+    run.order_changed(trajectory)
+
+
+def has_weights_of(engine: Engine, trajectory: Trajectory) -> bool:
+    """The engine takes turns, under the weights that the trajectory began with."""
+    return _serves(engine) and engine.weights_id == trajectory.weights_id
+
+
+def left(run: Run, engine: Engine) -> None:
+    """The engine has lost its weights, or is gone: whoever had his home there has none."""
+    for _, trajectory_id in list(run.order.loads.get(engine.id, Load()).left):
+        find_home(run, run.state.trajectories[trajectory_id])
+
+
+def settle(run: Run) -> None:
+    """Whoever has no home finds one, where an engine has his weights now; who can find none any more is begun anew."""
+    for trajectory in _homeless(run) if run.state.homeless else ():
+        find_home(run, trajectory)
+        lost = trajectory.weights_id not in run.state.kept and not _somewhere(run, trajectory.weights_id)
+        if trajectory.home is None and lost:
+            trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
+
+
+def _homeless(run: Run) -> list[Trajectory]:
+    """Those who still are; the others are struck off the list."""
+    state = run.state
+    listed = [state.trajectories[member] for member in state.homeless if member in state.trajectories]
+    found = [one for one in listed if one.home is None and one.stage in (Stage.INIT, Stage.RUN)]
+    state.homeless = {trajectory.id: None for trajectory in found}
+    return found

@@ -1,0 +1,95 @@
+"""Freeing engines that are down to the tail of their batch (Laminar §5; `policy/repack`), in mode decoupled.
+
+Every REPACK_S, and when new weights are published. Only engines with older weights are looked at: the others go on filling up.
+What leaves an engine takes its KV along, one transfer at a time for each engine; the last to leave frees it.
+"""
+
+from rollweave.core import migration, pace, turns
+from rollweave.core.order import Load
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
+from rollweave.policy.repack import Move, Replica, batch_bound, repack
+from rollweave.schema.base import EngineId
+
+REPACK_S = 5.0
+"""Seconds between two looks (Laminar §5.1)."""
+
+
+def look(run: Run) -> None:
+    """It may be time."""
+    if run.alone and run.now - run.state.repacked_at >= REPACK_S:
+        now(run)
+
+
+def now(run: Run) -> None:
+    """Plan, and begin to move."""
+    if not run.alone:
+        return
+    state = run.state
+    state.repacked_at = run.now
+    moving = {end for m in state.migrations.values() for end in (m.source, m.target)}
+    waited_for = {state.trajectories[member].home for member in state.turn_queue}
+    replicas = []
+    for engine in state.engines.values():
+        if engine.status is EngineStatus.SERVING and not engine.draining and engine.weights_id != state.published_id:
+            held = _kv_tokens(run, engine)
+            # Use rises in the tail too, as its contexts grow: nothing that waits tells the tail from the filling up.
+            before = max(engine.kv_before or 0, 0 if engine.id in waited_for else held)
+            if engine.id not in moving:
+                replicas.append(_replica(run, engine, held, before))
+            engine.kv_before = max(engine.kv_before or 0, held)
+    if len(replicas) < 2:
+        return
+    moves = repack(replicas, batch_max=_batch_max(run, [replica.id for replica in replicas]))
+    for move in moves:
+        _apply(run, move)
+    if moves:
+        state.counters.scheduling.released += len(moves)
+        migration.begin(run)
+
+
+def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
+    return Replica(
+        id=engine.id,
+        weights_id=engine.weights_id,
+        kv_used=held,
+        kv_before=before,
+        kv_total=engine.kv_tokens,
+        requests=pace.residents(run, engine),
+        slots=engine.max_slots,
+    )
+
+
+def _kv_tokens(run: Run, engine: Engine) -> int:
+    """Context of all whose home it is: what they hold in KV, or will with their next turn."""
+    return sum(_context(trajectory) for trajectory in _residents(run, engine.id))
+
+
+def _context(trajectory: Trajectory) -> int:
+    return trajectory.context_tokens
+
+
+def _residents(run: Run, engine_id: EngineId) -> list[Trajectory]:
+    return [run.state.trajectories[name] for _, name in run.order.loads.get(engine_id, Load()).left]
+
+
+def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
+    """B: beyond it a step would take longer (Laminar §5.2)."""
+    engines = [run.state.engines[engine_id] for engine_id in engine_ids]
+    bounds = []
+    for engine in engines:
+        measured = run.state.measured.get(engine.degree)
+        bounds.append(batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots))
+    return min(bounds)
+
+
+def _apply(run: Run, move: Move) -> None:
+    for trajectory in _residents(run, move.source):
+        run.state.counters.scheduling.repacked += 1
+        if trajectory.stage is Stage.RUN and trajectory.resident:
+            migration.leave(run, trajectory, move.source, move.target)
+        else:  # nothing of it is there yet
+            trajectory.home, trajectory.resident = move.target, False
+            run.order_changed(trajectory)
+            if trajectory.id in run.state.turn_queue:
+                turns.requeue(run, trajectory)
