@@ -12,6 +12,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
 from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ModeName
 from rollweave.schema.work import Limits, StopReason, Task
 
 
@@ -62,7 +63,7 @@ class World:
                 engine_id=EngineId(name),
                 epoch=self.engine_epoch[name],
                 max_slots=self.config.engines[0].max_slots,
-                kv_total_tokens=9,
+                kv_total_tokens=200 if self.config.rollout.mode is ModeName.DECOUPLED else 9,
                 profile=tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name]) for batch in (1, 4, 16)),
             )
         )

@@ -58,7 +58,8 @@ class Books:
             for member in members:
                 assert member in self._scored, f"{member} is to be trained on and is not in the store"
                 age = abs(command.step - self._scored[member].initiated)
-                assert self._window is None or age <= self._window, f"{member} is {age} steps old, allowed are {self._window}"
+                fresh = self._window is None or age <= self._window
+                assert fresh, f"{member} is {age} steps old where {self._window} are allowed"
         ids = [group.id for group in command.groups]
         assert ids, f"step {command.step} is empty"
         assert len(ids) == len(set(ids)), f"a group comes twice in step {command.step}"
@@ -88,7 +89,8 @@ class Books:
     def close(self, summary: Summary) -> None:
         """The end of the run: what it says of itself is what happened."""
         staleness = summary.staleness_max
-        assert self._window is None or staleness <= self._window, f"staleness {staleness} is told, {self._window} allowed"
+        fresh = self._window is None or staleness <= self._window
+        assert fresh, f"staleness {staleness} is reported where {self._window} is allowed"
         if not summary.error:  # a run that ends with an error waits for nobody, and may not have heard the trainer's last word
             trained = summary.account.trained
             assert trained == self.trained, f"{trained} trajectories are counted as trained, {self.trained} were"
