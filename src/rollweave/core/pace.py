@@ -87,8 +87,10 @@ def _serves(engine: Engine) -> bool:
 
 
 def wanted(run: Run, engine: Engine) -> int | None:
-    """The weights that it is to load now; None to leave it as it is."""
+    """The weights that it is to load now; None to leave it as it is, as while KV is on its way from it or to it."""
     if residents(run, engine) or _holds(run, engine):
+        return None
+    if any(engine.id in (m.source, m.target) for m in run.state.migrations.values()):
         return None
     other = _other_weights(run)
     target = run.state.published_id if other is None else other

@@ -39,7 +39,10 @@ A silent process is gone and nobody says so; of an engine whose heartbeat is los
 works on.
 """
 
-MODES = ("sync", "one_step", "stream", "partial", "bounded")
+MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
+PACED = MODES[:-1]
+ALONE = 0.25
+"""Of all scenarios, those in mode decoupled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class Rates:
 def scenario(seed: int) -> RunConfig:
     """A run of seconds on one core, with other sizes and another pacing for every seed."""
     draw = random.Random(f"scenario/{seed}")
-    mode = draw.choice(MODES)
+    mode = draw.choice(PACED)
     data: dict[str, Any] = {
         "run": {
             "name": f"faults-{seed}",
@@ -91,7 +94,24 @@ def scenario(seed: int) -> RunConfig:
     data["rollout"] |= data.pop("scheduling")
     if "allocation" in data:
         del data["engines"]["count"]
+    if (alone := random.Random(f"decoupled/{seed}")).random() < ALONE:
+        _decouple(data, alone)
     return RunConfig.model_validate(data)
+
+
+def _decouple(data: dict[str, Any], draw: random.Random) -> None:
+    """Make it a run in mode decoupled, which leaves no choice in some settings and brings others."""
+    for key in ("placement", "migration", "spare_groups"):
+        data["rollout"].pop(key, None)
+    if data.pop("allocation", None) is not None:
+        data["engines"]["count"] = draw.randint(1, 4)
+    data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}
+    data["buffer"] = {
+        "groups": draw.choice([None, 4, 8]),
+        "sample": draw.choice(["fifo", "newest", "advantage", "staleness"]),
+        "evict": draw.choice(["age", "size"]),
+        "max_age": draw.choice([None, None, 1, 2]),
+    }
 
 
 def _scheduling(seed: int) -> dict[str, Any]:
