@@ -231,6 +231,7 @@ class _Writer:
             "tokens": counters.output_tokens,
             "wall_s": self._now,
             "staleness_max": 1,
+            "inherent_staleness": {"0": counters.started},
             "stop_reasons": dict(counters.stop_reasons),
             "account": account,
             "best_step": self._steps // 10 * 10,

@@ -62,7 +62,7 @@ def conclude(summary: Summary, directory: Path) -> None:
     if did := scheduled(summary.scheduling):
         table.add_row("scheduling", did)
     table.add_row("stopped", _counts(summary.stop_reasons))
-    table.add_row("staleness", f"at most {summary.staleness_max} steps")
+    table.add_row("staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}")
     for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
         if counts:
             table.add_row(what, _counts(counts))
@@ -74,6 +74,13 @@ def conclude(summary: Summary, directory: Path) -> None:
     if summary.interrupted:
         err.print(f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} --resume goes on", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _inherent(ages: dict[str, int]) -> str:
+    """What was due to rolling out alone (Laminar §6)."""
+    total = sum(ages.values())
+    mean = sum(int(age) * count for age, count in ages.items()) / total if total else 0.0
+    return f"; {mean:.2f} versions published during a rollout, on average" if total else ""
 
 
 def _counts(counts: dict[str, int]) -> str:

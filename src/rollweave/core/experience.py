@@ -4,7 +4,7 @@ In every mode but decoupled a step takes the groups in the order of their comple
 A strategy may be a function of the user's. What it does wrong ends the run, with its name.
 """
 
-import random
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +24,8 @@ def chosen(run: Run, wanted: int) -> list[GroupId]:
     if not run.alone or name == "fifo":
         return list(state.buffer)[:wanted]
     trainer = state.trainer
-    chance = random.Random(f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}")
-    draws = [chance.random() for _ in range(wanted)]
+    moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
+    draws = [_draw(f"{moment}/{number}") for number in range(wanted)]
     return _by(run, name, lambda rule: sample(_views(run), wanted, strategy=rule, version=run.next_version(), draws=draws))
 
 
@@ -57,6 +57,11 @@ def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[Gro
     except Exception as error:  # the user's code may do anything
         run.state.error = run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
         return []
+
+
+def _draw(key: str) -> float:
+    """A number in [0, 1) that follows from the key: the core has no chance of its own."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6]) / (1 << 48)
 
 
 def _views(run: Run) -> list[Experience]:

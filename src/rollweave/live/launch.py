@@ -39,6 +39,7 @@ from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.schema.events import EngineSeat
 from rollweave.schema.prediction import PredictorSpec
+from rollweave.schema.sections import ModeName
 from rollweave.schema.serving import EngineSpec
 
 BACKSTOP = 2.0
@@ -191,6 +192,9 @@ class Processes:
         self._version = version
         self._config, self._run, self._words, self._inproc = config, run, words, inproc
         self._programs, self._on_ready = programs, on_ready
+        # Who plans by the cost of steps wants them measured: sharing out by length, allocation, repack.
+        alone = config.rollout.mode is ModeName.DECOUPLED
+        self._profiles = scheduling(config.rollout).by_rank or config.allocation is not None or alone
         self.model_dir = model_dir(config, run)
         self._model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.model_dir.exists():
@@ -212,7 +216,7 @@ class Processes:
             prefix_cache=engines.prefix_cache,
             deterministic=engines.deterministic,
             version=self._version,
-            profile=scheduling(self._config.rollout).by_rank or self._config.allocation is not None,
+            profile=self._profiles,
         )
         if self._inproc:
             from rollweave.engine.loop import EngineLoop  # torch stays out of a controller that does not need it

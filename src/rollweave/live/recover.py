@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rollweave.codec.config import load
 from rollweave.core.core import Core
 from rollweave.core.state import Stage
+from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import TrajectoryStore
@@ -46,16 +47,16 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
     but not for another model: `ConfigError` says what must stay.
     """
     if not run.journal.exists():
-        return Beginning(core=Core(config), at=0.0, resumed=False)
+        return Beginning(core=Core(config, rules=rules_of(config)), at=0.0, resumed=False)
     former = load(run.config)
     if strays := config.strays_from(former):
         raise ConfigError("\n".join(strays))
-    replay = Replay(run.journal, former)
+    replay = Replay(run.journal, former, rules=rules_of(former))
     core = replay.finish()
     at = core.state.idle.clock
     if at is None:  # killed before its first event
-        return Beginning(core=Core(config), at=0.0, resumed=False)
-    core = Core.restore(core.snapshot(), config)
+        return Beginning(core=Core(config, rules=rules_of(config)), at=0.0, resumed=False)
+    core = Core.restore(core.snapshot(), config, rules=rules_of(config))
     missing = _missing(core, store)
     return Beginning(core=core, at=at, resumed=True, missing=missing, events=replay.events, differing=replay.differing)
 

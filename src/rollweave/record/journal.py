@@ -4,7 +4,7 @@ Invariants: a record is handed to the operating system before any command that i
 a core like the one they happened to gives commands with the same digests. A difference says that the code has changed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -13,6 +13,7 @@ import xxhash
 
 from rollweave.codec.journal import JournalReader, JournalWriter
 from rollweave.core.core import Core
+from rollweave.policy.experience import Rule
 from rollweave.schema.base import Noun
 from rollweave.schema.commands import Command
 from rollweave.schema.config import RunConfig
@@ -89,12 +90,12 @@ class Reader(Protocol):
 class Replay:
     """Rebuilds the core from a journal. Iterate to the end; then `core` stands where the run stood."""
 
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        """`config` is the one under which the events happened. Raises CorruptJournalError."""
+    def __init__(self, path: Path, config: RunConfig, *, rules: Mapping[str, Rule] | None = None) -> None:
+        """`config` is the one under which the events happened, `rules` are what it names. Raises CorruptJournalError."""
         self._path = path
         self._journal: JournalReader[Handled] = JournalReader(path, Handled)
         snapshot = self._journal.snapshot()
-        self.core = Core(config) if snapshot is None else Core.restore(snapshot, config)
+        self.core = Core(config, rules=rules) if snapshot is None else Core.restore(snapshot, config, rules=rules)
         self.events = 0
         self.differing = 0
         """Events whose commands are not those that were decided then."""

@@ -17,8 +17,10 @@ class Cumulated:
         stops: dict[str, int],
         idle: dict[str, dict[str, float]],
         scheduling: dict[str, float],
+        inherent: dict[int, int],
     ) -> None:
         self.at, self.counts, self.stops, self.idle, self.scheduling = at, counts, stops, idle, scheduling
+        self.inherent = inherent
 
     @classmethod
     def of(cls, state: State, at: float) -> "Cumulated":
@@ -32,14 +34,17 @@ class Cumulated:
             "cancelled": counters.cancelled,
             "dropped": sum(counters.dropped.values()),
             "retried": sum(counters.retried.values()),
+            "evicted": counters.evicted,
         }
         idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
-        return cls(at, counts, dict(counters.stop_reasons), idle, msgspec.structs.asdict(counters.scheduling))
+        scheduling = msgspec.structs.asdict(counters.scheduling)
+        return cls(at, counts, dict(counters.stop_reasons), idle, scheduling, dict(counters.inherent))
 
     def since(self, before: "Cumulated") -> dict[str, Any]:
         """What happened between `before` and now."""
         wall_s = max(1e-9, self.at - before.at)
         added = {name: count - before.counts[name] for name, count in self.counts.items()}
+        inherent = {age: count - before.inherent.get(age, 0) for age, count in sorted(self.inherent.items())}
         stops = {reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()}
         return {
             "wall_s": round(wall_s, 4),
@@ -47,6 +52,7 @@ class Cumulated:
             **added,
             "scheduling": {name: round(value - before.scheduling[name], 4) for name, value in self.scheduling.items()},
             "stop_reasons": {reason: count for reason, count in stops.items() if count},
+            "inherent_staleness": {str(age): count for age, count in inherent.items() if count},
             "idle": {
                 who: {cause: round(seconds - before.idle[who].get(cause, 0.0), 4) for cause, seconds in causes.items()}
                 for who, causes in self.idle.items()

@@ -28,6 +28,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     tokens: int
     wall_s: float
     staleness_max: int
+    inherent_staleness: dict[str, int]
     stop_reasons: dict[str, int]
     account: Account
     best_step: int | None = None
@@ -56,6 +57,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         tokens=counters.output_tokens,
         wall_s=round(wall_s, 3),
         staleness_max=max(counters.staleness, default=0),
+        inherent_staleness={str(age): count for age, count in sorted(counters.inherent.items())},
         stop_reasons=dict(counters.stop_reasons),
         account=account,
         best_step=state.best_step,
@@ -91,6 +93,8 @@ def scheduled(counted: Mapping[str, float]) -> str:
     if failed:
         parts[-1] += f" ({failed:,.0f} more failed)"
     parts.append(f"{counted['exposed_s']:.1f} s exposed")
+    if counted.get("released", 0):
+        parts.append(f"{counted['released']:,.0f} engines freed")
     if counted.get("reallocations", 0):
         parts.append(f"{counted['reallocations']:,.0f} changes of the fleet")
     return ", ".join(parts)

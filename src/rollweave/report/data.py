@@ -67,11 +67,14 @@ class RunData:
             return float(self.summary["wall_s"])
         return float(self.steps[-1]["at"]) if self.steps else 0.0
 
-    def staleness(self) -> Counter[int]:
-        """Trained trajectories by steps between the weights that started them and the step."""
+    def staleness(self, kind: str = "staleness") -> Counter[int]:
+        """Trained trajectories by steps between the weights that started them and the step.
+
+        Of kind `inherent_staleness`: trajectories by versions published while they were rolled out (Laminar §6).
+        """
         ages: Counter[int] = Counter()
         for line in self.steps:
-            for age, count in line["staleness"].items():
+            for age, count in line.get(kind, {}).items():
                 ages[int(age)] += count
         return ages
 

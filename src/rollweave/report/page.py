@@ -1,5 +1,6 @@
 """The report's page: sections of text, tables and charts in one HTML file that asks the network for nothing."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -144,17 +145,30 @@ def _staleness(data: RunData) -> str:
     ages, reasons = data.staleness(), data.stop_reasons()
     if not ages and not reasons:
         return ""
-    left = bars(
-        {str(age): float(ages[age]) for age in sorted(ages)}, label="steps between launch and training", colour="--blue"
-    )
+    figures = [
+        (_ages(ages), "steps between launch and training", "--blue", "Staleness of what was trained on"),
+        (
+            _ages(data.staleness("inherent_staleness")),
+            "versions published meanwhile",
+            "--blue",
+            "Inherent staleness of rollouts",
+        ),
+    ]
     shown = dict(reasons.most_common(6))
     if len(reasons) > len(shown):
         shown["other"] = sum(reasons.values()) - sum(shown.values())
     names = {name.replace("_", " "): float(count) for name, count in shown.items()}
-    right = bars(names, label="why trajectories ended", colour="--green")
-    return f'<div class="pair"><figure>{left}<figcaption>Staleness of what was trained on</figcaption></figure>' + (
-        f"<figure>{right}<figcaption>Stop reasons</figcaption></figure></div>"
-    )
+    figures.append((names, "why trajectories ended", "--green", "Stop reasons"))
+    drawn = [
+        f"<figure>{bars(values, label=label, colour=colour)}<figcaption>{caption}</figcaption></figure>"
+        for values, label, colour, caption in figures
+        if values
+    ]
+    return f'<div class="pair">{"".join(drawn)}</div>'
+
+
+def _ages(ages: Counter[int]) -> dict[str, float]:
+    return {str(age): float(ages[age]) for age in sorted(ages)}
 
 
 def _timeline(data: RunData) -> str:

@@ -12,6 +12,7 @@ from typing import Protocol
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
 from rollweave.core.state import Stage
+from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -63,7 +64,7 @@ class World:
         work: dict[str, Workload] | None = None,
     ) -> None:
         self.config = config
-        self.core = Core(config)
+        self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
         self.inbox: deque[e.Event] = deque()
         self.events = 0
