@@ -72,7 +72,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     else:
         placing.engines_changed(run)
     engine.version, engine.weights_id = event.version, event.weights_id
-    engine.load_failures = engine.begun = 0
+    engine.load_failures = 0
     engine.kv_before = None
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
@@ -212,6 +212,7 @@ def _load(run: Run, engine: Engine, weights_id: int) -> None:
         _enter(run, engine, EngineStatus.STALE)  # until there is something to load again
         return
     engine.loading_id = weights_id
+    pace.loads(run, engine)
     _enter(run, engine, EngineStatus.LOADING)
     run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
 

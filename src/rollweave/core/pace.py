@@ -62,6 +62,11 @@ def engine_for(run: Run, purpose: Purpose) -> Engine | None:
     return min(found, key=lambda engine: residents(run, engine) / batch_of(run, engine), default=None)
 
 
+def loads(run: Run, engine: Engine) -> None:
+    """Under the newest weights it may begin a batch; others it takes for those that wait for them alone."""
+    engine.begun = 0 if engine.loading_id == run.state.published_id else batch_of(run, engine)
+
+
 def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
     """The trajectory is launched there."""
     trajectory.home, trajectory.weights_id = engine.id, engine.weights_id
@@ -93,8 +98,13 @@ def wanted(run: Run, engine: Engine) -> int | None:
     if any(engine.id in (m.source, m.target) for m in run.state.migrations.values()):
         return None
     other = _other_weights(run)
-    target = run.state.published_id if other is None else other
-    return target if target != engine.weights_id else None
+    if other is not None:
+        return other
+    if engine.weights_id == run.state.published_id:
+        return None
+    # What was published while it loaded has to wait until it has begun something, or it might load for ever.
+    fresh = engine.status is EngineStatus.SERVING and engine.begun == 0 and engine.since >= run.state.published_at
+    return None if fresh else run.state.published_id
 
 
 def _other_weights(run: Run) -> int | None:

@@ -317,6 +317,7 @@ class State(msgspec.Struct):
     repacked_at: float = 0.0
     published_version: int = -1
     published_id: int = -1
+    published_at: float = 0.0
     next_weights_id: int = 0
     next_group: int = 0
     drawn: dict[str, int] = {}

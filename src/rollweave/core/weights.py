@@ -22,7 +22,7 @@ def needed(run: Run) -> tuple[int, ...]:
 def published(run: Run, version: int, weights_id: int) -> None:
     """A new version may be loaded; of the earlier ones the needed may."""
     state = run.state
-    state.published_version, state.published_id = version, weights_id
+    state.published_version, state.published_id, state.published_at = version, weights_id, run.now
     keep = needed(run)
     state.kept = {kept: state.kept.get(kept, version) for kept in keep}
 

@@ -1,0 +1,439 @@
+"""Mode decoupled, by hand: engines begin and update alone, trajectories keep to their weights, the tail is moved, the buffer chooses."""
+
+from collections import deque
+
+import pytest
+
+from rollweave.core.core import Core
+from rollweave.core.repacking import REPACK_S
+from rollweave.core.state import EngineStatus, Stage
+from rollweave.policy.experience import Experience
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.config import RunConfig
+from rollweave.schema.work import Limits, Purpose, StopReason, Task
+from tests.core.test_core import config
+
+E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
+
+
+class Hand:
+    """A world that answers at once what is not studied, and leaves turns, transfers, training and saving to the test."""
+
+    def __init__(self, made: RunConfig, **rules: object) -> None:
+        self.core = Core(made, rules=rules)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.turns: dict[TrajectoryId, c.StartTurn] = {}
+        self.moves: list[c.Migrate] = []
+        self.steps: list[c.TrainStep] = []
+        self.evaluations: list[c.RecordEvaluation] = []
+        self.loads: list[c.LoadWeights] = []
+        self.finish: c.Finish | None = None
+        self.refused: set[int] = set()
+        self.epochs: dict[EngineId, int] = {}
+        seats = tuple(e.EngineSeat(id=EngineId(f"e{n}")) for n in range(made.engines[0].count))
+        self.feed(e.RunStarted(engines=seats))
+        for seat in seats:
+            self.join(seat.id)
+        self.feed(e.TrainerReady(epoch=0, step=0))
+
+    def join(self, engine_id: EngineId) -> None:
+        epoch = self.epochs.setdefault(engine_id, 0)
+        self.feed(e.EngineJoined(engine_id=engine_id, epoch=epoch, max_slots=2, kv_total_tokens=1000))
+
+    def feed(self, event: e.Event) -> None:
+        inbox = deque([event])
+        while inbox:
+            for command in self.core.handle(self.now, inbox.popleft()):
+                inbox.extend(self.answer(command))
+            self.core.check()
+
+    def answer(self, command: c.Command) -> list[e.Event]:
+        match command:
+            case c.DrawTask():
+                task = Task(id=TaskId(f"{command.group_id}"), env=command.name, seed=0, limits=Limits(step_s=1e6))
+                return [e.GroupSubmitted(group_id=command.group_id, task=task)]
+            case c.StartInit():
+                return [e.EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt, prompt_tokens=7)]
+            case c.StartRun():
+                return [self.asks(command.trajectory_id, attempt=command.attempt)]
+            case c.StartTurn():
+                self.turns[command.trajectory_id] = command
+            case c.AbortTurn():
+                del self.turns[command.trajectory_id]
+            case c.StartEval():
+                return [e.RewardReady(trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0)]
+            case c.CancelTrajectory():
+                self.turns.pop(command.trajectory_id, None)
+                key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+                return [e.TrajectoryEnded(**key, stop_reason=command.reason)]
+            case c.SuspendEngine():
+                return [e.EngineSuspended(engine_id=command.engine_id, epoch=self.epochs[command.engine_id])]
+            case c.LoadWeights():
+                self.loads.append(command)
+                epoch, weights_id = self.epochs[command.engine_id], command.weights_id
+                key = {"engine_id": command.engine_id, "epoch": epoch, "weights_id": weights_id}
+                if weights_id in self.refused:
+                    return [e.WeightsLoadFailed(**key, error="nobody has them")]
+                return [e.WeightsLoaded(**key, version=command.version)]
+            case c.PublishWeights():
+                epoch = self.core.state.trainer.epoch
+                return [e.WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id)]
+            case c.SaveCheckpoint():
+                return [e.CheckpointSaved(epoch=self.core.state.trainer.epoch, step=command.step)]
+            case c.TrainStep():
+                self.steps.append(command)
+            case c.Migrate():
+                self.moves.append(command)
+            case c.RestartEngine():
+                self.epochs[command.engine_id] = command.epoch
+            case c.RecordEvaluation():
+                self.evaluations.append(command)
+            case c.Finish():
+                self.finish = command
+            case _:
+                pass
+        return []
+
+    def asks(self, trajectory_id: TrajectoryId, *, attempt: int = 0, context: int = 10) -> e.TurnRequested:
+        turn = self.core.state.trajectories[trajectory_id].asked
+        return e.TurnRequested(trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=context)
+
+    # What a test does.
+
+    def on(self, engine_id: EngineId) -> list[TrajectoryId]:
+        """Trajectories with a turn there."""
+        return [name for name, turn in self.turns.items() if turn.engine_id == engine_id]
+
+    def done(self, trajectory_id: TrajectoryId, *, tokens: int = 3) -> None:
+        """Its turn is answered."""
+        turn = self.turns.pop(trajectory_id)
+        key = {"trajectory_id": trajectory_id, "attempt": turn.attempt}
+        version = self.core.state.engines[turn.engine_id].version
+        done = e.TurnDone(
+            **key, turn=turn.turn, try_number=turn.try_number, output_tokens=tokens, cached_tokens=0, version=version
+        )
+        self.feed(done)
+
+    def end(self, trajectory_id: TrajectoryId) -> None:
+        """Its turn is answered, and it is over."""
+        attempt = self.turns[trajectory_id].attempt
+        self.done(trajectory_id)
+        key = {"trajectory_id": trajectory_id, "attempt": attempt}
+        self.feed(e.TrajectoryEnded(**key, stop_reason=StopReason.FINISHED, turns=1, tokens=3))
+
+    def train(self) -> None:
+        """The step under way is done."""
+        step = self.steps[-1]
+        self.feed(e.StepTrained(epoch=self.core.state.trainer.epoch, step=step.step, part=step.part))
+
+    def train_without(self, held: list[TrajectoryId], *, version: int = 1) -> None:
+        """Others come to their end, and are trained on, until that version is published."""
+        while self.core.state.published_version < version:
+            if self.steps and self.steps[-1].step == self.core.state.trainer.step:
+                self.train()
+            else:
+                self.end(next(name for name in self.turns if name not in held))
+
+    def lose(self, engine_id: EngineId) -> None:
+        for name in self.on(engine_id):
+            del self.turns[name]
+        self.feed(e.EngineLost(engine_id=engine_id, epoch=self.epochs[engine_id], error="killed"))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(e.TimerFired())
+
+    def moved(self, command: c.Migrate, error: str = "") -> None:
+        self.moves.remove(command)
+        done = e.MigrationDone(
+            number=command.number,
+            trajectory_id=command.trajectory_id,
+            attempt=command.attempt,
+            moved_tokens=0 if error else 5,
+            error=error,
+        )
+        self.feed(done)
+
+
+def made(engines: int = 2, *, batch: int = 2, steps: int = 20, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
+    rollout = {
+        "groups_per_step": groups,
+        "group_size": 2,
+        "engine_batch": batch,
+        "max_running": 64,
+        "init_slots": 64,
+        "eval_slots": 64,
+        **sections.pop("rollout", {}),
+    }
+    return config(
+        "decoupled",
+        steps=steps,
+        rollout=rollout,
+        tasks=[{"env": "a"}],
+        engines={"count": engines, "max_slots": 2},
+        eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
+        run={"checkpoint_every": 0},
+        watchdog={"turn_s": 1e6, "weights_s": 1e6, "start_s": 1e6, "train_s": 1e6},
+        **sections,
+    )
+
+
+def test_an_engine_takes_new_weights_when_its_own_are_over_and_no_other_waits_for_it() -> None:
+    hand = Hand(made())
+    first, second = hand.on(E0), hand.on(E1)
+    assert len(first) == len(second) == 2
+    for name in first:
+        hand.end(name)
+    assert len(hand.on(E0)) == 2, "it begins others, since its weights are the newest"
+    hand.train_without(second)
+    state = hand.core.state
+    assert state.published_version == 1
+    assert [engine.version for engine in state.engines.values()] == [0, 0], "both have trajectories"
+    hand.end(hand.on(E0)[0])
+    assert len(hand.on(E0)) == 1, "it has begun its batch and has old weights: it begins no more"
+    hand.end(hand.on(E0)[0])
+    assert state.engines[E0].version == 1
+    assert state.engines[E1].version == 0
+    assert hand.on(E1) == second
+    assert {state.trajectories[name].initiated for name in hand.on(E0)} == {1}
+
+
+def tail(hand: Hand) -> tuple[TrajectoryId, TrajectoryId]:
+    """Engines 0 and 1 are down to one trajectory each, of version 0, and version 1 is there."""
+    left, right = hand.on(E0)[1], hand.on(E1)[1]
+    state = hand.core.state
+    hand.train_without([left, right])
+    while rest := [name for name in hand.turns if name not in (left, right) and state.trajectories[name].initiated == 0]:
+        hand.end(rest[0])
+    assert hand.on(E0) == [left]
+    assert hand.on(E1) == [right]
+    return left, right
+
+
+def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None:
+    hand = Hand(made(engines=3))
+    left, right = tail(hand)
+    state = hand.core.state
+    hand.wait(REPACK_S)
+    assert len(hand.moves) == 1
+    move = hand.moves[0]
+    assert {move.source, move.target} == {E0, E1}
+    assert move.trajectory_id == (left if move.source == E0 else right)
+    assert move.trajectory_id not in hand.turns, "its turn was taken back"
+    assert state.engines[move.source].version == 0, "the KV is still there"
+    hand.moved(move)
+    assert hand.turns[move.trajectory_id].engine_id == move.target
+    assert hand.turns[move.trajectory_id].try_number == 1
+    assert state.engines[move.source].version == 1
+    assert state.engines[move.target].version == 0
+    assert state.counters.scheduling.released == 1
+    assert set(hand.on(move.target)) == {left, right}
+
+
+@pytest.mark.parametrize("fate", ["refused", "source lost", "target lost"])
+def test_a_transfer_that_fails_leaves_nobody_behind(fate: str) -> None:
+    hand = Hand(made(engines=3))
+    left, right = tail(hand)
+    hand.wait(REPACK_S)
+    (move,) = hand.moves
+    if fate != "refused":
+        hand.lose(move.source if fate == "source lost" else move.target)
+    hand.moved(move, error="lost on the way")
+    state = hand.core.state
+    if fate == "target lost":  # both wait: the other engines have other weights, or are about to take them
+        hand.join(move.target)
+    for name in (left, right):
+        turn = hand.turns[name]
+        assert state.engines[turn.engine_id].version == 0
+        hand.end(name)
+    assert state.counters.scheduling.migrations_failed == 1
+    assert all(engine.version != 0 for engine in state.engines.values() if engine.status is EngineStatus.SERVING)
+
+
+def test_engines_with_the_newest_weights_are_not_repacked() -> None:
+    hand = Hand(made(batch=4))
+    for engine_id in (E0, E1):
+        hand.end(hand.on(engine_id)[0])
+    hand.wait(REPACK_S)
+    hand.wait(REPACK_S)
+    assert hand.moves == []
+
+
+def test_what_a_lost_engine_leaves_goes_to_another_one_with_the_same_weights() -> None:
+    hand = Hand(made())
+    orphans = hand.on(E0)
+    hand.lose(E0)
+    assert not set(orphans) & hand.turns.keys(), "the slots of the other one are taken"
+    hand.end(hand.on(E1)[0])
+    hand.end(hand.on(E1)[0])
+    assert set(hand.on(E1)) == set(orphans)
+
+
+def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    hand.train_without(hand.on(E1))
+    while state.engines[E0].version == 0:
+        hand.end(hand.on(E0)[0])
+    assert [engine.version for engine in state.engines.values()] == [1, 0]
+    orphans = hand.on(E1)
+    hand.lose(E1)
+    assert not set(orphans) & hand.turns.keys(), "nobody has version 0"
+    assert set(state.homeless) == set(orphans)
+    hand.join(E1)
+    assert hand.loads[-1].version == 0
+    assert set(hand.on(E1)) == set(orphans)
+    for name in orphans:
+        assert state.trajectories[name].attempt == 0
+        hand.end(name)
+    assert state.engines[E1].version == 1
+
+
+def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    hand.train_without(hand.on(E1))
+    while state.engines[E0].version == 0:
+        hand.end(hand.on(E0)[0])
+    orphans = hand.on(E1)
+    hand.refused = {0}
+    hand.lose(E1)
+    hand.join(E1)
+    assert state.engines[E1].version == 1, "it took the newest instead"
+    assert {(state.trajectories[name].attempt, state.trajectories[name].initiated) for name in orphans} == {(1, 1)}
+    assert state.counters.retried == {StopReason.ENGINE_FAILURE: 2}
+
+
+def test_an_evaluation_waits_for_a_free_engine_and_training_does_not_wait_for_it() -> None:
+    hand = Hand(made(eval={"every": 2, "episodes": 3}))
+    state = hand.core.state
+    assert state.evaluation is not None
+    assert state.evaluation.begun
+    finish_evaluation(hand)
+    assert [(found.version, found.episodes) for found in hand.evaluations] == [(0, {"a": 3})]
+    busy = [hand.on(E0)[0], hand.on(E1)[0]]
+    hand.train_without(busy, version=2)
+    assert state.evaluation is not None
+    assert (state.evaluation.version, state.evaluation.begun) == (2, False), "no engine is free"
+    weights_id = state.evaluation.weights_id
+    while hand.moves:  # the new version has set repack off
+        hand.moved(hand.moves[0])
+    hand.end(busy[0])
+    while not state.evaluation.begun:
+        hand.end(next(name for name in hand.turns if name != busy[1]))
+    assert weights_id in {load.weights_id for load in hand.loads}
+    finish_evaluation(hand)
+    assert hand.evaluations[-1].version == 2
+
+
+def finish_evaluation(hand: Hand) -> None:
+    """Its episodes first; others where they need their slots."""
+    state, before = hand.core.state, len(hand.evaluations)
+    while len(hand.evaluations) == before:
+        evaluated = [name for name in hand.turns if state.groups[state.trajectories[name].group_id].purpose is Purpose.EVAL]
+        hand.end(evaluated[0] if evaluated else hand.on(E0)[0])
+
+
+def test_the_bound_is_strict_where_one_is_set() -> None:
+    hand = Hand(made(buffer={"max_age": 0}))
+    state = hand.core.state
+    slow = hand.on(E1)
+    hand.train_without(slow, version=2)
+    for name in slow:
+        hand.end(name)
+    assert state.counters.dropped[StopReason.STALE] >= 2
+    assert not {state.trajectories[name].group_id for name in slow if name in state.trajectories} & state.buffer.keys()
+    assert set(state.counters.staleness) == {0}
+
+
+@pytest.mark.parametrize("strategy", ["fifo", "newest"])
+def test_the_buffer_gives_what_its_strategy_says(strategy: str) -> None:
+    hand = Hand(made(engines=1, batch=4, buffer={"sample": strategy, "groups": 8}))
+    state = hand.core.state
+    while len(state.buffer) < 3:
+        hand.end(hand.on(E0)[0])
+    waiting = list(state.buffer)
+    hand.train()
+    assert [group.id for group in hand.steps[1].groups] == [waiting[0 if strategy == "fifo" else -1]]
+
+
+def test_a_function_of_the_users_evicts() -> None:
+    seen: list[int] = []
+
+    def evict_all(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
+        seen.append(version)
+        return [one.id for one in experiences]
+
+    hand = Hand(made(engines=1, buffer={"evict": "mine:evict_all"}), **{"mine:evict_all": evict_all})
+    for _ in range(4):
+        hand.end(hand.on(E0)[0])
+    assert seen
+    assert hand.steps == []
+    assert hand.core.state.counters.evicted == 2
+    assert hand.core.state.counters.dropped == {"evicted": 4}
+
+
+def test_a_function_of_the_users_that_fails_ends_the_run_with_its_name() -> None:
+    def broken(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
+        raise KeyError("oops")
+
+    hand = Hand(made(engines=1, buffer={"sample": "mine:broken"}), **{"mine:broken": broken})
+    for _ in range(2):
+        hand.end(hand.on(E0)[0])
+    assert hand.finish is not None
+    assert hand.finish.error == "buffer function mine:broken failed: KeyError: 'oops'"
+
+
+def test_no_more_is_begun_than_the_buffer_has_places_for() -> None:
+    hand = Hand(made(engines=1, batch=4, buffer={"groups": 3}))
+    state = hand.core.state
+    for _ in range(100):
+        if hand.turns:
+            hand.end(next(iter(hand.turns)))
+    assert len(state.buffer) == 3
+    assert not state.active_groups
+    assert state.counters.evicted == 0
+
+
+def test_what_is_inherent_is_counted_at_the_end_of_a_rollout() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    slow = hand.on(E1)[0]
+    hand.train_without([slow], version=2)
+    hand.end(slow)
+    assert state.counters.inherent[2] == 1
+    assert sum(state.counters.inherent.values()) == sum(
+        one.stage in (Stage.SCORED, Stage.EVAL_QUEUED, Stage.EVAL) for one in state.trajectories.values()
+    )
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    for sections, text in (
+        ({"rollout": {"placement": "affinity"}}, "rollout.placement must be pinned in mode decoupled, got affinity"),
+        (
+            {"buffer": {"groups": 1}, "rollout": {"groups_per_step": 2}},
+            "buffer.groups must be at least rollout.groups_per_step",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            RunConfig.model_validate(
+                {
+                    "run": {"name": "t"},
+                    "model": {"scratch": {}},
+                    "tasks": [{"env": "a"}],
+                    **sections,
+                    "rollout": {"mode": "decoupled", **sections.get("rollout", {})},
+                }
+            )
+    with pytest.raises(ValueError, match="buffer must be left out unless rollout.mode is decoupled, got mode sync"):
+        RunConfig.model_validate(
+            {
+                "run": {"name": "t"},
+                "model": {"scratch": {}},
+                "tasks": [{"env": "a"}],
+                "rollout": {"mode": "sync"},
+                "buffer": {"sample": "newest"},
+            }
+        )
