@@ -103,6 +103,22 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
 
 
 @settings(max_examples=120, deadline=None)
+@example(  # rewards wait for a training group that cannot start while an evaluation holds older weights
+    seed=1,
+    mode="stream",
+    failure=0.1,
+    hang=0.01,
+    alpha=1,
+    spare_groups=1,
+    spare_members=2,
+    dynamic=True,
+    every=2,
+    parts=3,
+    batch=True,
+    scheduling="trajectory",
+    slots=3,
+    allocation=True,
+)
 @example(  # the last checkpoint is damaged, which is found during the final evaluation
     seed=3,
     mode="partial",

@@ -236,15 +236,15 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     if not state.serving and not run.admits_training():
         return None
     if not run.alone:
-        return next(iter(state.init_queue))
+        return next(iter(state.init_queue), None)
     queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
     return next((one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL), None)
 
 
 def start_evals(run: Run) -> None:
-    """Fill the EVAL pool. The baseline `after_rollout` waits until no environment is running."""
+    """Fill the EVAL pool. The baseline `after_rollout` waits until no environment is running, and none can start."""
     state, rollout = run.state, run.config.rollout
-    if rollout.reward == "after_rollout" and (state.in_init or state.in_run or state.init_queue):
+    if rollout.reward == "after_rollout" and (state.in_init or state.in_run or _first_to_start(run) is not None):
         return
     while state.eval_queue and len(state.in_eval) < rollout.eval_slots:
         trajectory = state.trajectories[next(iter(state.eval_queue))]
