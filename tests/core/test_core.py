@@ -119,6 +119,22 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     slots=3,
     allocation=True,
 )
+@example(  # the weights of an evaluation are refused when an episode of it starts again
+    seed=121,
+    mode="decoupled",
+    failure=0.02,
+    hang=0.0,
+    alpha=1,
+    spare_groups=0,
+    spare_members=0,
+    dynamic=True,
+    every=2,
+    parts=1,
+    batch=True,
+    scheduling="trajectory",
+    slots=1,
+    allocation=True,
+)
 @example(  # the last checkpoint is damaged, which is found during the final evaluation
     seed=3,
     mode="partial",

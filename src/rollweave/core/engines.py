@@ -196,6 +196,7 @@ def update(run: Run) -> None:
 
 def _update_alone(run: Run) -> None:
     """Each engine whose trajectories are over takes what is wanted of it."""
+    evaluation.forgo_lost(run)
     for engine in list(run.state.engines.values()):
         if engine.draining or engine.status not in (EngineStatus.STALE, EngineStatus.SERVING):
             continue

@@ -4,7 +4,7 @@ While an evaluation has begun, engines keep its version, and its episodes go fir
 Periodic evaluations choose the best checkpoint and may end the run; the final one, on tasks of its own, is the result.
 """
 
-from rollweave.core import groups, trajectories
+from rollweave.core import groups, pace, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema.commands import MarkBest, RecordEvaluation
@@ -45,6 +45,15 @@ def holds_weights(run: Run) -> bool:
     run.warn("evaluation", f"of version {evaluation.version} given up: no engine has it any more", count="evaluation_lost")
     abandon(run)
     return False
+
+
+def forgo_lost(run: Run) -> None:
+    """Each engine at its own pace: give up an evaluation of weights that no engine has, and none can load any more."""
+    evaluation = run.state.evaluation
+    if evaluation is None or evaluation.weights_id in run.state.kept or pace.somewhere(run, evaluation.weights_id):
+        return
+    run.warn("evaluation", f"of version {evaluation.version} given up: nobody has it any more", count="evaluation_lost")
+    abandon(run)
 
 
 def forgo(run: Run, published: int) -> None:

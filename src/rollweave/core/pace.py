@@ -112,7 +112,7 @@ def _other_weights(run: Run) -> int | None:
     state = run.state
     evaluated = [state.evaluation.weights_id] if state.evaluation is not None else []
     bound = sorted(trajectory.weights_id for trajectory in _homeless(run)) if state.homeless else []
-    return next((found for found in (*evaluated, *bound) if found in state.kept and not _somewhere(run, found)), None)
+    return next((found for found in (*evaluated, *bound) if found in state.kept and not somewhere(run, found)), None)
 
 
 def _holds(run: Run, engine: Engine) -> bool:
@@ -127,7 +127,7 @@ def _holds(run: Run, engine: Engine) -> bool:
     return first is engine and bool(not evaluation.begun or evaluation.to_draw or waiting)
 
 
-def _somewhere(run: Run, weights_id: int) -> bool:
+def somewhere(run: Run, weights_id: int) -> bool:
     """An engine has these weights, or is loading them."""
     return any(
         engine.loading_id == weights_id if engine.status is EngineStatus.LOADING else engine.weights_id == weights_id
@@ -165,7 +165,7 @@ def settle(run: Run) -> None:
     """Whoever has no home finds one, where an engine has his weights now; who can find none any more is begun anew."""
     for trajectory in _homeless(run) if run.state.homeless else ():
         find_home(run, trajectory)
-        lost = trajectory.weights_id not in run.state.kept and not _somewhere(run, trajectory.weights_id)
+        lost = trajectory.weights_id not in run.state.kept and not somewhere(run, trajectory.weights_id)
         if trajectory.home is None and lost:
             trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
 
