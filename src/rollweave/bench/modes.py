@@ -20,8 +20,9 @@ MODES = {
     "bounded_1": ("rollout.mode=bounded", "rollout.alpha=1"),
     "bounded_2": ("rollout.mode=bounded", "rollout.alpha=2"),
     "bounded_4": ("rollout.mode=bounded", "rollout.alpha=4"),
+    "decoupled": ("rollout.mode=decoupled",),
 }
-QUICK_MODES = ("sync", "bounded_1")
+QUICK_MODES = ("sync", "bounded_1", "decoupled")
 TARGET = 0.8
 """Success at the sampling temperature: greedy success on one map is all or nothing, and says little about progress."""
 
@@ -35,7 +36,7 @@ QUICK = ("run.steps=4", "eval.every=0", "warmup.steps=5")
 
 
 def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
-    """Figures by mode: `wall_s_…` to the target (median over seeds), `step_s_…`, idle, staleness; and `bounded_over_sync`."""
+    """Figures by mode: `wall_s_…` to the target (median over seeds), `step_s_…`, idle, staleness, success; `…_over_sync`."""
     path = example(CONFIG)
     chosen = {name: MODES[name] for name in QUICK_MODES} if quick else MODES
     overrides = (*COMMON, *QUICK) if quick else COMMON
@@ -55,10 +56,10 @@ def bench_modes(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -
     }
     for name, measured in runs.items():
         figures |= figures_of(name, measured, conditions, quick=quick)
-    figures["bounded_over_sync"] = ratio(figures.get("wall_s_bounded_1"), figures.get("wall_s_sync"))
-    if figures["bounded_over_sync"] is None:
-        missing = [why for name in ("wall_s_sync", "wall_s_bounded_1") if (why := conditions.get(name))]
-        conditions["bounded_over_sync"] = missing[0]
+    for over, name in (("bounded_over_sync", "bounded_1"), ("decoupled_over_sync", "decoupled")):
+        figures[over] = ratio(figures.get(f"wall_s_{name}"), figures.get("wall_s_sync"))
+        if figures[over] is None:
+            conditions[over] = next(why for figure in ("sync", name) if (why := conditions.get(f"wall_s_{figure}")))
     return Result(bench="modes", figures=figures, conditions=conditions)
 
 
@@ -70,10 +71,14 @@ def figures_of(name: str, runs: list[Measured], conditions: dict[str, Any], *, q
         missed = len(runs) - len(times)
         why = "--quick trains too few steps" if quick else f"{missed} of {len(runs)} seeds did not reach the target"
         conditions[f"wall_s_{name}"] = f"not measured: {why}"
+    if not any(run.data.evaluations for run in runs):
+        conditions[f"success_{name}"] = "not measured: --quick evaluates nothing"
     engines = [shares(run.summary.idle["engines"]) for run in runs]
     trainer = [shares(run.summary.idle["trainer"]) for run in runs]
     ages = [run.data.staleness() for run in runs]
     trained = sum(sum(counts.values()) for counts in ages)
+    histogram = [sum(counts[age] for counts in ages) for age in range(max((max(counts) for counts in ages), default=0) + 1)]
+    ends = [min(run.data.evaluations[-1]["success"].values()) for run in runs if run.data.evaluations]
     figures: dict[str, Figure] = {
         f"wall_s_{name}": statistics.median(times) if len(times) == len(runs) else None,
         f"wall_s_{name}_seeds": times,
@@ -81,6 +86,8 @@ def figures_of(name: str, runs: list[Measured], conditions: dict[str, Any], *, q
         f"step_s_{name}": statistics.median(line["wall_s"] for run in runs for line in run.data.steps[1:]),
         f"staleness_mean_{name}": sum(age * n for counts in ages for age, n in counts.items()) / max(1, trained),
         f"staleness_max_{name}": max(run.summary.staleness_max for run in runs),
+        f"staleness_shares_{name}": [round(count / max(1, trained), 4) for count in histogram],
+        f"success_{name}": statistics.median(ends) if ends else None,
     }
     for who, found in (("engines", engines), ("trainer", trainer)):
         for cause in sorted({cause for by_cause in found for cause in by_cause}):
