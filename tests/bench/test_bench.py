@@ -87,7 +87,7 @@ def test_goals_are_those_of_the_examples() -> None:
 
 
 def test_modes_are_those_of_the_issue() -> None:
-    assert list(MODES) == ["sync", "one_step", "stream", "partial", "bounded_1", "bounded_2", "bounded_4"]
+    assert list(MODES) == ["sync", "one_step", "stream", "partial", "bounded_1", "bounded_2", "bounded_4", "decoupled"]
     assert 0 < TARGET < 1
 
 
