@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from rollweave.backends.base import Heard
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.template import ChatTemplate
 from rollweave.envs.base import Episode as Seen
@@ -145,7 +146,7 @@ class OneWordEngine:
     def lost(self) -> asyncio.Future[str]:
         return self._lost
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
 
