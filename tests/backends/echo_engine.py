@@ -2,8 +2,8 @@
 
 A prompt that begins with HOLD is answered only when it is aborted; so is one with TELL, of whose turn the first `TOLD` tokens
 are told before; one with REFUSE is answered by an error; with CRASH the engine dies; with DEAF it takes no further command.
-Weights whose digest is "bad" are refused. While suspended, answers wait. Its KV is made of the prompts that it has answered, and
-has weights 0.
+Weights whose digest is "bad" are refused. While suspended, answers wait. Its KV is made of the prompts that it has answered,
+and has weights 0.
 """
 
 import os

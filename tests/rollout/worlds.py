@@ -210,7 +210,13 @@ class Bench:
     """A pipeline over a scripted world, its events, and the tasks that it owns."""
 
     def __init__(
-        self, store: TrajectoryStore, script: Script | None = None, *, make: MakeEpisode | None = None, **limits: Any
+        self,
+        store: TrajectoryStore,
+        script: Script | None = None,
+        *,
+        make: MakeEpisode | None = None,
+        keeps_turns: bool = False,
+        **limits: Any,
     ) -> None:
         """`make` makes another driver than the scripted episode."""
         self.store = store
@@ -231,6 +237,7 @@ class Bench:
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
             waiting_limit=2,
+            keeps_turns=keeps_turns,
         )
 
     def init(self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY) -> StartInit:
