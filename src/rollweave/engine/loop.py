@@ -29,6 +29,7 @@ from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
 from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
+    TELL_S,
     Abort,
     Add,
     EngineCommand,
@@ -58,10 +59,6 @@ from rollweave.schema.serving import (
 )
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.store import read_tensors
-
-TELL_S = 0.5
-"""Seconds between two `Progress`: what a lost engine loses at most, beside the step that it is in. A message of all that 64
-requests sample meanwhile takes the loop far less than a thousandth of that."""
 
 
 class Between(NamedTuple):
