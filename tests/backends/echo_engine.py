@@ -1,8 +1,9 @@
 """A fake engine's loop, without a model: counts up from the last prompt token. Also a process of its own.
 
-A prompt that begins with HOLD is answered only when it is aborted; with REFUSE, by an error; with CRASH the engine dies;
-with DEAF it takes no further command. Weights whose digest is "bad" are refused. While suspended, answers wait. Its KV is made
-of the prompts that it has answered, and has weights 0.
+A prompt that begins with HOLD is answered only when it is aborted; so is one with TELL, of whose turn the first `TOLD` tokens
+are told before; one with REFUSE is answered by an error; with CRASH the engine dies; with DEAF it takes no further command.
+Weights whose digest is "bad" are refused. While suspended, answers wait. Its KV is made of the prompts that it has answered,
+and has weights 0.
 """
 
 import os
@@ -11,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+
+import msgspec
 
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
@@ -35,6 +38,8 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    Piece,
+    Progress,
     Ready,
     ReleaseKv,
     Rerank,
@@ -47,7 +52,8 @@ from rollweave.schema.serving import (
     VersionSpan,
 )
 
-HOLD, REFUSE, CRASH, DEAF = 99, 98, 97, 96
+HOLD, REFUSE, CRASH, DEAF, TELL = 99, 98, 97, 96, 95
+TOLD = 3
 
 
 class EchoLoop:
@@ -59,8 +65,8 @@ class EchoLoop:
         self._wake = threading.Condition()
         self._version = spec.version
         self._suspended = False
-        self._held: dict[str, GenerateRequest] = {}
-        self._queued: list[GenerateRequest] = []
+        self._held: dict[str, GenerateResult] = {}
+        self._queued: list[Add] = []
         self._cached: list[tuple[int, ...]] = []
 
     def post(self, command: EngineCommand) -> None:
@@ -80,20 +86,20 @@ class EchoLoop:
             match command:
                 case Shutdown():
                     return
-                case Add(request=request):
-                    self._add(request)
+                case Add():
+                    self._add(command)
                 case Abort(id=id):
-                    self._queued = [request for request in self._queued if request.id != id]
-                    if self._held.pop(id, None) is not None:
-                        self._answer(id, (), Finish.ABORTED)
+                    self._queued = [add for add in self._queued if add.request.id != id]
+                    if id in self._held:
+                        self._reply(Generated(result=self._held.pop(id)))
                 case Suspend():
                     self._suspended = True
                     self._reply(Suspended(in_flight=len(self._held) + len(self._queued)))
                 case Resume():
                     self._suspended = False
                     queued, self._queued = self._queued, []
-                    for request in queued:
-                        self._add(request)
+                    for add in queued:
+                        self._add(add)
                 case Load(manifest=manifest) if manifest.digest == "bad":
                     self._reply(LoadFailed(version=manifest.version, error="digest is bad"))
                 case Load(manifest=manifest):
@@ -118,7 +124,8 @@ class EchoLoop:
                 case Rerank() | ReleaseKv():
                     pass
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, add: Add) -> None:
+        request = add.request
         first = request.tokens[0]
         if take_fault(self._spec.model, "kill-engine"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,34 +136,54 @@ class EchoLoop:
         if first == DEAF:
             threading.Event().wait()
         if self._suspended:
-            self._queued.append(request)
+            self._queued.append(add)
         elif first == HOLD:
-            self._held[request.id] = request
+            self._held[request.id] = self._said(request, Finish.ABORTED, more=0)
+        elif first == TELL:
+            self._tell(add)
         elif first == REFUSE:
-            self._answer(request.id, (), Finish.ERROR)
+            error = "refused by the fake engine"
+            refused = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=error)
+            self._reply(Generated(result=refused))
         else:
-            last = request.tokens[-1] % 40
             cached = self._cached_of(request.tokens)
             self._cached.append(request.tokens)
-            self._answer(request.id, tuple(range(last + 2, last + 2 + request.sampling.max_tokens)), Finish.LENGTH, cached)
+            result = self._said(request, Finish.LENGTH, more=request.sampling.max_tokens)
+            self._reply(Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
 
-    def _cached_of(self, tokens: tuple[int, ...]) -> int:
-        """Tokens of the longest prefix that is cached."""
-        return max((len(known) for known in self._cached if tokens[: len(known)] == known), default=0)
+    def _tell(self, add: Add) -> None:
+        result = self._held[add.request.id] = self._said(add.request, Finish.ABORTED, more=TOLD)
+        new = result.resumed_tokens
+        if add.stream:
+            spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
+            piece = Piece(
+                id=result.id,
+                start=new,
+                tokens=result.tokens[new:],
+                logprobs=result.logprobs[new:],
+                versions=spans,
+                generate_s=1.0,
+            )
+            self._reply(Progress(pieces=(piece,)))
 
-    def _answer(self, id: str, tokens: tuple[int, ...], finish: Finish, cached: int = 0) -> None:
-        spans = (VersionSpan(start=0, end=len(tokens), version=self._version),) if tokens else ()
-        error = "refused by the fake engine" if finish is Finish.ERROR else ""
-        result = GenerateResult(
-            id=id,
+    def _said(self, request: GenerateRequest, finish: Finish, *, more: int) -> GenerateResult:
+        """What the turn resumes, and `more` tokens, as far as it may."""
+        given = request.resumed.tokens if request.resumed is not None else ()
+        first, end = request.tokens[-1] % 40 + 2, min(len(given) + more, request.sampling.max_tokens)
+        tokens = given + tuple(range(first + len(given), first + end))
+        spans = (VersionSpan(start=0, end=end, version=self._version),) if end else ()
+        return GenerateResult(
+            id=request.id,
             tokens=tokens,
             logprobs=(-1.0,) * len(tokens),
             versions=spans,
             finish=finish,
-            cached_tokens=cached,
-            error=error,
+            resumed_tokens=len(given),
         )
-        self._reply(Generated(result=result))
+
+    def _cached_of(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of the longest prefix that is cached."""
+        return max((len(known) for known in self._cached if tokens[: len(known)] == known), default=0)
 
 
 def kv_manifest(id: str, tokens: int) -> KvManifest:

@@ -19,9 +19,23 @@ from rollweave.backends.process import in_process
 from rollweave.backends.server import EngineServer
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
-from rollweave.schema.serving import EngineSpec, Finish, GenerateRequest, KvOver, Sampling
+from rollweave.schema.serving import (
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    KvOver,
+    Partial,
+    Piece,
+    Progress,
+    Sampling,
+    VersionSpan,
+)
 from rollweave.schema.weights import WeightManifest
-from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, EchoLoop, kv_manifest
+from tests.backends.echo_engine import CRASH, DEAF, HOLD, REFUSE, TELL, TOLD, EchoLoop, kv_manifest
 
 ROOT = Path(__file__).parents[2]
 Connect = Callable[..., EngineBackend]
@@ -193,6 +207,102 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
     stats = await client.stats()
     assert (stats.running, stats.waiting) == (0, 0)
     assert (await client.generate(request("r1", 5))).id == "r1"  # the id is free again
+
+
+def begun(result: GenerateResult, count: int) -> Partial:
+    """The first `count` tokens of a turn, all of one version."""
+    spans = (msgspec.structs.replace(result.versions[0], end=count),)
+    return Partial(tokens=result.tokens[:count], logprobs=result.logprobs[:count], versions=spans, generate_s=1.0)
+
+
+@pytest.mark.parametrize("kind", KINDS + HTTP)
+async def test_a_turn_that_was_begun_goes_on(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    whole = await client.generate(request("whole", 5, 6, count=9))
+    count = len(whole.tokens)  # it may stop before 9
+    asked = [
+        msgspec.structs.replace(request(f"r{at}", 5, 6, count=count), resumed=begun(whole, at)) for at in range(1, count + 1)
+    ]
+    for at, result in enumerate(await asyncio.gather(*map(client.generate, asked)), 1):
+        assert result.tokens == whole.tokens
+        assert result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        assert (result.finish in (Finish.LENGTH, Finish.STOP), result.resumed_tokens) == (True, at)
+        assert (result.versions[0].start, result.versions[-1].end) == (0, count)
+        assert result.cached_tokens <= 2
+    if "ours" in kind:
+        with pytest.raises(EngineError, match=r"resumed\.tokens"):
+            await client.generate(msgspec.structs.replace(request("long", 5, 6, count=1), resumed=begun(whole, 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) -> None:
+    """Ours tells all that it has as it is suspended."""
+    client, heard, others = connect(kind), list[Piece](), list[Piece]()
+    await client.ready()
+    turn = client.generate(request("r0", TELL if "fake" in kind else 5, count=200), heard.append)
+    quiet = client.generate(request("r1", TELL if "fake" in kind else 5, count=200))
+    while "ours" in kind and (await client.stats()).output_tokens < 4:
+        pass
+    await client.suspend()
+    tokens = tuple(token for piece in heard for token in piece.tokens)
+    assert [piece.start for piece in heard] == [sum(len(p.tokens) for p in heard[:at]) for at in range(len(heard))]
+    assert len(tokens) >= (TOLD if "fake" in kind else 2)
+    client.abort("r0")
+    aborted = await turn
+    assert aborted.finish is Finish.ABORTED
+    assert aborted.tokens[: len(tokens)] == tokens
+    assert aborted.logprobs[: len(tokens)] == tuple(value for piece in heard for value in piece.logprobs)
+    count = len(heard)
+    again = client.generate(
+        msgspec.structs.replace(request("r2", 5, count=200), resumed=begun(aborted, len(tokens))), others.append
+    )
+    client.kill()
+    for lost in (quiet, again):
+        with pytest.raises(EngineLostError):
+            await lost
+    assert len(heard) == count
+    assert all(piece.id == "r2" and piece.start >= len(tokens) for piece in others)
+
+
+async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
+    """A link that says what it likes."""
+    said: list[Callable[[EngineReply], None]] = []
+
+    class Link:
+        def send(self, command: EngineCommand) -> None:
+            return
+
+        def kill(self) -> None:
+            return
+
+        async def joined(self) -> None:
+            return
+
+    def open_link(on_reply: Callable[[EngineReply], None], on_lost: Callable[[str], None]) -> Link:
+        said.append(on_reply)
+        return Link()
+
+    client, heard = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[Piece]()
+    tell = said[0]
+
+    def piece(id: str, start: int) -> Piece:
+        span = VersionSpan(start=start, end=start + 1, version=0)
+        return Piece(id=id, start=start, tokens=(7,), logprobs=(-1.0,), versions=(span,))
+
+    turn, quiet, cancelled = (
+        client.generate(request("r0", 5), heard.append),
+        client.generate(request("r1", 5)),
+        client.generate(request("r2", 5), heard.append),
+    )
+    cancelled.cancel()
+    tell(Progress(pieces=(piece("r0", 0), piece("r1", 0), piece("r2", 0), piece("unknown", 0))))
+    span = VersionSpan(start=0, end=1, version=0)
+    tell(Generated(result=GenerateResult(id="r0", tokens=(7,), logprobs=(-1.0,), versions=(span,), finish=Finish.LENGTH)))
+    tell(Progress(pieces=(piece("r0", 1),)))
+    assert [(each.id, each.start) for each in heard] == [("r0", 0)]
+    assert (await turn).tokens == (7,)
+    quiet.cancel()
 
 
 @pytest.mark.parametrize("kind", QUICK)

@@ -1,5 +1,7 @@
 """The core against a random world: whatever happens, invariants hold, the run ends, and every trajectory is accounted for."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import example, given, settings
@@ -434,6 +436,31 @@ def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
     assert not any(isinstance(command, c.StartTurn) for command in world.commands[-1])
     assert world.core.state.trajectories[done.trajectory_id].turn is None
     assert len(world.core.snapshot()) == len(before)
+
+
+def test_the_core_knows_how_far_open_turns_have_come() -> None:
+    world = World(config(), seed=7)
+    world.start()
+    start = until(world, c.StartTurn)
+    assert isinstance(start, c.StartTurn)
+
+    def sampled(**changes: Any) -> int:
+        named = {name: getattr(start, name) for name in ("trajectory_id", "attempt", "turn", "try_number")}
+        told = e.TurnProgress(**({**named, "output_tokens": 70} | changes))
+        world.feed(
+            e.TurnsProgressed(turns=(e.TurnProgress(**({**named, "trajectory_id": "nobody", "output_tokens": 9})), told))
+        )
+        assert world.commands[-1] == []
+        turn = world.core.state.trajectories[start.trajectory_id].turn
+        assert turn is not None
+        return turn.sampled
+
+    for late in ({"attempt": 1}, {"turn": 1}, {"try_number": 1}):
+        assert sampled(**late) == 0
+    assert sampled() == 70
+    assert sampled(output_tokens=90) == 90
+    world.feed(e.EngineLost(engine_id=start.engine_id, epoch=0, error="killed"))
+    assert sampled() == 0  # no engine has KV of it
 
 
 def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:

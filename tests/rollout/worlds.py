@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from rollweave.backends.base import Heard
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.template import ChatTemplate
 from rollweave.envs.base import Episode as Seen
@@ -145,7 +146,7 @@ class OneWordEngine:
     def lost(self) -> asyncio.Future[str]:
         return self._lost
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
 
@@ -209,7 +210,13 @@ class Bench:
     """A pipeline over a scripted world, its events, and the tasks that it owns."""
 
     def __init__(
-        self, store: TrajectoryStore, script: Script | None = None, *, make: MakeEpisode | None = None, **limits: Any
+        self,
+        store: TrajectoryStore,
+        script: Script | None = None,
+        *,
+        make: MakeEpisode | None = None,
+        keeps_turns: bool = False,
+        **limits: Any,
     ) -> None:
         """`make` makes another driver than the scripted episode."""
         self.store = store
@@ -230,6 +237,7 @@ class Bench:
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
             waiting_limit=2,
+            keeps_turns=keeps_turns,
         )
 
     def init(self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY) -> StartInit:

@@ -8,7 +8,7 @@ time. (Not every seed would: in a cache of some dozen blocks one block can decid
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from random import Random
 
@@ -82,10 +82,14 @@ class Case:
 
 @dataclass
 class Outcome:
-    """`ends` of turns by (trajectory, turn), what the cache gave each, and the figures of the engine."""
+    """`ends` of turns by (trajectory, turn), what the cache gave each, and the figures of the engine.
+
+    `left`: tokens that an aborted turn had sampled.
+    """
 
     ends: dict[tuple[str, int], float] = field(default_factory=dict)
     cached: dict[tuple[str, int], int] = field(default_factory=dict)
+    left: dict[tuple[str, int], int] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -127,6 +131,7 @@ class Reference:
         self.tokens: dict[str, list[int]] = {}
         self.at: dict[str, int] = {}
         self.by_key = {one.key: one for one in case.trajectories}
+        self.begun: dict[str, int] = {}  # of the step under way: tokens computed
         self.again = self.computed = self.sampled = 0
         self.busy_s = 0.0
 
@@ -160,7 +165,10 @@ class Reference:
 
     def obey(self, what: str, name: str) -> None:
         if what == "abort":
-            self.batcher.remove(name)
+            gone = self.batcher.remove(name)
+            if gone is not None:  # what the step under way samples is its own yet
+                sampled = len(gone.tokens) - len(self.tokens[name]) + (self.begun.get(name, -1) == len(gone.tokens))
+                self.outcome.left[name, self.at[name]] = sampled
         elif what == "load":
             self.batcher.retag(int(name))
         else:
@@ -181,7 +189,9 @@ class Reference:
             self.again += self.batcher.advance(one, count)
         self.computed += sum(count for _, count in plan.prefill)
         self.sampled += len(plan.decode)
+        self.begun = {one.id: one.computed for one, _ in work}
         self.agenda.until(now, kind="turn")
+        self.begun.clear()
         for one, _ in work:
             if one.id in self.batcher.live and one.computed == len(one.tokens):
                 one.tokens.append(next(self.fresh))
@@ -228,6 +238,8 @@ class Macro:
             while self.look_s and looked + self.look_s < now:
                 looked += self.look_s
                 assert self.engine.advance(looked) == []
+                for key, told in self.engine.told(looked).items():
+                    assert 0 <= told <= self.by_key[key].turns[self.at[key]].output
                 self.engine.check()
             if self.agenda.next() == now:  # what arrives at the very end of a step is part of the next one
                 self.agenda.until(now)
@@ -257,7 +269,9 @@ class Macro:
 
     def obey(self, now: float, what: str, name: str) -> None:
         if what == "abort":
-            self.engine.abort(now, name)
+            sampled = self.engine.abort(now, name)
+            if sampled is not None:
+                self.outcome.left[name, self.at[name]] = sampled
         elif what == "load":
             self.engine.load(now, int(name))
         elif what == "suspend":
@@ -324,6 +338,7 @@ def check_exact(case: Case, *, look_s: float) -> None:
     assert found.ends == pytest.approx(expected.ends, rel=1e-9)
     assert found.cached == expected.cached
     assert found.figures == pytest.approx(expected.figures, rel=1e-9)
+    assert found.left == expected.left
 
 
 @pytest.mark.parametrize("tight", [False, True])
@@ -337,6 +352,20 @@ def test_without_shared_prompts_it_is_the_planner_exactly(tight: bool) -> None:
         again += figures["again"]
     assert preempted
     assert again
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_an_aborted_turn_had_sampled_what_the_planner_says(tight: bool) -> None:
+    left: list[int] = []
+    for number in range(60):
+        case, random = random_case(f"aborted {number}", tight=tight, shared=False), Random(number)
+        end = max(Reference(case).run().ends.values(), default=1.0)
+        aborts = [(random.random() * end, "abort", one.key) for one in case.trajectories for _ in range(2)]
+        case = replace(case, orders=tuple(sorted((*case.orders, *aborts))))
+        check_exact(case, look_s=0.013 if number % 2 else 0.0)
+        left += Reference(case).run().left.values()
+    assert left.count(0) > 5  # while they waited, or before their first token
+    assert len(left) - left.count(0) > 20
 
 
 def test_with_shared_prompts_and_ample_kv_it_is_the_planner_exactly() -> None:
@@ -431,13 +460,30 @@ def test_an_aborted_turn_is_never_reported_and_its_key_is_free_at_once() -> None
     one = engine()
     one.add(0.0, Request(key="a", context_tokens=10, output_tokens=50))
     one.advance(0.1)
-    assert one.abort(0.1, "a")
-    assert not one.abort(0.1, "a")
+    assert one.abort(0.1, "a") == 10
+    assert one.abort(0.1, "a") is None
     one.add(0.1, Request(key="a", context_tokens=14, output_tokens=2))
     (done,) = drain(one)
     assert done.output_tokens == 2
     assert done.cached_tokens == 12
     assert (one.next_at(), one.kv_used, one.running, one.waiting) == (None, 0, 0, 0)
+
+
+def test_an_engine_has_told_of_what_it_sampled_until_the_last_half_second_ended() -> None:
+    one = engine()
+    one.add(0.0, Request(key="a", context_tokens=10, output_tokens=500))
+    at: dict[float, int] = {}
+    for half in (0.5, 1.0, 1.5, 2.0, 2.5):
+        twin = engine()
+        twin.add(0.0, Request(key="a", context_tokens=10, output_tokens=500))
+        at[half] = twin.abort(half, "a") or 0
+    assert at[2.5] > at[0.5] > 10
+    told = {hundredths / 100: one.told(hundredths / 100)["a"] for hundredths in range(50, 299)}
+    for now, count in told.items():
+        assert abs(count - at[now // 0.5 * 0.5]) <= 2  # the step under way, and the pace of a growing context
+    one.suspend(3.0)
+    one.advance(3.1)
+    assert one.told(3.4)["a"] == one.told(3.1)["a"] == one.abort(3.4, "a")
 
 
 def test_a_call_finds_what_was_due_before_it_done() -> None:

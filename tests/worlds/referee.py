@@ -27,6 +27,7 @@ class Referee:
         self.turns: dict[Attempt, int] = {}  # turns asked for
         self.asked: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
+        self.told: dict[tuple[str, int, int, int], int] = {}  # (attempt, turn, try) → tokens of it that were sampled
         self.aborted: set[tuple[str, int, int, int]] = set()
         self.predicting: dict[Attempt, int] = {}  # attempts → turn before which a prediction was asked for
         self.moving: dict[int, Attempt] = {}  # transfers under way
@@ -83,6 +84,14 @@ class Referee:
                 self.asked.discard(attempt)
             case e.TurnDone() | e.TurnFailed():
                 self._answer(event)
+            case e.TurnsProgressed(turns=turns):
+                assert turns
+                for told in turns:
+                    attempt = (str(told.trajectory_id), told.attempt)
+                    now = (told.turn, told.try_number)
+                    assert self.open.get(attempt) == now or (*attempt, *now) in self.aborted, f"{told} is of no open turn"
+                    assert told.output_tokens > self.told.get((*attempt, *now), 0), f"{told} is no news"
+                    self.told[*attempt, *now] = told.output_tokens
             case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (str(who), number) in self.crossed:
                 self.crossed.discard((str(who), number))
             case e.TrajectoryEnded():
@@ -145,6 +154,7 @@ class Referee:
             del self.open[attempt]
             if isinstance(event, e.TurnDone):
                 assert event.output_tokens > 0
+                assert event.output_tokens >= self.told.pop((*attempt, event.turn, event.try_number), 0)
                 assert event.version >= 0
                 self.asked.discard(attempt)
         else:

@@ -7,7 +7,7 @@ owners cancel them.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from rollweave.schema.serving import (
@@ -17,10 +17,14 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvManifest,
     KvOver,
+    Piece,
     Ready,
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
+
+Heard = Callable[[Piece], None]
+"""Who is told of a turn while it is sampled. Must not raise. What it hears it must check: pieces may be lost, or come twice."""
 
 
 class EngineBackend(Protocol):
@@ -33,10 +37,11 @@ class EngineBackend(Protocol):
     async def ready(self) -> Ready:
         """Wait until the engine serves."""
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
-        """Continue `request.tokens`: sent on return, in order with all other calls.
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+        """Continue `request.tokens`, and `request.resumed`: sent on return, in order with all other calls.
 
-        The future raises `EngineError` where the engine refuses; cancelling it aborts the request there.
+        The future raises `EngineError` where the engine refuses; cancelling it aborts the request there. `heard` is called with
+        what is sampled while it comes, piece by piece, never after the future is done; an engine may tell nothing of it.
         """
 
     def abort(self, request_id: str) -> None:

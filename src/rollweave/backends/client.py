@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, assert_never
 
-from rollweave.backends.base import EngineLink
+from rollweave.backends.base import EngineLink, Heard
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     Abort,
@@ -31,6 +31,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    Progress,
     Ready,
     ReleaseKv,
     Rerank,
@@ -62,6 +63,7 @@ class EngineClient:
         self._lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._heard: dict[str, Heard] = {}
         self._suspending: deque[asyncio.Future[Suspended]] = deque()
         self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
         self._sampling: deque[asyncio.Future[EngineStats]] = deque()
@@ -77,7 +79,7 @@ class EngineClient:
     async def ready(self) -> Ready:
         return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
         waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
         if self._lost.done():
             waiter.set_exception(EngineLostError(self._lost.result()))
@@ -85,14 +87,20 @@ class EngineClient:
             waiter.set_exception(EngineError(f"request ids must be unique among live requests, got {request.id} again"))
         else:
             self._generating[request.id] = waiter
+            if heard is not None:
+                self._heard[request.id] = heard
             waiter.add_done_callback(lambda done: self._cancelled(request.id, done))
-            self._link.send(Add(request=request))
+            self._link.send(Add(request=request, stream=heard is not None))
         return waiter
 
     def _cancelled(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:
         if waiter.cancelled() and self._generating.get(request_id) is waiter:
-            del self._generating[request_id]
+            self._forget(request_id)
             self._link.send(Abort(id=request_id))
+
+    def _forget(self, request_id: str) -> asyncio.Future[GenerateResult] | None:
+        self._heard.pop(request_id, None)
+        return self._generating.pop(request_id, None)
 
     def abort(self, request_id: str) -> None:
         if request_id in self._generating:
@@ -178,6 +186,11 @@ class EngineClient:
         match reply:
             case Generated(result=result):
                 self._generated(result)
+            case Progress(pieces=pieces):
+                for piece in pieces:
+                    heard, waiter = self._heard.get(piece.id), self._generating.get(piece.id)
+                    if heard is not None and waiter is not None and not waiter.done():
+                        heard(piece)
             case Suspended():
                 _give(self._suspending.popleft() if self._suspending else None, reply)
             case Loaded() | LoadFailed():
@@ -195,7 +208,7 @@ class EngineClient:
                 assert_never(reply)
 
     def _generated(self, result: GenerateResult) -> None:
-        waiter = self._generating.pop(result.id, None)
+        waiter = self._forget(result.id)
         if waiter is None or waiter.done():
             return  # cancelled, and forgotten here
         if result.finish is Finish.ERROR:
@@ -220,6 +233,7 @@ class EngineClient:
                 waiter.set_exception(error)
                 waiter.exception()  # whoever still waits sees it; nobody has to
         self._generating.clear()
+        self._heard.clear()
         self._suspending.clear()
         self._loading.clear()
         self._sampling.clear()

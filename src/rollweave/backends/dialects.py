@@ -45,6 +45,8 @@ class Dialect(Protocol):
     stats_path: str
     keeps_time: bool
     """The server ends a request itself when its `budget_s` is used up, and tells how long it took."""
+    resumes: bool
+    """The server goes on with a turn that was begun; what it resumes is part of its answer."""
 
     def encode(self, request: GenerateRequest) -> bytes:
         """The body of the POST. Raises `EngineError` for what cannot be said."""
@@ -60,7 +62,7 @@ class Rollweave:
     """Our own (`backends/server.py`): the nouns themselves, as JSON."""
 
     generate_path, ready_path, stats_path = "/rollweave/v1/generate", "/rollweave/v1/ready", "/rollweave/v1/stats"
-    keeps_time = True
+    keeps_time = resumes = True
 
     def encode(self, request: GenerateRequest) -> bytes:
         return msgspec.json.encode(request)
@@ -79,7 +81,7 @@ class Vllm:
     """vLLM's tokens in, tokens out (`--enable-scale-out`)."""
 
     generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
-    keeps_time = False
+    keeps_time = resumes = False
 
     def __init__(self, model: str = "") -> None:
         self._model = model or None
@@ -120,7 +122,7 @@ class Completions:
     """OpenAI's completions with vLLM's `return_token_ids`. With `encode_text`, servers without it: text, encoded by us."""
 
     generate_path, ready_path, stats_path = "/v1/completions", "", ""
-    keeps_time = False
+    keeps_time = resumes = False
 
     def __init__(self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None) -> None:
         self._model, self._encode_text = model, encode_text
@@ -162,7 +164,7 @@ class Sglang:
     """SGLang's native `/generate`. Its seeds count only where it runs with `--enable-deterministic-inference`."""
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = False
+    keeps_time = resumes = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
@@ -215,7 +217,7 @@ class Prorl:
     """What ProRL's clients run. It knows no stop tokens, so the answer is cut after the first: what follows was never said."""
 
     generate_path, ready_path, stats_path = "/generate", "", ""
-    keeps_time = False
+    keeps_time = resumes = False
 
     def encode(self, request: GenerateRequest) -> bytes:
         sampling = request.sampling
@@ -275,6 +277,10 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
         raise AnswerError(f"it gave {len(logprobs)} log-probs for {len(tokens)} tokens")
     if len(tokens) > request.sampling.max_tokens and not result.text_only:
         raise AnswerError(f"it gave {len(tokens)} tokens, max_tokens is {request.sampling.max_tokens}")
+    if result.resumed_tokens:
+        given = request.resumed.tokens if request.resumed is not None else ()
+        if result.resumed_tokens != len(given) or tokens[: len(given)] != given:
+            raise AnswerError(f"it went on from other tokens than the {len(given)} that it was given")
     if not tokens and result.finish in (Finish.STOP, Finish.LENGTH):
         raise AnswerError("it gave no token")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:

@@ -17,8 +17,10 @@ from uuid import uuid4
 import msgspec
 
 from rollweave.backends.answers import AnswerError, parse
+from rollweave.backends.base import Heard
 from rollweave.backends.dialects import check, dialect
 from rollweave.backends.probe import Logprobs, kind_of, objection, probes
+from rollweave.backends.resuming import begun, joined, rest_of
 from rollweave.backends.transport import BODY_S, BusyError, Transport
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
@@ -125,8 +127,11 @@ class HttpEngine:
         """
         return await asyncio.shield(self._ready)
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
-        """As the protocol says, but connections race: nothing is promised of the order of requests."""
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+        """As the protocol says, but connections race: nothing is promised of the order of requests.
+
+        Nothing is heard of a turn before it ends. Servers other than ours go on with one that was begun as `resuming.py` says.
+        """
         call = _Call(uuid4().hex, self._loop.create_future(), self._loop.create_future())
         if self.lost.done():
             call.answer.set_exception(EngineLostError(self.lost.result()))
@@ -208,7 +213,7 @@ class HttpEngine:
                 if call.stop.done() and result.finish is Finish.ABORTED:
                     result = msgspec.structs.replace(result, finish=call.stop.result())
             else:
-                result = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=call.stop.result())
+                result = begun(request, call.stop.result())
             _give(call.answer, result)
         except EngineError as error:
             _fail(call.answer, error)
@@ -234,12 +239,15 @@ class HttpEngine:
         await asyncio.shield(self._ready)
         if why := objection(self._logprobs, request.sampling) or self._beyond(request):
             raise EngineError(f"{self._name}: {why}")
-        wired = msgspec.structs.replace(request, id=call.wire_id)
+        rest = request if self._dialect.resumes else rest_of(request, text_only=self._spec.text_only)
+        if isinstance(rest, Finish):
+            return begun(request, rest)
+        wired = msgspec.structs.replace(rest, id=call.wire_id)
         async with self._slots:
             self._running += 1
             budget = None
-            if request.budget_s and not self._dialect.keeps_time:
-                budget = self._loop.call_later(request.budget_s, _give, call.stop, Finish.TIME)
+            if rest.budget_s and not self._dialect.keeps_time:
+                budget = self._loop.call_later(rest.budget_s, _give, call.stop, Finish.TIME)
             try:
                 call.sent = True
                 result, took_s = await self._asked(wired)
@@ -249,16 +257,19 @@ class HttpEngine:
                     budget.cancel()
         self._prompt_tokens += len(request.tokens)
         self._cached_tokens += result.cached_tokens
-        self._output_tokens += len(result.tokens)
+        self._output_tokens += len(result.tokens) - result.resumed_tokens
         if result.versions:
             self._version = result.versions[-1].version
         generate_s = result.generate_s if self._dialect.keeps_time else took_s
-        queue_s = max(0.0, self._loop.time() - asked - generate_s)
-        return msgspec.structs.replace(result, id=request.id, queue_s=queue_s, generate_s=generate_s)
+        before_s = request.resumed.generate_s if result.resumed_tokens and request.resumed is not None else 0.0
+        queue_s = max(0.0, self._loop.time() - asked - (generate_s - before_s))
+        result = msgspec.structs.replace(result, id=request.id, queue_s=queue_s, generate_s=generate_s)
+        return joined(request, result) if len(rest.tokens) > len(request.tokens) else result
 
     def _beyond(self, request: GenerateRequest) -> str:
         """What is wrong with the request's token ids, or "". One beyond the vocabulary kills vLLM with all that it runs."""
-        tokens, vocab = (*request.tokens, *request.sampling.allowed), self._spec.vocab
+        resumed = request.resumed.tokens if request.resumed is not None else ()
+        tokens, vocab = (*request.tokens, *resumed, *request.sampling.allowed), self._spec.vocab
         if request.tokens and 0 <= min(tokens) <= max(tokens) < vocab:
             return ""
         if not request.tokens:

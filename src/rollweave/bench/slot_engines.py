@@ -22,6 +22,7 @@ from typing import NoReturn
 import xxhash
 from aiohttp import web
 
+from rollweave.backends.base import Heard
 from rollweave.backends.listening import listening
 from rollweave.backends.server import EngineServer
 from rollweave.schema.errors import EngineError, KvError, WeightsError
@@ -94,7 +95,7 @@ class PacedEngine:
         slots = sum(part.count for part in self._parts)
         return Ready(version=0, kv_total_tokens=CONTEXT_TOKENS, max_slots=slots, max_context=CONTEXT_TOKENS)
 
-    def generate(self, request: GenerateRequest) -> asyncio.Future[GenerateResult]:
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
         answer = asyncio.ensure_future(self._generated(request))
         self._under_way[request.id] = answer
         answer.add_done_callback(lambda _: self._under_way.pop(request.id, None))

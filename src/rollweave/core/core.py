@@ -67,7 +67,9 @@ class Core:
         if self.finished and not isinstance(event, e.WorldLost):
             return []
         _route(run, event)
-        if isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
+        if isinstance(event, e.TurnsProgressed):
+            pass  # nobody becomes free by it
+        elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
             barrier = self._run.config.rollout.env_stepping == "batch"
             turns.dispatch(
                 run, None if barrier else run.touched
@@ -111,6 +113,8 @@ def _route(run: Run, event: Event) -> None:
             turns.on_done(run, event)
         case e.TurnFailed():
             turns.on_failed(run, event)
+        case e.TurnsProgressed():
+            turns.on_progressed(run, event)
         case e.TurnWithdrawn():
             turns.on_withdrawn(run, event)
         case e.EnvReady():

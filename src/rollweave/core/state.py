@@ -44,6 +44,7 @@ class Turn(msgspec.Struct):
     mark: int = 0  # turns given before it was queued, by its lane; once it is given, by its engine
     try_number: int = 0
     failures: int = 0
+    sampled: int = 0  # of its tokens, as its engine told last: KV beside that of the context
     engine: EngineId | None = None
     avoid: list[EngineId] = []
 

@@ -13,7 +13,7 @@ from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.policy.routing import choose
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartTurn
-from rollweave.schema.events import TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
+from rollweave.schema.events import TurnDone, TurnFailed, TurnProgress, TurnRequested, TurnsProgressed, TurnWithdrawn
 from rollweave.schema.work import StopReason
 
 
@@ -66,7 +66,14 @@ def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
         trajectory.since = run.now
 
 
-def _open_turn(run: Run, event: TurnDone | TurnFailed) -> tuple[Trajectory | None, Turn | None]:
+def on_progressed(run: Run, event: TurnsProgressed) -> None:
+    for told in event.turns:
+        _, turn = _open_turn(run, told)
+        if turn is not None:
+            turn.sampled = told.output_tokens
+
+
+def _open_turn(run: Run, event: TurnDone | TurnFailed | TurnProgress) -> tuple[Trajectory | None, Turn | None]:
     """The turn that the event answers, or (None, None) if the answer is late."""
     trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
     turn = trajectory.turn if trajectory is not None else None
@@ -85,7 +92,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
         run.fleet.vacate(engine, trajectory.id, turn)
     run.warn(turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed")
     turn.avoid.append(turn.engine)
-    turn.engine, turn.since = None, run.now
+    turn.engine, turn.since, turn.sampled = None, run.now, 0
     turn.try_number += 1
     turn.failures += 1
     if turn.failures > run.config.rollout.retries:

@@ -18,6 +18,7 @@ from typing import NamedTuple, assert_never
 import torch
 from tokenizers import Tokenizer
 
+from rollweave.engine.admission import validate
 from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.live import Live
@@ -28,6 +29,7 @@ from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
 from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
+    TELL_S,
     Abort,
     Add,
     EngineCommand,
@@ -44,6 +46,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    Progress,
     Ready,
     ReleaseKv,
     Rerank,
@@ -83,6 +86,9 @@ class EngineLoop:
         self._inbox: deque[EngineCommand | Between] = deque()
         self._wake = threading.Condition()
         self._live: dict[str, Live] = {}
+        self._streams: dict[str, Live] = {}
+        """Those of them whose tokens are told as they come."""
+        self._tell_at = math.inf
         self._suspended_at: float | None = None
         self._deadline = math.inf
         self._version = spec.version
@@ -159,8 +165,8 @@ class EngineLoop:
         match word:
             case Between(call=call):
                 call()
-            case Add(request=request):
-                self._add(request)
+            case Add(request=request, stream=stream):
+                self._add(request, stream=stream)
             case Abort(id=id):
                 if id in self._live:
                     self._finish(self._live[id], Finish.ABORTED)
@@ -170,6 +176,7 @@ class EngineLoop:
             case Suspend():
                 if self._suspended_at is None:
                     self._suspended_at = self._clock()
+                    self._tell(self._suspended_at)
                 self._reply(Suspended(in_flight=len(self._live)))
             case Resume():
                 if self._suspended_at is not None:
@@ -191,33 +198,29 @@ class EngineLoop:
                 assert_never(word)
         return True
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, request: GenerateRequest, *, stream: bool) -> None:
         now = self._clock()
         try:
             live = self._admit(request, now)
+            ended = live.resume()
             self._batcher.add(live.entry)
-        except (ValueError, EngineError) as error:
-            self._refuse(request, str(error))
+        except Exception as error:  # also of a tokenizer that cannot decode what is resumed
+            why = str(error) if isinstance(error, ValueError | EngineError) else f"{type(error).__name__}: {error}"
+            result = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=why)
+            self._reply(Generated(result=result))
             return
         self._live[request.id] = live
+        if ended is not None:
+            self._finish(live, ended)
+        elif stream:
+            if not self._streams:
+                self._tell_at = now + TELL_S
+            self._streams[request.id] = live
 
     def _admit(self, request: GenerateRequest, now: float) -> Live:
         """Validate. Raises ValueError or EngineError with what is wrong."""
-        vocab, sampling = self._runner.shape.vocab, request.sampling
-        if not request.tokens:
-            raise ValueError("tokens must have at least one token, got none")
-        if not 0 <= min(request.tokens) <= max(request.tokens) < vocab:
-            raise ValueError(f"tokens must be in [0, {vocab}), got {min(request.tokens)} to {max(request.tokens)}")
-        if len(request.tokens) >= self._max_context:
-            raise ValueError(
-                f"tokens must leave room in the context of {self._max_context} tokens, got a prompt of {len(request.tokens)}"
-            )
-        if not math.isfinite(request.rank):
-            raise ValueError(f"rank must be finite, got {request.rank}")
-        if not request.budget_s >= 0:
-            raise ValueError(f"budget_s must be 0 (none) or more, got {request.budget_s}")
-        if any(not 0 <= token < vocab for token in sampling.allowed):
-            raise ValueError(f"sampling.allowed must be in [0, {vocab}), got {sampling.allowed}")
+        validate(request, vocab=self._runner.shape.vocab, max_context=self._max_context)
+        sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
         entry = Entry(id=request.id, tokens=list(request.tokens), limit=len(request.tokens) + limit - 1, rank=request.rank)
         live = Live(request, entry=entry, limit=limit, stop_ids=self._stop_ids.union(sampling.stop_token_ids), now=now)
@@ -226,10 +229,6 @@ class EngineLoop:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
             live.watch = StopStrings(self._tokenizer, sampling.stop)
         return live
-
-    def _refuse(self, request: GenerateRequest, error: str) -> None:
-        result = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=error)
-        self._reply(Generated(result=result))
 
     def _load(self, manifest: WeightManifest) -> None:
         """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
@@ -276,6 +275,15 @@ class EngineLoop:
             self._cut(ended - self._suspended_s)
         if self._watch is not None and amounts is not None:
             self._watch(amounts, ended - started)
+        if self._streams and ended >= self._tell_at:
+            self._tell(ended)
+
+    def _tell(self, now: float) -> None:
+        """Say what was sampled since the last time."""
+        self._tell_at = now + TELL_S
+        pieces = [piece for live in self._streams.values() if (piece := live.news(now - self._suspended_s)) is not None]
+        if pieces:
+            self._reply(Progress(pieces=tuple(pieces)))
 
     def _slots_changed(self, plan: StepPlan, now: float) -> None:
         """Note who waits from `now` on, who has a slot, and whose budget ends first."""
@@ -287,7 +295,7 @@ class EngineLoop:
         for entry in plan.entered:
             live = self._live[entry.id]
             if not live.served:
-                self._prompt_tokens += live.prompt
+                self._prompt_tokens += len(entry.tokens)
                 self._cached_tokens += entry.cached or 0
             live.enter(now, step_clock)
         self._deadline = min((self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf)
@@ -317,39 +325,23 @@ class EngineLoop:
             live.spans.append((len(live.logprobs), self._version))
         live.entry.tokens.append(token)
         live.logprobs.append(logprob)
-        if token in live.stop_ids:
-            self._finish(live, Finish.STOP)
+        try:
+            stopped = live.stops(token)
+        except Exception as error:
+            self._finish(live, Finish.ERROR, f"{type(error).__name__}: {error}")
             return
-        if live.watch is not None:
-            try:
-                stopped = live.watch.feed(token)
-            except Exception as error:
-                self._finish(live, Finish.ERROR, f"{type(error).__name__}: {error}")
-                return
-            if stopped:
-                self._finish(live, Finish.STOP)
-                return
-        if len(live.logprobs) >= live.limit:
+        if stopped:
+            self._finish(live, Finish.STOP)
+        elif len(live.logprobs) >= live.limit:
             self._finish(live, Finish.LENGTH)
 
     def _finish(self, live: Live, finish: Finish, error: str = "") -> None:
-        entry, request, now = live.entry, live.request, self._clock()
+        now = self._clock()
         step_clock = (now if self._suspended_at is None else self._suspended_at) - self._suspended_s
-        del self._live[request.id]
-        self._batcher.remove(request.id)
-        result = GenerateResult(
-            id=request.id,
-            tokens=tuple(entry.tokens[live.prompt :]),
-            logprobs=tuple(live.logprobs),
-            versions=live.versions(),
-            finish=finish,
-            cached_tokens=entry.cached or 0,
-            queue_s=live.queue_s(now),
-            generate_s=live.generate_s(step_clock),
-            preemptions=entry.preemptions,
-            error=error,
-        )
-        self._reply(Generated(result=result))
+        del self._live[live.request.id]
+        self._streams.pop(live.request.id, None)
+        self._batcher.remove(live.request.id)
+        self._reply(Generated(result=live.result(finish, now=now, step_clock=step_clock, error=error)))
 
     def _stats(self) -> EngineStats:
         now = self._clock()

@@ -38,7 +38,9 @@ class LiveWorld:
         trace: Trace,
         make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_episode: MakeEpisode,
+        keeps_turns: bool = False,
     ) -> None:
+        """`keeps_turns` as in `rollout/pipeline.py`."""
         self.core, self.clock, self.store = core, clock, store
         self._journal, self._trace = journal, trace
         self._tasks = Tasks()
@@ -54,6 +56,7 @@ class LiveWorld:
             clock=clock.now,
             spans=_EpisodeSpans(trace),
             waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
+            keeps_turns=keeps_turns,
         )
 
     def _make_effects(self, *, seat: Trains, predictor: Predicts, draws: Draws, listener: Listener) -> Effects:

@@ -18,6 +18,7 @@ from rollweave.envs.base import Score
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import Driver, MakeEpisode
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
+from rollweave.rollout.telling import Telling
 from rollweave.rollout.turns import Spans, Turns
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -95,14 +96,20 @@ class Pipeline:
         clock: Callable[[], float],
         spans: Spans,
         waiting_limit: int,
+        keeps_turns: bool = False,
     ) -> None:
-        """`waiting_limit` bounds the rolled-out attempts that are remembered for a `StartEval` that may never come."""
+        """`waiting_limit` bounds the rolled-out attempts that are remembered for a `StartEval` that may never come.
+
+        With `keeps_turns` what engines have sampled of unfinished turns is kept, for a `StartTurn` that resumes, and the core
+        is told how far long ones have come.
+        """
         self._make_episode, self._engine, self._store = make_episode, engine, store
         self._post, self._spawn, self._clock, self._spans = post, spawn, clock, spans
         self._attempts: dict[Key, _Attempt] = {}
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
         self._waiting_limit = waiting_limit
+        self._telling = Telling(post) if keeps_turns else None
 
     @property
     def alive(self) -> int:
@@ -110,9 +117,12 @@ class Pipeline:
         return len(self._attempts) + len(self._evaluations)
 
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
-        """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end."""
+        """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end.
+
+        What is kept of an unfinished turn is part of it.
+        """
         held = self._attempts.get((trajectory_id, attempt))
-        return None if held is None or held.turns.spoken is None else sum(held.turns.spoken, ())
+        return held.turns.seen if held is not None else None
 
     # Commands.
 
@@ -126,6 +136,7 @@ class Pipeline:
             clock=self._clock,
             spans=self._spans,
             budget_s=lambda: episode.budget_s,
+            telling=self._telling,
         )
         attempt = self._attempts[key] = _Attempt(command=command, episode=episode, turns=turns, go=asyncio.Event())
         attempt.task = self._spawn(self._live(attempt), f"episode {attempt.lane}")

@@ -39,7 +39,11 @@ class StartRun(Tagged, frozen=True, kw_only=True):
 
 
 class StartTurn(Tagged, frozen=True, kw_only=True):
-    """Answer the episode's open turn with this engine; `try_number` fences late answers. → TurnDone | TurnFailed"""
+    """Answer the episode's open turn with this engine; `try_number` fences late answers. → TurnDone | TurnFailed
+
+    With `resume` it goes on from what the tries before have sampled of it, as far as that is known: to be asked for only of an
+    engine with the weights that sampled it. Without, it begins again, and what was sampled is forgotten.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -47,10 +51,11 @@ class StartTurn(Tagged, frozen=True, kw_only=True):
     engine_id: EngineId
     rank: float
     try_number: int
+    resume: bool = False
 
 
 class AbortTurn(Tagged, frozen=True, kw_only=True):
-    """Stop the generation on this engine and forget its answer; the episode goes on waiting. No answer is owed."""
+    """Stop the generation on this engine; the episode goes on waiting, and `StartTurn` may resume. No answer is owed."""
 
     trajectory_id: TrajectoryId
     attempt: int

@@ -138,6 +138,22 @@ class TurnWithdrawn(Tagged, frozen=True, kw_only=True):
     turn: int
 
 
+class TurnProgress(Noun, frozen=True, kw_only=True):
+    """`output_tokens` of the open turn are sampled, what this try resumed among them."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    turn: int
+    try_number: int
+    output_tokens: int
+
+
+class TurnsProgressed(Tagged, frozen=True, kw_only=True):
+    """How far turns have come that engines are long at: now and then, and only where unfinished turns are kept."""
+
+    turns: tuple[TurnProgress, ...]
+
+
 class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
     """INIT or RUN is over and the environment is closed. Also the answer to `CancelTrajectory`."""
 
@@ -325,6 +341,7 @@ Event = (
     | TurnDone
     | TurnFailed
     | TurnWithdrawn
+    | TurnsProgressed
     | TrajectoryEnded
     | RewardReady
     | RewardFailed

@@ -57,10 +57,40 @@ class VersionSpan(Noun, frozen=True, kw_only=True):
     version: int
 
 
+class Partial(Noun, frozen=True, kw_only=True):
+    """The beginning of a turn, as engines have sampled it in `generate_s` seconds of a slot: at least one token."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    generate_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.tokens or len(self.tokens) != len(self.logprobs):
+            raise ValueError(
+                f"a partial turn must have a log-prob for each token, got {len(self.logprobs)} for {len(self.tokens)}"
+            )
+        if not covers(self.versions, 0, len(self.tokens)):
+            raise ValueError(f"versions must cover the {len(self.tokens)} tokens of a partial turn, got {self.versions}")
+        if not self.generate_s >= 0:
+            raise ValueError(f"generate_s must be 0 or more, got {self.generate_s}")
+
+
+def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
+    """Whether the spans name one version for each of the tokens `[start, end)`, in order."""
+    for span in spans:
+        if span.start != start or span.end <= start:
+            return False
+        start = span.end
+    return start == end
+
+
 class GenerateRequest(Noun, frozen=True, kw_only=True):
     """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests.
 
     `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it waits, or that the engine is suspended.
+    With `resumed`, the turn goes on after these tokens (Laminar §3.3): they count for `max_tokens`, stop strings and
+    `budget_s`, and are part of the result. Nothing is sampled where they end the turn already.
     """
 
     id: str
@@ -68,12 +98,14 @@ class GenerateRequest(Noun, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     rank: float = 0.0
     budget_s: float = 0.0
+    resumed: Partial | None = None
 
 
 class GenerateResult(Noun, frozen=True, kw_only=True):
     """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache.
 
     `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had one and the engine was not suspended.
+    `resumed_tokens` of the tokens were in the request: none where an engine that cannot go on has begun the turn again.
     `text_only`: the engine gave text alone. Its tokens are ours, encoded from the text, its log-probs 0: never trained on.
     """
 
@@ -86,6 +118,7 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
     queue_s: float = 0.0
     generate_s: float = 0.0
     preemptions: int = 0
+    resumed_tokens: int = 0
     text_only: bool = False
     error: str = ""
 
@@ -158,7 +191,10 @@ class EngineStats(Noun, frozen=True, kw_only=True):
 
 
 class Add(Tagged, frozen=True, kw_only=True):
+    """With `stream`, what is sampled is told by `Progress` as it comes, too."""
+
     request: GenerateRequest
+    stream: bool = False
 
 
 class Abort(Tagged, frozen=True, kw_only=True):
@@ -244,6 +280,31 @@ class Generated(Tagged, frozen=True, kw_only=True):
     result: GenerateResult
 
 
+class Piece(Noun, frozen=True, kw_only=True):
+    """Of request `id`, the tokens from place `start` of the turn on. `versions` name places of the turn, too.
+
+    `generate_s`: as in the result, if the turn ended here.
+    """
+
+    id: str
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[VersionSpan, ...]
+    generate_s: float = 0.0
+
+
+TELL_S = 0.5
+"""Seconds between two `Progress`: what a lost engine loses at most, beside the step that it is in. A message of all that 64
+requests sample meanwhile takes an engine less than a thousandth of that."""
+
+
+class Progress(Tagged, frozen=True, kw_only=True):
+    """What was sampled since the last `Progress`, for all live requests that stream. Nothing follows a request's result."""
+
+    pieces: tuple[Piece, ...]
+
+
 class Suspended(Tagged, frozen=True, kw_only=True):
     in_flight: int
 
@@ -288,7 +349,9 @@ class EngineFatal(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-EngineReply = Ready | Generated | Suspended | Loaded | LoadFailed | Sampled | KvExported | KvImported | KvRefused | EngineFatal
+EngineReply = (
+    Ready | Generated | Progress | Suspended | Loaded | LoadFailed | Sampled | KvExported | KvImported | KvRefused | EngineFatal
+)
 
 
 class EngineSpec(Noun, frozen=True, kw_only=True):

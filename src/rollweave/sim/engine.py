@@ -14,6 +14,7 @@ import math
 from bisect import bisect_left, bisect_right
 
 from rollweave.schema.base import Noun
+from rollweave.schema.serving import TELL_S
 from rollweave.sim.batch import Batch
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.kv import KvCounts, Request, Turn
@@ -106,18 +107,35 @@ class SimEngine:
         elif self._batch.could_run(turn):
             self._cut(now)
 
-    def abort(self, now: float, key: str) -> bool:
-        """Forget a request: no Done will come of it. False where it is not live; its KV is free as the running step ends."""
+    def abort(self, now: float, key: str) -> int | None:
+        """Forget a request: no Done will come of it, and its KV is free as the running step ends.
+
+        How many tokens it has sampled then, of those to sample; None where it is not live.
+        """
         self._run_until(now)
         turn = self._live.pop(key, None)
         if turn is None:
-            return False
+            return None
+        self._cut(now)
+        sampled = self._sampled(turn, self._left)
         if self._left and turn.running:
             self._aborted.append(turn)
         else:
             self._batch.drop(turn)
-        self._cut(now)
-        return True
+        return sampled
+
+    def told(self, now: float) -> dict[str, int]:
+        """How many tokens of each live request it had told when it last did: at the multiples of `TELL_S`, and as it was suspended.
+
+        Counted back from what is sampled now, at the pace of the step under way.
+        """
+        self._run_until(now)
+        steps, batch, unsaid = self._steps_by(now), self._batch, 0
+        if self._left and batch.decoding:
+            context = batch.context + steps * batch.decoding
+            step_s = self.cost.decode_s(decode=batch.decoding, decode_context=context, steps=1)
+            unsaid = math.ceil(now % TELL_S / step_s)
+        return {key: max(0, self._sampled(turn, steps) - (unsaid if turn.decoding else 0)) for key, turn in self._live.items()}
 
     def rerank(self, now: float, key: str, rank: float) -> None:
         """From the next step on. Unknown keys are ignored."""
@@ -224,6 +242,23 @@ class SimEngine:
                 low, start = guess, then
         return high
 
+    def _steps_by(self, now: float) -> int:
+        """How many of the steps left have ended by `now`."""
+        if not self._left or now < self._at:
+            return 0
+        if now >= self._end:
+            return self._left
+        if self._bounds:
+            return bisect_right(self._bounds, now)
+        return self._step_of(math.nextafter(now, math.inf)) - 1
+
+    def _sampled(self, turn: Turn, steps: int) -> int:
+        """Tokens of `turn` once `steps` of the steps left have ended."""
+        if turn.decoding:
+            return turn.request.output_tokens - (turn.due - self._batch.clock - steps)
+        computes = sum(steps * count for other, count in self._chunk if other is turn) if turn.running else 0
+        return turn.request.output_tokens - turn.left + (computes > 0 and turn.computed + computes == turn.length)
+
     def _cut(self, now: float) -> None:
         """End the run under way with the step that is being computed at `now`."""
         if self._left > 1:
@@ -234,15 +269,14 @@ class SimEngine:
 
     def _settle(self, now: float) -> None:
         """Account for the steps of the run under way that have ended by `now`."""
-        if self._left > 1 and now > self._at:
-            step = bisect_right(self._bounds, now) if self._bounds else self._step_of(math.nextafter(now, math.inf)) - 1
-            if step:
-                then = self._step_end(step)
-                self._compute(step, more=True)
-                self.busy_s += then - self._at
-                self._at = then
-                self._left -= step
-                del self._bounds[:step]
+        step = self._steps_by(now)
+        if step:
+            then = self._step_end(step)
+            self._compute(step, more=True)
+            self.busy_s += then - self._at
+            self._at = then
+            self._left -= step
+            del self._bounds[:step]
 
     # A run of steps.
 

@@ -43,7 +43,10 @@ class Node:
 
 
 class SimFleet:
-    """`answered(engine_id, version, done)` is told of every finished turn."""
+    """`answered(engine_id, version, done)` is told of every finished turn.
+
+    `gone(engine_id, told)` is told of every engine that ends, with the tokens that it had told of its turns.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class SimFleet:
         self._pulling = 0
         self.refusals: dict[EngineId, int] = {}  # loads that an engine is to refuse
         self.answered: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
+        self.gone: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, told: None
 
     # The life of an engine.
 
@@ -162,11 +166,18 @@ class SimFleet:
         self._touch(node)
         return True
 
-    def abort(self, engine_id: EngineId, key: str) -> None:
+    def abort(self, engine_id: EngineId, key: str) -> int | None:
+        """How many tokens the turn has sampled as the running step ends; None where the engine does not have it."""
         node = self.nodes.get(engine_id)
-        if node is not None and node.engine is not None:
-            node.engine.abort(self._clock.now, key)
-            self._touch(node)
+        if node is None or node.engine is None:
+            return None
+        self._touch(node)
+        return node.engine.abort(self._clock.now, key)
+
+    def told(self) -> dict[EngineId, dict[str, int]]:
+        """How many tokens engines have told of their turns."""
+        nodes = self.nodes.values()
+        return {node.id: node.engine.told(self._clock.now) for node in nodes if node.engine is not None}
 
     def rerank(self, engine_id: EngineId, key: str, rank: float) -> None:
         node = self.nodes.get(engine_id)
@@ -272,6 +283,8 @@ class SimFleet:
         for ticket in [node.ticket, *node.tickets]:
             self._clock.cancel(ticket)
         self._pulling -= node.pulling
+        if node.engine is not None:
+            self.gone(node.id, node.engine.told(self._clock.now))
         node.pulling, node.engine = False, None
 
 

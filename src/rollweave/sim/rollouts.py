@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollweave.record.trace import ENVIRONMENTS, Trace
+from rollweave.rollout.telling import LOOK_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -39,6 +40,8 @@ class Attempt:
     engine: EngineId | None = None  # that generates now
     try_number: int = 0
     done: e.TurnDone | None = None  # the last answer
+    kept: int = 0  # tokens of the open turn that its engine goes on from, or its next one can
+    told: int = -1  # tokens of the open turn's try that the core was told of; -1 before it was looked at
     asked: float = 0.0  # when the open turn was asked for, or the environment's part began
 
 
@@ -67,14 +70,17 @@ class Rollouts:
         seed: int,
         trace: Trace | None,
         serverless: Serverless | None = None,
+        keeps_turns: bool = False,
     ) -> None:
-        self._serverless = serverless
+        """`keeps_turns` as in `rollout/pipeline.py`."""
+        self._serverless, self._keeps_turns = serverless, keeps_turns
+        self._looking = False
         self._clock, self._post, self._fleet, self._work, self._seed = clock, post, fleet, work, seed
         self._trace = trace
         self._attempts: dict[TrajectoryId, Attempt] = {}
         self._by_key: dict[str, Attempt] = {}
         self.scored: dict[TrajectoryId, Scored] = {}
-        fleet.answered = self._answered
+        fleet.answered, fleet.gone = self._answered, self._gone
 
     @property
     def alive(self) -> int:
@@ -113,23 +119,28 @@ class Rollouts:
         if command.turn < attempt.turn and attempt.done is not None:  # its answer was given, and has not arrived
             self._post(msgspec.structs.replace(attempt.done, try_number=command.try_number))
             return
-        attempt.engine, attempt.try_number = command.engine_id, command.try_number
+        attempt.engine, attempt.try_number, attempt.told = command.engine_id, command.try_number, -1
+        if not command.resume:
+            attempt.kept = 0
         request = Request(
             key=attempt.key,
             shared_key=attempt.start.group_id,
             shared_tokens=attempt.plan.prompt_tokens,
-            context_tokens=attempt.tokens,
-            output_tokens=attempt.plan.turns[attempt.turn].output_tokens,
+            context_tokens=attempt.tokens + attempt.kept,
+            output_tokens=attempt.plan.turns[attempt.turn].output_tokens - attempt.kept,
             rank=command.rank,
         )
         if not self._fleet.generate(command.engine_id, request):
+            attempt.engine = None
             self._post(_failed(command, "the engine is gone"))
+        elif self._keeps_turns and not self._looking:
+            self._looking = True
+            self._clock.after(LOOK_S, self._look)
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is not None and (attempt.engine, attempt.try_number) == (command.engine_id, command.try_number):
-            self._fleet.abort(command.engine_id, attempt.key)
-            attempt.engine = None
+            self._left(attempt, self._fleet.abort(command.engine_id, attempt.key))
 
     def rerank(self, command: c.RerankTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -190,6 +201,51 @@ class Rollouts:
         for attempt in list(self._attempts.values()):
             self._forget(attempt)
 
+    # Unfinished turns.
+
+    def _left(self, attempt: Attempt, sampled: int | None) -> None:
+        """The open turn is with no engine any more, the last of which has sampled so many tokens of it, where that is known.
+
+        An engine that was stopped as it had sampled the last one would answer it; here that one is sampled again.
+        """
+        attempt.engine = None
+        if self._keeps_turns and sampled is not None:
+            attempt.kept = min(attempt.kept + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1)
+
+    def _gone(self, engine_id: EngineId, told: Mapping[str, int]) -> None:
+        """The engine is lost, and with it what it had not told of its turns."""
+        for key, sampled in told.items():
+            attempt = self._by_key.get(key)
+            if attempt is not None and attempt.engine == engine_id:
+                self._left(attempt, sampled)
+
+    def _look(self) -> None:
+        """Tell the core how far turns have come, as `rollout/telling.py` does."""
+        told = self._fleet.told()
+        news, self._looking = [], False
+        for attempt in self._by_key.values():
+            sampled = told.get(attempt.engine, {}).get(attempt.key) if attempt.engine is not None else None
+            if sampled is None:
+                continue
+            self._looking = True
+            tokens = attempt.kept + sampled
+            if attempt.told >= 0 and tokens > max(attempt.told, attempt.kept):
+                attempt.told = tokens
+                news.append(
+                    e.TurnProgress(
+                        trajectory_id=attempt.start.trajectory_id,
+                        attempt=attempt.start.attempt,
+                        turn=attempt.turn,
+                        try_number=attempt.try_number,
+                        output_tokens=tokens,
+                    )
+                )
+            attempt.told = max(attempt.told, 0)
+        if news:
+            self._post(e.TurnsProgressed(turns=tuple(news)))
+        if self._looking:
+            self._clock.after(LOOK_S, self._look)
+
     # What happens.
 
     def _init_over(self, attempt: Attempt) -> None:
@@ -228,12 +284,13 @@ class Rollouts:
             attempt=attempt.start.attempt,
             turn=attempt.turn,
             try_number=attempt.try_number,
-            output_tokens=done.output_tokens,
-            cached_tokens=done.cached_tokens,
+            output_tokens=attempt.kept + done.output_tokens,
+            cached_tokens=min(done.cached_tokens, attempt.tokens),
             version=version,
             queue_s=done.queue_s,
         )
         self._post(attempt.done)
+        attempt.kept = 0
         plan = attempt.plan.turns[attempt.turn]
         attempt.tokens += plan.output_tokens
         attempt.turn += 1

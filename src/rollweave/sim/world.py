@@ -62,7 +62,9 @@ class World:
         trace: Trace | None = None,
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
+        keeps_turns: bool = False,
     ) -> None:
+        """`keeps_turns` as in `rollout/pipeline.py`."""
         self.config = config
         self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
@@ -91,6 +93,7 @@ class World:
             seed=config.run.seed,
             trace=trace,
             serverless=self.serverless,
+            keeps_turns=keeps_turns,
         )
         self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
         self.predictor = SimPredictor(clock=self.clock, post=self.post, name=config.rollout.predictor)

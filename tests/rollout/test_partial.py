@@ -1,0 +1,549 @@
+"""Unfinished turns that go on elsewhere: whatever engines tell, lose and answer, never from a wrong token."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.backends.base import Heard
+from rollweave.backends.client import EngineClient
+from rollweave.backends.inproc import in_thread
+from rollweave.backends.process import in_process
+from rollweave.rollout.driver import Answer
+from rollweave.rollout.partial import Unfinished
+from rollweave.rollout.telling import Telling
+from rollweave.rollout.turns import Turns
+from rollweave.schema.base import EngineId, GroupId, TaskId
+from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnProgress, TurnRequested, TurnsProgressed
+from rollweave.schema.serving import (
+    EngineSpec,
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Partial,
+    Piece,
+    Sampling,
+    VersionSpan,
+    covers,
+)
+from rollweave.schema.work import Purpose, Task
+from tests.backends.test_conformance import environment, real_loop, tiny_checkpoint
+from tests.rollout.worlds import TRAJECTORY, NoSpans, OneWordEngine
+
+PROMPT = (5, 6)
+TRUTH = tuple(range(10, 30))
+"""What the whole turn would be."""
+
+
+def logprobs_of(tokens: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(-token / 100 for token in tokens)
+
+
+def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> Piece:
+    tokens = TRUTH[start:end]
+    parts: dict[str, Any] = {
+        "tokens": tokens,
+        "logprobs": logprobs_of(tokens),
+        "versions": (VersionSpan(start=start, end=end, version=version),) if end > start else (),
+        "generate_s": float(end),
+    }
+    return Piece(id=id, start=start, **(parts | changes))
+
+
+def result(end: int, *, finish: Finish = Finish.ABORTED, version: int = 3, **changes: Any) -> GenerateResult:
+    whole = piece(0, end, version=version)
+    parts: dict[str, Any] = {name: getattr(whole, name) for name in ("tokens", "logprobs", "versions", "generate_s")}
+    return GenerateResult(id="r", finish=finish, **(parts | changes))
+
+
+def partial(end: int) -> Partial:
+    whole = piece(0, end)
+    return Partial(tokens=whole.tokens, logprobs=whole.logprobs, versions=whole.versions, generate_s=whole.generate_s)
+
+
+# What is known.
+
+
+@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.integers(2, 3)), max_size=12))
+def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, int, int]]) -> None:
+    """Lost, twice, out of order: as soon as one does not begin where the last one ended, there is nothing to go on from."""
+    known, versions, broken = Unfinished(), list[int](), False
+    for start, count, version in told:
+        end = min(start + count, len(TRUTH))
+        broken = broken or start != len(versions)
+        known.hear(piece(start, end, version=version, generate_s=0.0))
+        if not broken:
+            versions += [version] * (end - start)
+        found = known.partial
+        if broken or not versions:
+            assert (found, len(known)) == (None, 0)
+        else:
+            assert found is not None
+            assert found.tokens == TRUTH[: len(versions)]
+            assert found.logprobs == logprobs_of(found.tokens)
+            assert [span.version for span in found.versions for _ in range(span.end - span.start)] == versions
+            assert all(one.version != other.version for one, other in zip(found.versions, found.versions[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": (-1.0,)},
+        {"versions": ()},
+        {"versions": (VersionSpan(start=0, end=2, version=3),)},
+        {"versions": (VersionSpan(start=2, end=5, version=3),)},
+        {"generate_s": 1.0},
+        {"generate_s": float("nan")},
+    ],
+)
+def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, Any]) -> None:
+    known = Unfinished()
+    known.hear(piece(0, 2))
+    known.hear(piece(2, 4, **changes))
+    known.hear(piece(2, 4))
+    assert known.partial is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        (result(7), 7),
+        (result(4), 4),
+        (result(9, finish=Finish.STOP), 9),  # it ended as it was aborted: that is all of it
+        (result(3), 0),  # less than was told
+        (result(7, tokens=(1, *TRUTH[1:7])), 0),
+        (result(7, logprobs=(-1.0, *logprobs_of(TRUTH[1:7]))), 0),
+        (result(7, logprobs=()), 0),
+        (result(7, versions=()), 0),
+        (result(7, text_only=True), 0),
+        (result(7, finish=Finish.ERROR), 0),
+        (result(0), 0),
+    ],
+)
+def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(answer: GenerateResult, kept: int) -> None:
+    known = Unfinished(partial(2))
+    known.hear(piece(2, 4))
+    known.end(answer)
+    assert known.partial == (partial(kept) if kept else None)
+
+
+# Turns, with an engine whose every word a test decides.
+
+
+class Puppet(OneWordEngine):
+    """Answers nothing by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], Heard]] = []
+        self.aborted: list[str] = []
+
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+        assert heard is not None
+        future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+        self.calls.append((request, future, heard))
+        return future
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    @property
+    def resumed(self) -> Partial | None:
+        """What the newest request resumes."""
+        return self.calls[-1][0].resumed
+
+
+class Stage:
+    """`Turns` of one attempt, its engines, and what it has said. The turn that it waits for is turn 0."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.engines: dict[str, Any] = {"e0": Puppet(), "e1": Puppet()}
+        task = Task(id=TaskId("t"), env="scripted", seed=1, tag="scripted")
+        self.init = StartInit(
+            trajectory_id=TRAJECTORY,
+            attempt=0,
+            group_id=GroupId("g0"),
+            member=0,
+            task=task,
+            purpose=Purpose.TRAIN,
+            initiated_version=3,
+        )
+        self.telling = Telling(self.events.append)
+        self.turns = Turns(
+            command=self.init,
+            engine=self.engines.get,  # type: ignore[arg-type]
+            post=self.events.append,
+            clock=asyncio.get_running_loop().time,
+            spans=NoSpans(),
+            budget_s=lambda: 60.0,
+            telling=self.telling,
+        )
+        self.task: asyncio.Task[Answer] | None = None
+
+    def ask(self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT) -> asyncio.Task[Answer]:
+        turn = self.turns.turn(0, tokens, sampling or Sampling(max_tokens=20))
+        self.task = asyncio.get_running_loop().create_task(turn)
+        return self.task
+
+    def start(self, engine: str, try_number: int, *, resume: bool = False) -> None:
+        self.turns.start(
+            StartTurn(
+                trajectory_id=TRAJECTORY,
+                attempt=0,
+                turn=0,
+                engine_id=EngineId(engine),
+                rank=0.0,
+                try_number=try_number,
+                resume=resume,
+            )
+        )
+
+    def abort(self, engine: str, try_number: int) -> None:
+        self.turns.abort(
+            AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=EngineId(engine), try_number=try_number)
+        )
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+async def turned(rounds: int = 4) -> None:
+    """Let callbacks run."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+async def asked() -> tuple[Stage, Puppet, Puppet]:
+    """A turn that the first engine has, of which it has told four tokens."""
+    stage = Stage()
+    stage.ask()
+    await turned()
+    assert [type(event) for event in stage.events] == [TurnRequested]
+    stage.start("e0", 0)
+    first: Puppet = stage.engines["e0"]
+    first.calls[0][2](piece(0, 2))
+    first.calls[0][2](piece(2, 4))
+    return stage, first, stage.engines["e1"]
+
+
+async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
+    """The engine ends the turn, which is then the whole one."""
+    puppet.calls[-1][1].set_result(result(20, finish=Finish.LENGTH, resumed_tokens=resumed))
+    assert stage.task is not None
+    answer = await stage.task
+    assert (answer.result.tokens, answer.result.logprobs) == (TRUTH, logprobs_of(TRUTH))
+    (done,) = stage.of(TurnDone)
+    assert done.output_tokens == len(TRUTH)
+    assert stage.turns._open is None
+
+
+@pytest.mark.parametrize("resume", [False, True])
+async def test_a_lost_engine_loses_what_it_has_not_told(resume: bool) -> None:
+    stage, first, second = await asked()
+    first.calls[0][1].set_exception(EngineLostError("killed"))
+    await turned()
+    first.calls[0][2](piece(4, 6))  # from beyond
+    stage.start("e1", 1, resume=resume)
+    assert second.resumed == (partial(6) if resume else None)
+    assert stage.of(TurnFailed) == []
+    await finished(stage, second, 6 if resume else 0)
+
+
+@pytest.mark.parametrize("order", ["answered first", "started first"])
+async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) -> None:
+    stage, first, second = await asked()
+    stage.abort("e0", 0)
+    assert first.aborted == [first.calls[0][0].id]
+    if order == "started first":
+        stage.start("e1", 1, resume=True)
+        await turned()
+        assert second.calls == []
+        stage.turns.rerank(
+            RerankTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=EngineId("e1"), try_number=1, rank=9.0)
+        )
+    first.calls[0][1].set_result(result(7))
+    await turned()
+    if order == "answered first":
+        stage.start("e1", 1, resume=True)
+    assert second.resumed == partial(7)
+    assert second.calls[0][0].rank == (9.0 if order == "started first" else 0.0)
+    assert stage.turns.seen == PROMPT + TRUTH[:7]
+    second.calls[0][2](piece(7, 9))
+    await finished(stage, second, 7)
+
+
+async def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for() -> None:
+    stage, first, second = await asked()
+    stage.turns.abort_s = 0.01
+    stage.abort("e0", 0)
+    stage.start("e1", 1, resume=True)
+    await asyncio.wait({first.calls[0][1]})
+    assert first.calls[0][1].cancelled()
+    await turned()
+    assert second.resumed == partial(4)
+    await finished(stage, second, 4)
+
+
+@pytest.mark.parametrize("how", ["lost", "refused", "cancelled", "nonsense"])
+async def test_whatever_answers_an_abort_the_turn_goes_on_or_begins_again(how: str) -> None:
+    stage, first, second = await asked()
+    stage.abort("e0", 0)
+    stage.start("e1", 1, resume=True)
+    future = first.calls[0][1]
+    if how == "lost":
+        future.set_exception(EngineLostError("gone"))
+    elif how == "refused":
+        future.set_exception(EngineError("the model's logits are not finite"))
+    elif how == "cancelled":
+        future.cancel()
+    else:
+        future.set_result(result(7, tokens=tuple(range(7))))
+    await turned()
+    kept = 4 if how in ("lost", "cancelled") else 0
+    assert second.resumed == (partial(kept) if kept else None)
+    await finished(stage, second, kept)
+
+
+async def test_a_turn_that_begins_again_waits_for_nobody() -> None:
+    stage, first, second = await asked()
+    stage.abort("e0", 0)
+    stage.start("e1", 1)
+    assert second.resumed is None
+    await turned()
+    assert first.calls[0][1].cancelled()
+    await finished(stage, second, 0)
+
+
+async def test_an_abort_while_it_waits_takes_the_start_back() -> None:
+    stage, first, second = await asked()
+    stage.abort("e0", 0)
+    stage.start("e1", 1, resume=True)
+    stage.abort("e1", 1)
+    first.calls[0][1].set_result(result(7))
+    await turned()
+    assert second.calls == []
+    stage.start("e0", 2, resume=True)
+    assert first.resumed == partial(7)
+    assert first.calls[0][0].id != first.calls[1][0].id  # what the first request still answers cannot be taken for the second's
+    await finished(stage, first, 7)
+
+
+async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
+    stage, first, second = await asked()
+    first.calls[0][1].set_exception(EngineLostError("killed"))
+    await turned()
+    stage.start("e1", 1, resume=True)
+    second.calls[0][1].set_exception(EngineError("resumed.tokens must end where the turn stops"))
+    await turned()
+    assert [failed.try_number for failed in stage.of(TurnFailed)] == [1]
+    stage.start("e1", 2, resume=True)
+    assert second.resumed is None
+    await finished(stage, second, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        (result(9), 9),  # aborted by itself
+        (result(20, finish=Finish.LENGTH, resumed_tokens=3), 0),  # went on from somewhere else
+        (result(20, finish=Finish.LENGTH, resumed_tokens=4, tokens=(1, *TRUTH[1:])), 0),
+        (result(20, finish=Finish.LENGTH, resumed_tokens=4, version=-1), 0),
+    ],
+)
+async def test_an_answer_that_does_not_fit_fails_the_turn(answer: GenerateResult, kept: int) -> None:
+    stage, first, second = await asked()
+    first.calls[0][1].set_exception(EngineLostError("killed"))
+    await turned()
+    stage.start("e1", 1, resume=True)
+    second.calls[0][1].set_result(answer)
+    await turned()
+    assert len(stage.of(TurnFailed)) == 1
+    stage.start("e0", 2, resume=True)
+    assert first.resumed == (partial(kept) if kept else None)
+    await finished(stage, first, kept)
+
+
+async def test_an_engine_that_is_gone_fails_the_turn_and_keeps_it() -> None:
+    stage, first, second = await asked()
+    first.calls[0][1].set_exception(EngineLostError("killed"))
+    await turned()
+    gone = stage.engines.pop("e1")
+    stage.start("e1", 1, resume=True)
+    assert [failed.error for failed in stage.of(TurnFailed)] == ["the engine is gone"]
+    stage.engines["e1"] = gone
+    stage.start("e1", 2, resume=True)
+    assert second.resumed == partial(4)
+    await finished(stage, second, 4)
+
+
+@pytest.mark.parametrize("when", ["generating", "leaving", "waiting to start"])
+async def test_an_attempt_that_ends_leaves_nothing_behind(when: str) -> None:
+    stage, first, second = await asked()
+    if when != "generating":
+        stage.abort("e0", 0)
+    if when == "waiting to start":
+        stage.start("e1", 1, resume=True)
+    assert stage.task is not None
+    stage.turns.ending = True
+    stage.task.cancel()
+    await asyncio.wait({stage.task})
+    await turned()
+    assert first.calls[0][1].cancelled()
+    assert second.calls == []
+    assert stage.telling._turns == {}
+
+
+# What the core is told.
+
+
+async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
+    stage = Stage()
+    stage.ask()
+    await turned()
+    stage.start("e0", 0)
+    _, future, heard = stage.engines["e0"].calls[0]
+    heard(piece(0, 2))
+    stage.telling.look()
+    assert stage.of(TurnsProgressed) == []  # not long yet
+    heard(piece(2, 4))
+    heard(piece(4, 6))
+    stage.telling.look()
+    stage.telling.look()
+    told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, try_number=0, output_tokens=6)
+    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]  # once, for nothing came to it
+    heard(piece(6, 8))
+    stage.telling.look()
+    assert len(stage.of(TurnsProgressed)) == 2
+    heard(piece(8, 10))
+    future.set_result(result(20, finish=Finish.LENGTH))
+    assert stage.task is not None
+    await stage.task
+    stage.telling.look()
+    assert len(stage.of(TurnsProgressed)) == 2
+    assert stage.telling._timer is None  # nobody looks where there is nothing to see
+
+
+async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
+    stage = Stage()
+    stage.ask()
+    await turned()
+    stage.start("e0", 0)
+    _, future, heard = stage.engines["e0"].calls[0]
+    heard(piece(0, 2))
+    stage.telling.look()
+    stage.abort("e0", 0)
+    heard(piece(2, 4))
+    stage.telling.look()
+    assert stage.of(TurnsProgressed) == []
+    future.set_result(result(5))
+    await turned()
+    stage.start("e1", 1, resume=True)
+    stage.engines["e1"].calls[0][2](piece(5, 9))
+    stage.telling.look()
+    stage.telling.look()
+    (event,) = stage.of(TurnsProgressed)
+    assert [(told.try_number, told.output_tokens) for told in event.turns] == [(1, 9)]
+    await finished(stage, stage.engines["e1"], 5)
+
+
+# Real engines.
+
+LONG = 3500
+"""Tokens of a turn that takes our engine several seconds."""
+
+
+@pytest.fixture
+async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClient]]:
+    """Starts deterministic engines of one model, in a process or in a thread."""
+    model = str(tiny_checkpoint(tmp_path, max_position_embeddings=4096))
+    spec = EngineSpec(id=EngineId("e"), model=model, kv_tokens=4096, deterministic=True, version=3)
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ready.set_result(None)
+    made: list[EngineClient] = []
+
+    def start(kind: str) -> EngineClient:
+        if kind == "process":
+            module = "rollweave.live.engine_process"
+            link = in_process(spec, module=module, log=tmp_path / "log", env=environment(), model_ready=ready)
+        else:
+            link = in_thread(spec, real_loop(), model_ready=ready)
+        made.append(EngineClient(f"engine {len(made)}", link, start_s=60.0, reply_s=60.0))
+        return made[-1]
+
+    yield start
+    for client in made:
+        await client.close()
+
+
+class Watched:
+    """An engine that is killed, or told to abort, once it has told of its turn so many times; `told` is done then."""
+
+    def __init__(self, engine: EngineClient, times: int) -> None:
+        self.engine, self.left = engine, times
+        self.told = asyncio.Event()
+
+    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+        assert heard is not None
+        tell = heard
+
+        def listen(each: Piece) -> None:
+            if self.left:
+                tell(each)
+                self.left -= 1
+                if not self.left:
+                    self.told.set()
+
+        return self.engine.generate(request, listen)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+@pytest.mark.parametrize("end", ["killed", "aborted"])
+async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
+    engine_of: Callable[[str], EngineClient], end: str
+) -> None:
+    """Killed by the kernel right after it has told: after the first time, then after the second. Another one ends the turn."""
+    sampling = Sampling(max_tokens=LONG, seed=11, allowed=tuple(range(2, 60)))
+    doomed = [engine_of("process") for _ in range(2)]
+    last = engine_of("thread")
+    await asyncio.gather(*(client.ready() for client in (*doomed, last)))
+    whole = await last.generate(GenerateRequest(id="whole", tokens=PROMPT, sampling=sampling))
+    stage = Stage()
+    stage.ask(sampling)
+    await turned()
+    kept = 0
+    for number, client in enumerate(doomed):
+        watched = Watched(client, number + 1)
+        stage.engines["e0"] = watched
+        stage.start("e0", number, resume=number > 0)
+        async with asyncio.timeout(60):
+            await watched.told.wait()
+        if end == "killed":
+            client.kill()
+            await client.lost
+        else:
+            stage.abort("e0", number)
+        await turned()
+        assert stage.turns._open is not None
+        assert kept < len(stage.turns._open.known) < LONG
+        kept = len(stage.turns._open.known)
+    stage.engines["e1"] = Watched(last, 1000)
+    stage.start("e1", 2, resume=True)
+    assert stage.task is not None
+    answer = (await stage.task).result
+    assert (answer.tokens, answer.logprobs, answer.finish) == (whole.tokens, whole.logprobs, whole.finish)
+    assert answer.versions == whole.versions == (VersionSpan(start=0, end=LONG, version=3),)
+    assert kept <= answer.resumed_tokens < LONG
+    (done,) = stage.of(TurnDone)
+    assert (done.output_tokens, done.try_number) == (LONG, 2)
+    assert covers(answer.versions, 0, LONG)
+    assert msgspec.structs.replace(answer, tokens=()).resumed_tokens + (await last.stats()).output_tokens == 2 * LONG

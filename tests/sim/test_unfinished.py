@@ -1,0 +1,332 @@
+"""Turns that are stopped half-way in the simulated world: what goes on, what is lost with an engine, what the core is told."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollweave.rollout.telling import LOOK_S
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.commands import Command
+from rollweave.schema.config import RunConfig
+from rollweave.schema.events import Event
+from rollweave.schema.sections import EngineConfig
+from rollweave.schema.serving import TELL_S
+from rollweave.schema.work import Limits, Purpose, Task
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import TrainerCost
+from rollweave.sim.engine import SimEngine
+from rollweave.sim.fleet import SimFleet
+from rollweave.sim.hardware import gpu, link
+from rollweave.sim.kv import Request
+from rollweave.sim.models import model
+from rollweave.sim.rollouts import Rollouts
+from rollweave.sim.workload import Plan, TurnPlan
+from rollweave.sim.world import World
+from tests.sim.test_engine import Linear
+from tests.sim.test_world import config
+from tests.worlds.referee import Referee
+
+TURN, PROMPT = 1200, 40
+COST = Linear(kv_tokens=10_000)
+
+
+class Long:
+    """Attempts of one turn."""
+
+    def __init__(self, tokens: int = TURN) -> None:
+        self.tokens = tokens
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        turn = TurnPlan(output_tokens=self.tokens, observation_tokens=7, env_s=0.5)
+        return Plan(prompt_tokens=PROMPT, init_s=0.1, turns=(turn,), reward_s=0.1, reward=1.0, success=bool(member % 2))
+
+
+class Stage:
+    """One attempt before its first turn, and engines; a step takes some ten milliseconds."""
+
+    def __init__(self, *, keeps_turns: bool = True, engines: int = 2) -> None:
+        self.clock, self.events = Clock(), list[tuple[float, Event]]()
+        settings = EngineConfig(max_slots=4, block_tokens=4)
+        trainer = TrainerCost(gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"))
+        self.fleet = SimFleet(
+            clock=self.clock,
+            post=self.post,
+            costs={1: COST},
+            trainer=trainer,
+            settings=lambda _: settings,
+            trace=None,
+        )
+        self.rollouts = Rollouts(
+            clock=self.clock,
+            post=self.post,
+            fleet=self.fleet,
+            work={"long": Long()},
+            seed=0,
+            trace=None,
+            keeps_turns=keeps_turns,
+        )
+        self.fleet.start([e.EngineSeat(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]])
+        self.rollouts.start_init(
+            c.StartInit(
+                trajectory_id=TrajectoryId("g0.0"),
+                attempt=0,
+                group_id=GroupId("g0"),
+                member=0,
+                task=Task(
+                    id=TaskId("t"),
+                    env="long",
+                    seed=0,
+                    tag="long",
+                    limits=Limits(max_turns=4, max_tokens=8000, max_turn_tokens=TURN),
+                ),
+                purpose=Purpose.TRAIN,
+                initiated_version=0,
+            )
+        )
+        self.until(1.0)
+        self.rollouts.start_run(c.StartRun(trajectory_id=TrajectoryId("g0.0"), attempt=0))
+
+    def post(self, event: Event) -> None:
+        self.events.append((self.clock.now, event))
+
+    def until(self, when: float) -> None:
+        """Let all happen until then."""
+        self.clock.at(when, lambda: None)
+        while self.clock.now < when:
+            self.fleet.settle()
+            assert self.clock.step()
+        self.fleet.settle()
+
+    def start(self, engine: str, try_number: int, *, resume: bool = False) -> None:
+        self.rollouts.start_turn(
+            c.StartTurn(
+                trajectory_id=TrajectoryId("g0.0"),
+                attempt=0,
+                turn=0,
+                engine_id=EngineId(engine),
+                rank=0.0,
+                try_number=try_number,
+                resume=resume,
+            )
+        )
+
+    def abort(self, engine: str, try_number: int) -> None:
+        self.rollouts.abort_turn(
+            c.AbortTurn(
+                trajectory_id=TrajectoryId("g0.0"), attempt=0, turn=0, engine_id=EngineId(engine), try_number=try_number
+            )
+        )
+
+    def done(self) -> tuple[float, e.TurnDone]:
+        """When the turn is over, and what is said of it."""
+        while not (found := [(at, event) for at, event in self.events if isinstance(event, e.TurnDone)]):
+            self.fleet.settle()
+            assert self.clock.step()
+        return found[0]
+
+    def told(self) -> list[tuple[float, int, int]]:
+        """What the core was told of the turn: when, by which try, how many tokens."""
+        found = [(at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)]
+        assert all(len(turns) == 1 for _, turns in found)
+        return [(at, turns[0].try_number, turns[0].output_tokens) for at, turns in found]
+
+
+def alone() -> float:
+    """Seconds of the uninterrupted turn."""
+    stage = Stage()
+    stage.start("e0", 0)
+    return stage.done()[0] - 1.0
+
+
+def sampled_by(seconds: float) -> int:
+    """Tokens of it that are sampled after so long."""
+    engine = SimEngine(cost=COST, slots=4, chunk_tokens=512, block_tokens=4, prefix_cache=True)
+    engine.add(0.0, Request(key="a", context_tokens=PROMPT, output_tokens=TURN))
+    found = engine.abort(seconds, "a")
+    assert found is not None
+    return found
+
+
+def test_a_turn_that_moves_goes_on_where_it_stood_and_computes_its_prompt_again() -> None:
+    stage, whole = Stage(), alone()
+    stage.start("e0", 0)
+    stage.until(1.0 + whole / 2)
+    stage.abort("e0", 0)
+    stage.start("e1", 1, resume=True)
+    at, done = stage.done()
+    assert (done.output_tokens, done.try_number, done.cached_tokens) == (TURN, 1, 0)
+    engine = stage.fleet.nodes[EngineId("e1")].engine
+    assert engine is not None
+    again = engine.prefill_tokens
+    assert PROMPT + TURN * 0.4 < again < PROMPT + TURN * 0.6  # half of the turn was sampled
+    assert engine.tokens == TURN - (again - PROMPT)
+    prefill_s = at - 1.0 - whole
+    assert 0 < prefill_s < 0.1 * whole
+
+
+def test_where_it_goes_on_at_the_same_engine_its_kv_is_there() -> None:
+    stage, whole = Stage(), alone()
+    stage.start("e0", 0)
+    stage.until(1.0 + whole / 2)
+    stage.abort("e0", 0)
+    stage.start("e0", 1, resume=True)
+    at, done = stage.done()
+    assert at - 1.0 - whole < 0.1  # the last block, and the step that it was stopped in
+    assert done.cached_tokens == PROMPT  # of the prompt: what was sampled is none
+
+
+@pytest.mark.parametrize(("keeps_turns", "resume"), [(True, False), (False, True)])
+def test_a_turn_that_begins_again_takes_its_whole_time(keeps_turns: bool, resume: bool) -> None:
+    stage, whole = Stage(keeps_turns=keeps_turns), alone()
+    stage.start("e0", 0)
+    stage.until(1.0 + whole / 2)
+    stage.abort("e0", 0)
+    stage.start("e1", 1, resume=resume)
+    assert stage.done()[0] == pytest.approx(1.0 + 1.5 * whole)
+    assert stage.done()[1].output_tokens == TURN
+
+
+@pytest.mark.parametrize("late_s", [0.01, 0.25, 0.49])
+def test_a_lost_engine_loses_what_it_sampled_since_it_told_last(late_s: float) -> None:
+    stage, whole = Stage(), alone()
+    lost_at = 5.0 + late_s
+    stage.start("e0", 0)
+    stage.until(lost_at)
+    stage.fleet.lose(EngineId("e0"), "killed")
+    stage.start("e1", 1, resume=True)
+    at, done = stage.done()
+    assert done.output_tokens == TURN
+    again_s = at - 1.0 - whole  # what was sampled twice, and the prompt
+    assert late_s - 0.02 < again_s < late_s + 0.1 * whole
+
+
+def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time() -> None:
+    stage, whole = Stage(engines=100), alone()
+    lives = 0
+    while True:
+        stage.start(f"e{lives}", lives, resume=True)
+        stage.until(stage.clock.now + 3.3)
+        if any(isinstance(event, e.TurnDone) for _, event in stage.events):
+            break
+        stage.fleet.lose(EngineId(f"e{lives}"), "killed")
+        lives += 1
+    at, done = stage.done()
+    assert (done.output_tokens, done.try_number) == (TURN, lives)
+    assert 5 < lives < (at - 1.0) / 3.3
+    length = PROMPT + TURN
+    prefill_s = COST.step_s(prefill_tokens=length, prefill_context=length**2 // 2, decode=0, decode_context=0)
+    assert at - 1.0 - whole < lives * (TELL_S + prefill_s)
+
+
+def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
+    stage, whole = Stage(), alone()
+    assert whole > 5 * LOOK_S
+    stage.start("e0", 0)
+    half = 1.0 + whole / 2
+    stage.until(half)
+    stage.abort("e0", 0)
+    first = stage.told()
+    stage.start("e1", 1, resume=True)
+    end, _ = stage.done()
+    told = stage.told()
+    assert [at for at, _, _ in told if at <= half] == pytest.approx([1.0 + LOOK_S * n for n in range(2, len(first) + 2)])
+    assert {number for _, number, _ in told} == {0, 1}
+    tokens = [count for _, _, count in told]
+    assert tokens == sorted(tokens)
+    assert max(tokens) < TURN
+    for at, number, count in first:
+        assert number == 0
+        assert sampled_by(at - 1.0 - TELL_S) - 3 <= count <= sampled_by(at - 1.0)
+    stage.until(end + 3 * LOOK_S)
+    assert stage.told() == told
+
+
+def test_nobody_looks_unless_turns_are_kept_and_none_are_told_that_nobody_has() -> None:
+    stage = Stage(keeps_turns=False)
+    stage.start("e0", 0)
+    stage.done()
+    assert stage.told() == []
+    stage = Stage()
+    stage.start("e0", 0)
+    stage.until(4.0)
+    stage.fleet.silence(EngineId("e0"))
+    before = len(stage.told())
+    stage.until(20.0)
+    assert len(stage.told()) == before
+
+
+# Whole runs.
+
+RUN_TURN = 4000
+"""Tokens of a turn, which takes longer than engines live on average."""
+
+
+class Resuming(World):
+    """Every turn that is tried again is resumed, as if all engines had the same weights; which they have in `sync`."""
+
+    def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
+        super().__init__(made, listener=Deaf(), work={"webshop": Long(RUN_TURN)}, keeps_turns=True)
+        execute, self.referee = self.effects.execute, Referee()
+        self.turns = self.lost = self.resumed = 0
+
+        def resuming(command: Command) -> None:
+            if isinstance(command, c.StartTurn) and resume and command.try_number:
+                command = msgspec.structs.replace(command, resume=True)
+                self.resumed += 1
+            execute(command)
+
+        self.effects.execute = resuming  # type: ignore[method-assign]
+        self._journal = self
+        self.each_event = self.core.check
+        self.kill_s = kill_s
+        self.clock.after(kill_s, self.kill)
+
+    def append(self, now: float, event: Event, commands: Any) -> None:
+        """As a journal."""
+        self.referee.watch([(now, event, list(commands))])
+        if isinstance(event, e.TurnDone):
+            assert event.output_tokens == RUN_TURN
+            self.turns += 1
+
+    def kill(self) -> None:
+        """Kill the next engine that is up."""
+        if self.over is not None:
+            return
+        up = sorted(node.id for node in self.fleet.nodes.values() if node.engine is not None)
+        if len(up) > 1:
+            self.fleet.lose(up[self.lost % len(up)], "killed")
+            self.lost += 1
+        self.clock.after(self.kill_s, self.kill)
+
+
+class Deaf:
+    def warned(self, command: c.Warn) -> None:
+        return
+
+    def evaluated(self, command: c.RecordEvaluation) -> None:
+        return
+
+    def best(self, command: c.MarkBest) -> None:
+        return
+
+
+def test_a_run_whose_engines_die_keeps_the_contract_and_loses_less_time() -> None:
+    made = config(Path("unused"), mode="sync", retries=1000)
+    data = made.model_dump() | {"engines": [{"count": 8, "max_slots": 16}]}
+    data["watchdog"] = {**data["watchdog"], "restarts": 1000}
+    ends = {}
+    for resume in (False, True):
+        world = Resuming(RunConfig.model_validate(data), resume=resume, kill_s=9.0)
+        core = world.run()
+        assert core.state.error == ""
+        assert core.state.trainer.step == 4
+        assert core.state.counters.output_tokens == world.turns * RUN_TURN  # what is resumed is not counted twice
+        assert "TurnsProgressed" in world.referee.seen
+        assert world.lost > 10
+        assert (world.resumed > 20) is resume
+        ends[resume] = world.clock.now
+    assert ends[True] < 0.7 * ends[False]
