@@ -91,8 +91,7 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     elif run.alone:
         if event.weights_id != run.state.published_id:
             run.state.kept.pop(event.weights_id, None)  # older ones are not sent again
-        engine.loading_id = -1
-        _enter(run, engine, EngineStatus.STALE)
+        _set_aside(run, engine)
         pace.settle(run)
     else:
         _load(run, engine, run.state.published_id)
@@ -210,12 +209,20 @@ def _update_alone(run: Run) -> None:
 
 def _load(run: Run, engine: Engine, weights_id: int) -> None:
     if weights_id not in run.state.kept:
-        _enter(run, engine, EngineStatus.STALE)  # until there is something to load again
+        _set_aside(run, engine)
         return
     engine.loading_id = weights_id
     pace.loads(run, engine)
     _enter(run, engine, EngineStatus.LOADING)
     run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
+
+
+def _set_aside(run: Run, engine: Engine) -> None:
+    """There is nothing that it can load now. Where each updates alone it has no weights that anybody counts on."""
+    engine.loading_id = -1
+    if run.alone:
+        engine.version = engine.weights_id = -1
+    _enter(run, engine, EngineStatus.STALE)
 
 
 def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:
