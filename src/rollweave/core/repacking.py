@@ -66,7 +66,7 @@ def _kv_tokens(run: Run, engine: Engine) -> int:
 
 
 def _context(trajectory: Trajectory) -> int:
-    return trajectory.context_tokens
+    return trajectory.context_tokens + (trajectory.turn.sampled if trajectory.turn is not None else 0)
 
 
 def _residents(run: Run, engine_id: EngineId) -> list[Trajectory]:

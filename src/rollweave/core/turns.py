@@ -358,6 +358,7 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
             engine_id=chosen,
             rank=turn.rank,
             try_number=turn.try_number,
+            resume=run.alone,  # it has met no other weights than this engine's
         )
     )
 

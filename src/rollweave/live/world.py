@@ -26,6 +26,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, TrainStep, Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
+from rollweave.schema.sections import ModeName
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
 
@@ -73,6 +74,7 @@ class World(LiveWorld):
             trace=trace,
             make_engine=make_engine,
             make_episode=make_episode,
+            keeps_turns=config.rollout.mode is ModeName.DECOUPLED,
         )
         self._checkpoints, self._metrics = checkpoints, metrics
         self.ended_at = 0.0

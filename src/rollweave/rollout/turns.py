@@ -98,9 +98,12 @@ class Turns:
 
     @property
     def seen(self) -> tuple[int, ...] | None:
-        """All that engines have seen of the attempt, as far as it is known. None before the first turn's end."""
-        if self._open is not None and (partial := self._open.known.partial) is not None:
-            return self._open.tokens + partial.tokens
+        """All that engines have seen of the attempt, as far as it is known. None before the first turn's beginning."""
+        turn = self._open
+        over = turn is not None and self.spoken is not None and self.spoken[0] is turn.tokens
+        if turn is not None and turn.request_id and not over:
+            partial = turn.known.partial
+            return turn.tokens + (partial.tokens if partial is not None else ())
         return sum(self.spoken, ()) if self.spoken is not None else None
 
     # The attempt's side.

@@ -125,7 +125,7 @@ class SimEngine:
         return sampled
 
     def told(self, now: float) -> dict[str, int]:
-        """How many tokens of each live request it had told when it last did: at the multiples of `TELL_S`, and as it was suspended.
+        """How many tokens of each live request it had told when it last did: each `TELL_S`, and as it was suspended.
 
         Counted back from what is sampled now, at the pace of the step under way.
         """

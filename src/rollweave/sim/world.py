@@ -18,7 +18,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.sections import SimConfig
+from rollweave.schema.sections import ModeName, SimConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener
@@ -64,7 +64,7 @@ class World:
         work: dict[str, Workload] | None = None,
         keeps_turns: bool = False,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`."""
+        """`keeps_turns` as in `rollout/pipeline.py`; mode decoupled always does."""
         self.config = config
         self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
@@ -93,7 +93,7 @@ class World:
             seed=config.run.seed,
             trace=trace,
             serverless=self.serverless,
-            keeps_turns=keeps_turns,
+            keeps_turns=keeps_turns or config.rollout.mode is ModeName.DECOUPLED,
         )
         self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
         self.predictor = SimPredictor(clock=self.clock, post=self.post, name=config.rollout.predictor)
