@@ -11,6 +11,7 @@ base, which both sides have, both cost less (`smaller`).
 
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ FEWEST = 1000
 WIDE_GAP = 512
 """Mean gap from which gaps have two bytes: then escapes in a byte cost more than a second plane does."""
 
-PIECE = 1 << 15
+PIECE = 1 << 18
 """Elements that are worked on at once where a whole array is not needed."""
 
 SMALLEST_PLANE = 64
@@ -54,7 +55,7 @@ _local = threading.local()
 
 def encode(old: Array, new: Array, *, smaller: bool) -> tuple[int, bytes]:
     """The form and body that make `new` out of `old`, unsigned integers both: the shortest of the forms that may be."""
-    positions = positions_of(old != new)
+    positions = _changed(old, new)
     if len(positions) == 0:
         return UNCHANGED, b""
     found: list[tuple[int, bytes]] = []
@@ -90,7 +91,13 @@ def decode(form: int, body: memoryview, old: Array) -> Array:
 # Elements.
 
 
-def positions_of(mask: Array) -> Array:
+def _where(count: int, test: Callable[[slice], Array]) -> Array:
+    """Positions below `count` at which `test` is true. In pieces: large arrays that come and go are paged in anew each time."""
+    pieces = range(0, count, PIECE)
+    return np.concatenate([np.empty(0, np.intp), *(_positions(test(slice(at, at + PIECE))) + at for at in pieces)])
+
+
+def _positions(mask: Array) -> Array:
     """As `np.flatnonzero` of booleans, which is several times slower where few are set: words of eight are looked at first."""
     if 10 * np.count_nonzero(mask) > len(mask):
         return np.flatnonzero(mask)
@@ -99,7 +106,15 @@ def positions_of(mask: Array) -> Array:
     found = np.flatnonzero(words != 0)
     within = np.flatnonzero(words.take(found).view(np.bool_))
     positions: Array = (found.take(within >> 3) << 3) | (within & 7)
-    return np.append(positions, np.flatnonzero(mask[whole:]) + whole)
+    return positions if whole == len(mask) else np.append(positions, np.flatnonzero(mask[whole:]) + whole)
+
+
+def _changed(old: Array, new: Array) -> Array:
+    return _where(len(old), lambda part: old[part] != new[part])
+
+
+def _below(bits: Array, limit: int) -> Array:
+    return _where(len(bits), lambda part: _magnitude(bits[part]) < limit)
 
 
 def _difference(old: Array, new: Array) -> Array:
@@ -127,17 +142,8 @@ def _magnitude(bits: Array) -> Array:
     return doubled
 
 
-def _below(bits: Array, limit: int) -> Array:
-    """Which magnitudes are below `limit`. In pieces, for large arrays that come and go are paged in anew each time."""
-    mask = np.empty(len(bits), np.bool_)
-    for start in range(0, len(bits), PIECE):
-        part = slice(start, start + PIECE)
-        np.less(_magnitude(bits[part]), limit, out=mask[part])
-    return mask
-
-
 def _scratch(like: Array) -> Array:
-    """An array of this thread's that is used again and again, for the same reason."""
+    """An array of this thread's that is used again and again: a new one would be paged in anew each time."""
     if not hasattr(_local, "scratch") or len(_local.scratch) < like.nbytes:
         _local.scratch = np.empty(like.nbytes, np.uint8)
     found: Array = _local.scratch[: like.nbytes].view(like.dtype)
@@ -151,11 +157,11 @@ def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -
     limits = _limits(old, positions) if smaller else []
     body = [struct.pack(f"<B{len(limits)}Q", len(limits), *limits)]
     for limit in limits:
-        large = positions[_magnitude(old.take(positions)) >= limit]
+        large = positions.take(np.flatnonzero(_magnitude(old.take(positions)) >= limit))
         body.append(_pack_changes(large, _difference(old.take(large), new.take(large)), among=len(old)))
-        small = positions_of(_below(old, limit))
+        small = _below(old, limit)
         old, new = old.take(small), new.take(small)
-        positions = positions_of(old != new)
+        positions = _changed(old, new)
     body.append(_pack_changes(positions, _difference(old.take(positions), new.take(positions)), among=len(old)))
     return b"".join(body)
 
@@ -183,7 +189,7 @@ def _decode_sparse(reader: "_Reader", old: Array) -> Array:
         fresh = _add(among.take(positions), differences)
         new[positions if where is None else where.take(positions)] = fresh
         if limit is not None:
-            small = positions_of(_below(among, limit))
+            small = _below(among, limit)
             among, where = among.take(small), small if where is None else where.take(small)
     return new
 
@@ -202,7 +208,7 @@ def _unpack_changes(reader: "_Reader", dtype: np.dtype[Any], *, among: int) -> t
     longest = 256**width - 1
     gaps = _unpack_integers(reader, np.dtype(f"<u{width}"), most=count + among // longest)
     ends = gaps != longest
-    positions = np.cumsum(gaps + ends, dtype=np.intp)[ends] - 1
+    positions = np.cumsum(gaps + ends, dtype=np.intp).take(np.flatnonzero(ends)) - 1
     if len(positions) != count or (count and positions[-1] >= among):
         raise DeltaError(f"delta block: {len(positions)} positions, not the {count} below {among} that it claims")
     return positions, _unpack_steps(reader, dtype, count=count) + dtype.type(1)
@@ -227,11 +233,12 @@ def _pack_steps(steps: Array) -> bytes:
     Four symbols of two bits a byte, sign and whether there is more; then how much more. A Huffman code spends whole bits on a
     byte: on four symbols together it loses little.
     """
-    more = steps > 1
+    more = np.flatnonzero(steps > 1)
     symbols = np.zeros(-(-len(steps) // 4) * 4, dtype=np.uint8)
-    symbols[: len(steps)] = (steps & 1).astype(np.uint8) | (more.view(np.uint8) << 1)
+    symbols[: len(steps)] = (steps & 1).astype(np.uint8)
+    symbols[more] |= 2
     four = symbols.view("<u4")
-    return _pack_plane((four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)) + _pack_integers((steps[more] >> 1) - 1)
+    return _pack_plane((four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)) + _pack_integers((steps.take(more) >> 1) - 1)
 
 
 def _unpack_steps(reader: "_Reader", dtype: np.dtype[Any], *, count: int) -> Array:
