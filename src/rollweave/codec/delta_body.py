@@ -21,8 +21,8 @@ from rollweave.schema.errors import DeltaError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-UNCHANGED, SPARSE, DENSE, WHOLE, RAW = range(5)
-"""Forms of a body."""
+FORMS = ("unchanged", "sparse", "dense", "whole", "raw")
+UNCHANGED, SPARSE, DENSE, WHOLE, RAW = range(len(FORMS))
 
 PLANE = struct.Struct("<II")
 CHANGES = struct.Struct("<IB")
@@ -63,7 +63,7 @@ def encode(old: Array, new: Array, *, smaller: bool) -> tuple[int, bytes]:
         found.append((SPARSE, _encode_sparse(old, new, positions, smaller=smaller)))
         if 4 * len(found[0][1]) <= new.nbytes:
             return found[0]
-    found += [(DENSE, _pack_integers(_difference(old, new))), (WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
+    found += [(DENSE, _pack_integers(differences_of(old, new))), (WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
     return min(found, key=lambda one: len(one[1]))
 
 
@@ -117,14 +117,14 @@ def _below(bits: Array, limit: int) -> Array:
     return _where(len(bits), lambda part: _magnitude(bits[part]) < limit)
 
 
-def _difference(old: Array, new: Array) -> Array:
+def differences_of(old: Array, new: Array) -> Array:
     """How many floats apart, modulo all of them, zigzag: 0 is none, 1 one down, 2 one up, 3 two down, …"""
     apart = (_ordered(new) - _ordered(old)).view(f"<i{old.itemsize}")
     return ((apart << 1) ^ (apart >> (8 * old.itemsize - 1))).view(old.dtype)
 
 
 def _add(old: Array, differences: Array) -> Array:
-    """The `new` of `_difference`."""
+    """The `new` of `differences_of`."""
     one = differences.dtype.type(1)
     return _ordered(_ordered(old) + ((differences >> one) ^ -(differences & one)))
 
@@ -158,11 +158,11 @@ def _encode_sparse(old: Array, new: Array, positions: Array, *, smaller: bool) -
     body = [struct.pack(f"<B{len(limits)}Q", len(limits), *limits)]
     for limit in limits:
         large = positions.take(np.flatnonzero(_magnitude(old.take(positions)) >= limit))
-        body.append(_pack_changes(large, _difference(old.take(large), new.take(large)), among=len(old)))
+        body.append(_pack_changes(large, differences_of(old.take(large), new.take(large)), among=len(old)))
         small = _below(old, limit)
         old, new = old.take(small), new.take(small)
         positions = _changed(old, new)
-    body.append(_pack_changes(positions, _difference(old.take(positions), new.take(positions)), among=len(old)))
+    body.append(_pack_changes(positions, differences_of(old.take(positions), new.take(positions)), among=len(old)))
     return b"".join(body)
 
 
@@ -238,7 +238,9 @@ def _pack_steps(steps: Array) -> bytes:
     symbols[: len(steps)] = (steps & 1).astype(np.uint8)
     symbols[more] |= 2
     four = symbols.view("<u4")
-    return _pack_plane((four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)) + _pack_integers((steps.take(more) >> 1) - 1)
+    return _pack_plane((four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)) + _pack_integers(
+        (steps.take(more) >> 1) - 1
+    )
 
 
 def _unpack_steps(reader: "_Reader", dtype: np.dtype[Any], *, count: int) -> Array:
