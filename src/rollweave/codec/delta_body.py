@@ -63,7 +63,9 @@ def encode(old: Array, new: Array, *, smaller: bool) -> tuple[int, bytes]:
         found.append((SPARSE, _encode_sparse(old, new, positions, smaller=smaller)))
         if 4 * len(found[0][1]) <= new.nbytes:
             return found[0]
-    found += [(DENSE, _pack_integers(differences_of(old, new))), (WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
+    found.append((DENSE, _pack_integers(differences_of(old, new))))
+    if 2 * len(found[-1][1]) > new.nbytes:
+        found += [(WHOLE, _pack_integers(new)), (RAW, new.tobytes())]
     return min(found, key=lambda one: len(one[1]))
 
 
@@ -219,8 +221,11 @@ def _gaps(positions: Array, width: int) -> Array:
 
     The greatest number is no gap: it is to be added to the next one.
     """
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1] + 1
     longest = 256**width - 1
+    if gaps.max(initial=0) < longest:
+        return gaps.astype(f"<u{width}")
     long = gaps // longest
     symbols = np.full(len(gaps) + int(long.sum()), longest, dtype=f"<u{width}")
     symbols[np.cumsum(long + 1) - 1] = gaps - longest * long
