@@ -352,6 +352,9 @@ def test_small_tensors_share_a_block() -> None:
 def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(DeltaError, match="t1: overlaps"):
         plan([meta("t0", 10, 2, 0), meta("t1", 10, 2, 10)], 100)
+    for shape, nbytes in (((0,), 4), ((3,), 4), ((-2,), 4), ((), -4)):
+        with pytest.raises(DeltaError, match=r"t: .* do not hold shape"):
+            plan([TensorMeta(name="t", dtype="float32", shape=shape, offset=0, nbytes=nbytes)], 100)
     with pytest.raises(DeltaError, match="t0: overlaps another one, or the payload's end at 19"):
         Applier([meta("t0", 10, 2, 0)], bytes(19), bytearray(19))
 
