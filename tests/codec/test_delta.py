@@ -271,11 +271,13 @@ def plane(claimed: int, data: bytes) -> bytes:
 
 HUGE = (1 << 32) - 1
 ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 30))
+WHOLE_ZEROS = zstandard.ZstdCompressor().compress(bytes(1 << 22))
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 26))
 
 BOMBS: dict[str, tuple[int, bytes]] = {
     "a plane of 4 GiB": (WHOLE, plane(HUGE, b"x")),
     "a frame of 1 GiB": (WHOLE, plane(300, ZEROS[:200])),
+    "a whole frame of 4 MiB": (WHOLE, plane(1 << 22, WHOLE_ZEROS)),
     "a frame that does not say": (WHOLE, plane(300, UNSIZED[:200])),
     "changes of 4 GiB": (SPARSE, struct.pack("<BIB", 0, HUGE, 1)),
     "gaps of 4 GiB": (SPARSE, struct.pack("<BIB", 0, 3, 1) + plane(HUGE, b"x")),
