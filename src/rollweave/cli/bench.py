@@ -14,7 +14,7 @@ from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox")
+UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta")
 """Benches in which nothing is learned, so that seeds mean nothing to them."""
 
 NAMES = (*SEEDED, *UNTRAINED)
@@ -44,7 +44,7 @@ def bench(
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(json_line(result, describe()) + "\n")
-    if result.figures.get("violations") or result.figures.get("escapes"):
+    if any(result.figures.get(broken) for broken in ("violations", "escapes", "mismatches")):
         raise typer.Exit(FAILED)
 
 
@@ -88,6 +88,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.sandbox import bench_sandbox
 
         return bench_sandbox(quick=quick)
+    if name == "delta":
+        from rollweave.bench.delta import bench_delta
+
+        return bench_delta(quick=quick, say=say)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 

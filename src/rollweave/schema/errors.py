@@ -37,6 +37,10 @@ class WeightsError(RollweaveError):
     """Weights do not match their manifest; the receiver keeps the version it had."""
 
 
+class DeltaError(WeightsError):
+    """A delta is torn, damaged or made from another base; nothing was written."""
+
+
 class KvError(RollweaveError):
     """KV cannot be moved; engines and their caches are as they were."""
 
