@@ -1,0 +1,195 @@
+"""How tensor parallelism cuts each parameter, inferred from its transformers name and its shape (ROSE §4.2).
+
+Pure. A tensor is one or several parts (fused projections: one a projection), each dealt to the ranks on its own, as vLLM and
+Megatron do. Embedding and head are cut by vocabulary; q, k, v, gate and up by outputs, biases too; o and down by inputs, biases
+whole; norms and routers are whole on every rank. What is not understood is refused by name: a guess would serve wrong weights.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rollweave.schema.weights import TensorMeta
+
+End = Literal["first", "last", "ends"]
+"""Outside of the layers: on the first pipeline stage, the last, or both (an embedding that is the head as well)."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
+_COLUMNS = {"gate_proj": "gate", "up_proj": "up", "w1": "gate", "w3": "up"}
+_ROWS = {"down_proj": "down", "w2": "down"}
+_QKV = ("q", "k", "v")
+_ROUTERS = ("gate", "shared_expert_gate", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements `[start, start + size)` along `dim` of a tensor, in `units` that cannot be divided. `dim` None: not cut at all.
+
+    `kind` says how units are dealt: "even" to all ranks alike; "shared" as well, but where there are fewer units than ranks,
+    neighbours have the same one (key and value heads); "padded" up to a multiple first, so that the last ranks may have less
+    (vocabulary).
+    """
+
+    dim: int | None
+    start: int = 0
+    size: int = 0
+    units: int = 1
+    kind: Literal["even", "shared", "padded"] = "even"
+
+
+WHOLE = (Part(None),)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one tensor is dealt. `where` is its layer, or an end of the pipeline.
+
+    `experts` is of how many experts this is one (number `expert`) or all, stacked along dimension 0 (`expert` None); 0: none.
+    A layout that fuses puts it into the tensor named `fused`, as its part number `slot`.
+    """
+
+    parts: tuple[Part, ...]
+    where: int | End
+    expert: int | None = None
+    experts: int = 0
+    fused: str = ""
+    slot: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The tensors of a model as its payload has them (canonical), and what their shapes do not tell.
+
+    No `lm_head.weight` among the tensors: the head is the embedding. Raises `ValueError` for head counts that cannot be.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    heads: int
+    kv_heads: int
+
+    def __post_init__(self) -> None:
+        if self.kv_heads < 1 or self.heads < self.kv_heads or self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+
+    @functools.cached_property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return max((int(found[1]) + 1 for meta in self.tensors if (found := _LAYER.search(meta.name))), default=0)
+
+    @functools.cached_property
+    def rules(self) -> Mapping[str, Rule]:
+        """By tensor name. Raises `ValueError` for a tensor of which no rule is known."""
+        experts: dict[str, int] = {}
+        for meta in self.tensors:
+            if found := _EXPERT.match(meta.name):
+                experts[found[1]] = max(experts.get(found[1], 0), int(found[2]) + 1)
+        tied = not any(meta.name == "lm_head.weight" for meta in self.tensors)
+        return {meta.name: self._rule(meta, experts, tied=tied) for meta in self.tensors}
+
+    def _rule(self, meta: TensorMeta, experts: Mapping[str, int], *, tied: bool) -> Rule:
+        name, shape = meta.name, meta.shape
+        module, _, kind = name.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        layer = _LAYER.search(name)
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            return self._stacked(meta, layer)
+        if kind not in ("weight", "bias"):
+            if layer and name.endswith(".gate.e_score_correction_bias"):
+                return Rule(WHOLE, int(layer[1]))
+            raise _unknown(meta)
+        if leaf in ("embed_tokens", "lm_head") and not layer:
+            vocabulary = Part(0, 0, shape[0], shape[0], "padded")
+            return Rule((vocabulary,), "last" if leaf == "lm_head" else "ends" if tied else "first")
+        if layer is None:
+            if leaf.endswith("norm"):
+                return Rule(WHOLE, "last")
+            raise _unknown(meta)
+        number, expert = int(layer[1]), _EXPERT.match(name)
+        if leaf.endswith("norm") or leaf in _ROUTERS:
+            return Rule(WHOLE, number)
+        parts, role = self._parts(meta, leaf, bias=kind == "bias")
+        if expert is None:
+            fused, slot = _fused(module.removesuffix(leaf), role, f".{kind}")
+            return Rule(parts, number, fused=fused, slot=slot)
+        stack, slot = ("down_proj", 0) if role == "down" else ("gate_up_proj", ("gate", "up").index(role))
+        fused = f"{expert[1]}.{stack}" + ("_bias" if kind == "bias" else "")
+        return Rule(parts, number, int(expert[2]), experts[expert[1]], fused, slot)
+
+    def _parts(self, meta: TensorMeta, leaf: str, *, bias: bool) -> tuple[tuple[Part, ...], str]:
+        """The parts of a layer's projection, and its role."""
+        name, shape = meta.name, meta.shape
+        if len(shape) != (1 if bias else 2):
+            raise ValueError(f"{name} must have {1 if bias else 2} dimensions, got shape {shape}")
+        if leaf in ("q_proj", "k_proj", "v_proj"):
+            part = self._heads(name, 0, shape[0], kv=leaf != "q_proj")
+            return (part,), leaf[0]
+        if leaf == "qkv_proj":
+            each = _divided(name, shape[0], self.heads + 2 * self.kv_heads, "attention heads with keys and values")
+            q, kv = each * self.heads, each * self.kv_heads
+            return tuple(self._heads(name, s, n, kv=bool(s)) for s, n in ((0, q), (q, kv), (q + kv, kv))), "qkv"
+        if leaf == "o_proj":
+            if bias:
+                return WHOLE, "o"
+            _divided(name, shape[1], self.heads, "attention heads")
+            return (Part(1, 0, shape[1], self.heads),), "o"
+        if leaf in _COLUMNS:
+            return (Part(0, 0, shape[0], shape[0]),), _COLUMNS[leaf]
+        if leaf in _ROWS:
+            return (WHOLE if bias else (Part(1, 0, shape[1], shape[1]),)), _ROWS[leaf]
+        if leaf == "gate_up_proj":
+            half = _divided(name, shape[0], 2, "gate and up")
+            return (Part(0, 0, half, half), Part(0, half, half, half)), "gate_up"
+        raise _unknown(meta)
+
+    def _heads(self, name: str, start: int, size: int, *, kv: bool) -> Part:
+        units = self.kv_heads if kv else self.heads
+        _divided(name, size, units, "key-value heads" if kv else "attention heads")
+        return Part(0, start, size, units, "shared" if kv else "even")
+
+    def _stacked(self, meta: TensorMeta, layer: re.Match[str] | None) -> Rule:
+        """All experts of a layer in one tensor: [experts, 2 x inner, hidden] and [experts, hidden, inner].
+
+        Some models keep them transposed, gate and up alternating: the embedding's hidden size must be where it belongs.
+        """
+        name, shape = meta.name, meta.shape
+        gate_up = name.endswith("gate_up_proj")
+        hidden = next((other.shape[1] for other in self.tensors if other.name.endswith("embed_tokens.weight")), -1)
+        if layer is None or len(shape) != 3 or shape[2 if gate_up else 1] != hidden:
+            wanted = "[experts, 2 x inner, hidden]" if gate_up else "[experts, hidden, inner]"
+            raise ValueError(f"{name} must have shape {wanted} with hidden {hidden}, got {shape}")
+        number = int(layer[1])
+        if not gate_up:
+            return Rule((Part(2, 0, shape[2], shape[2]),), number, experts=shape[0])
+        half = _divided(name, shape[1], 2, "gate and up")
+        return Rule((Part(1, 0, half, half), Part(1, half, half, half)), number, experts=shape[0])
+
+
+def itemsize(meta: TensorMeta) -> int:
+    """Bytes of an element; 0 where there are none."""
+    count = math.prod(meta.shape)
+    return meta.nbytes // count if count else 0
+
+
+def _fused(path: str, role: str, suffix: str) -> tuple[str, int]:
+    """Which tensor of a fusing layout a projection is a part of, and which; ("", 0): none."""
+    if role in _QKV:
+        return f"{path}qkv_proj{suffix}", _QKV.index(role)
+    if role in ("gate", "up"):
+        return f"{path}gate_up_proj{suffix}", ("gate", "up").index(role)
+    return "", 0
+
+
+def _divided(name: str, size: int, units: int, what: str) -> int:
+    if size % units:
+        raise ValueError(f"{name} must be a multiple of its {units} {what}, got {size}")
+    return size // units
+
+
+def _unknown(meta: TensorMeta) -> ValueError:
+    return ValueError(
+        f"{meta.name} must be a tensor whose sharding is known, got shape {meta.shape}: serve it whole, or by FSDP"
+    )
