@@ -1,6 +1,8 @@
 """What is published is read back to the bit; anything torn, truncated or gone is refused."""
 
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,7 +16,9 @@ from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.store import Publisher, publish, read_tensors
+from rollweave.weights.store import ALIGNMENT, Draft, Publisher, Slices, bytes_of, lay_out, publish, read_tensors
+
+ROOT = Path(__file__).parents[2]
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -27,6 +31,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
         "counts": torch.arange(9, dtype=torch.int64).reshape(3, 3),
         "view": torch.randn(6, 8, generator=generator).t(),
         "flag": torch.tensor([True, False, True]),
+        "eighth": torch.randn(5, 3, generator=generator).to(torch.float8_e4m3fn),
     }
 
 
@@ -35,7 +40,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape
-        assert torch.equal(found[name], tensor), name
+        assert bytes_of(found[name]) == bytes_of(tensor), name
 
 
 @pytest.mark.parametrize("memfd", [True, False])
@@ -191,3 +196,136 @@ def test_a_directory_that_cannot_be_is_a_weights_error(tmp_path: Path) -> None:
     blocker.write_bytes(b"")
     with pytest.raises(WeightsError, match="cannot publish"):
         publish(some_tensors(), version=1, weights_id=1, directory=blocker, memfd=False)
+
+
+# Written slice by slice.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 200), max_size=5),
+    cuts=st.lists(st.integers(0, 1000), max_size=5),
+    order=st.randoms(use_true_random=False),
+    writers=st.integers(1, 3),
+)
+def test_slices_in_any_order_make_the_same_version(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cuts: list[int], order: random.Random, writers: int
+) -> None:
+    tensors = {f"t{i}": torch.arange(1, size + 1).to(torch.uint8) for i, size in enumerate(sizes)}
+    metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    assert all(meta.offset % ALIGNMENT == 0 for meta in metas)
+    slices = []
+    for meta, tensor in zip(metas, tensors.values(), strict=True):
+        edges = sorted({0, meta.nbytes, *(cut for cut in cuts if cut < meta.nbytes)})
+        slices += [(meta.offset + a, bytes_of(tensor)[a:b]) for a, b in itertools.pairwise(edges)]
+    if writers > 1:
+        order.shuffle(slices)
+    directory = tmp_path_factory.getbasetemp()
+    draft = Draft(metas, version=1, weights_id=1, directory=directory)
+    hands = [draft.slices, *(Slices.of(draft.offer) for _ in range(writers - 1))]
+    for offset, data in slices:
+        hand = order.choice(hands)
+        assert hand is not None
+        hand.write(offset, data)
+    for hand in hands[1:]:
+        assert hand is not None
+        hand.close()
+    with draft.finish() as done, publish(tensors, version=1, weights_id=1, directory=directory) as whole:
+        assert done.manifest.digest == whole.manifest.digest
+        assert_same(read_tensors(done.manifest), tensors)
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_only_the_draft_that_is_meant_is_opened(tmp_path: Path, memfd: bool) -> None:
+    metas = lay_out([("w", torch.float32, (10,))])
+    draft = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
+    other = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
+    offer = draft.offer
+    for wrong in (
+        msgspec.structs.replace(offer, location=other.offer.location),  # such as another machine's process of that number
+        msgspec.structs.replace(offer, location=str(tmp_path / "nowhere")),
+        msgspec.structs.replace(offer, nbytes=41),
+    ):
+        assert Slices.of(wrong) is None
+    other.abandon()
+    draft.abandon()
+    assert Slices.of(offer) is None
+    assert not list(tmp_path.iterdir())
+
+
+# Room.
+
+
+def can_mount() -> bool:
+    """True if this user may mount a disk of memory in a namespace of its own."""
+    try:
+        mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def without_room(*arguments: str, namespace: bool) -> str:
+    command = [*(["unshare", "-Urm"] if namespace else []), sys.executable, "-m", "tests.weights.little_room", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted")
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    said = without_room("disk", "file", str(tmp_path), namespace=True)
+    assert said == "cannot publish weights version 2: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("kind", ["memfd", "file"])
+def test_a_limit_of_size_is_one_error_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    said = without_room("limit", kind, str(tmp_path), namespace=False)
+    assert said == "cannot publish weights version 2: [Errno 27] File too large\n"
+
+
+# Two trainers at once.
+
+
+@pytest.mark.parametrize("memfd", [True, False])
+def test_two_publishers_of_one_directory_do_not_meet(tmp_path: Path, memfd: bool) -> None:
+    """The same versions under the same numbers, in one process: nothing but the directory is shared."""
+    one = Publisher(tmp_path, memfd=memfd)
+    first = one.publish({"w": torch.zeros(3)}, version=1, weights_id=1)
+    other = Publisher(tmp_path, memfd=memfd)
+    second = other.publish({"w": torch.ones(3)}, version=1, weights_id=1)
+    assert read_tensors(first)["w"].tolist() == [0, 0, 0]
+    one.close()
+    assert read_tensors(second)["w"].tolist() == [1, 1, 1]
+    other.close()
+    assert not list(tmp_path.iterdir())
+
+
+MANY = """
+import sys, pathlib, torch
+from rollweave.weights.store import Publisher, read_tensors
+own = float(sys.argv[2])
+for version in range(40):
+    publisher = Publisher(pathlib.Path(sys.argv[1]), keep=1, memfd=False)
+    manifest = publisher.publish({"w": torch.full((1000,), own + version)}, version=version, weights_id=version)
+    assert (read_tensors(manifest)["w"] == own + version).all()
+    publisher.close()
+"""
+
+
+def test_two_processes_that_publish_at_once_do_not_hurt_each_other(tmp_path: Path) -> None:
+    """Each also clears leftovers away again and again: never what the other one holds."""
+    both = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(own)]) for own in (100, 200)]
+    assert [child.wait() for child in both] == [0, 0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs a user namespace")
+def test_a_publisher_that_cannot_see_the_other_process_leaves_its_files(tmp_path: Path) -> None:
+    """Two containers share a directory: a process number means nothing there."""
+    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False) as publication:
+        code = (
+            f"import pathlib; from rollweave.weights.store import Publisher; Publisher(pathlib.Path({str(tmp_path)!r})).close()"
+        )
+        subprocess.run(["unshare", "-Urpf", "--mount-proc", sys.executable, "-c", code], check=True)
+        assert_same(read_tensors(publication.manifest), some_tensors())

@@ -1,30 +1,48 @@
 """Weights of one version as bytes in memory, described by a manifest that any process on the host can read.
 
-Invariants: the payload never changes after `publish` returned its manifest (a memfd is sealed); a payload in a memfd
-vanishes with its last holder, so nothing is left behind even after a kill; `read_tensors` returns every tensor verified,
-or raises `WeightsError` and has done nothing.
+Invariants: the payload never changes once its manifest exists (a memfd is sealed); room for all of it is taken before the
+first byte is written; a payload in a memfd vanishes with its last holder, so nothing is left behind even after a kill; a
+payload file is locked by its publisher, so that nobody else takes it for a leftover; `read_tensors` returns every tensor
+verified, or raises `WeightsError` and has done nothing.
 """
 
 import fcntl
+import itertools
 import math
 import mmap
 import os
+import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
 import torch
 import xxhash
 
+from rollweave.schema.base import Noun
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import TensorMeta, WeightManifest
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element size."""
 
-READ_CHUNK = 1 << 24
-"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay cheap to hold."""
+READ_CHUNK = 1 << 20
+"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay in the cache between the two."""
+
+MEMFD = hasattr(os, "memfd_create")
+
+
+def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[TensorMeta, ...]:
+    """Where each tensor (name, dtype, shape) lies in a payload: one after the other, aligned."""
+    metas: list[TensorMeta] = []
+    end = 0
+    for name, dtype, sizes in tensors:
+        shape = tuple(int(size) for size in sizes)
+        offset, nbytes = end + -end % ALIGNMENT, math.prod(shape) * dtype.itemsize
+        metas.append(TensorMeta(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, offset=offset, nbytes=nbytes))
+        end = offset + nbytes
+    return tuple(metas)
 
 
 class Publication:
@@ -37,12 +55,12 @@ class Publication:
 
     def close(self) -> None:
         """Let the memory go. A second call does nothing."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     def __enter__(self) -> Self:
         return self
@@ -51,10 +69,144 @@ class Publication:
         self.close()
 
 
+class Offer(Noun, frozen=True, kw_only=True):
+    """A draft to which other processes of this host may add. `mark` is in its name, and nowhere else in the world."""
+
+    location: str
+    nbytes: int
+    mark: str
+
+
+class Slices:
+    """Write access to a payload in the making. Slices may come in any order, from several processes, but each only once.
+
+    What is written in order, from the beginning, is hashed while it is at hand: `digest` reads only the rest.
+    """
+
+    def __init__(self, fd: int, nbytes: int, gaps: Mapping[int, int] | None = None) -> None:
+        """`gaps` are the padding that nobody writes, end by start."""
+        self.fd = fd
+        self.nbytes = nbytes
+        self._gaps = gaps or {}
+        self._hash = xxhash.xxh3_128()
+        self._hashed = 0
+
+    @classmethod
+    def of(cls, offer: Offer) -> Self | None:
+        """Access to a draft of another process; None where its memory is not to be had from here: another machine, say."""
+        try:
+            fd = os.open(offer.location, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        real = os.readlink(f"/proc/self/fd/{fd}") if MEMFD else offer.location
+        if offer.mark in real and os.fstat(fd).st_size == offer.nbytes:
+            return cls(fd, offer.nbytes)
+        os.close(fd)  # another machine's process of that number
+        return None
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put `data` at `offset`. Raises OSError."""
+        assert 0 <= offset <= self.nbytes - len(data), f"{len(data)} bytes at {offset} of {self.nbytes}"
+        if self._gaps.get(self._hashed) == offset:
+            self._hash.update(bytes(offset - self._hashed))
+            self._hashed = offset
+        while data:
+            count = os.pwrite(self.fd, data[:READ_CHUNK], offset)
+            if self._hashed == offset:
+                self._hash.update(data[:count])
+                self._hashed += count
+            data, offset = data[count:], offset + count
+
+    def digest(self) -> str:
+        """xxh3-128 of the whole payload, in hex, once all is written. Raises OSError."""
+        with memoryview(bytearray(READ_CHUNK)) as buffer:
+            while self._hashed < self.nbytes:
+                count = os.preadv(self.fd, [buffer], self._hashed)
+                if count == 0:
+                    raise OSError(f"shrank to {self._hashed} of {self.nbytes} bytes")
+                self._hash.update(buffer[:count])
+                self._hashed += count
+        found: str = self._hash.hexdigest()
+        return found
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Draft:
+    """Memory for one version: as large as it will be, and not yet all written. `finish` it, or `abandon` it."""
+
+    def __init__(
+        self,
+        metas: tuple[TensorMeta, ...],
+        *,
+        version: int,
+        weights_id: int,
+        directory: Path,
+        memfd: bool = MEMFD,
+    ) -> None:
+        """Take the memory: a memfd, or a file in `directory`. Raises `WeightsError` where there is no room, and leaves nothing.
+
+        The memfd's location is `/proc/<pid>/fd/<n>`: whoever may read this process's descriptors may read it.
+        """
+        self._metas, self._version, self._weights_id, self._memfd = metas, version, weights_id, memfd
+        self._path: Path | None = None
+        nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
+        mark = f"weights-{os.getpid()}-{weights_id}-{secrets.token_hex(8)}.bin"
+        fd = -1
+        try:
+            if memfd:
+                fd = os.memfd_create(mark, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                location = f"/proc/{os.getpid()}/fd/{fd}"
+            else:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._path = directory / mark
+                fd, location = _locked_file(self._path), str(self._path)
+            gaps = {a.offset + a.nbytes: b.offset for a, b in itertools.pairwise(metas) if a.offset + a.nbytes < b.offset}
+            self.slices = Slices(fd, nbytes, gaps)
+            self.offer = Offer(location=location, nbytes=nbytes, mark=mark)
+            _allocate(fd, nbytes)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
+            raise self.failure(error) from error
+
+    def failure(self, error: OSError) -> WeightsError:
+        """What to raise where a slice could not be written."""
+        return WeightsError(f"cannot publish weights version {self._version}: {error}")
+
+    def finish(self) -> Publication:
+        """All slices are written: nobody changes them from now on. Raises `WeightsError`, having abandoned the draft."""
+        try:
+            if self._memfd:
+                seal(self.slices.fd)
+            digest = self.slices.digest()
+        except OSError as error:
+            self.abandon()
+            raise self.failure(error) from error
+        manifest = WeightManifest(
+            version=self._version,
+            weights_id=self._weights_id,
+            location=self.offer.location,
+            tensors=self._metas,
+            nbytes=self.slices.nbytes,
+            digest=digest,
+        )
+        return Publication(manifest, fd=self.slices.fd, path=self._path)
+
+    def abandon(self) -> None:
+        """Let the memory go."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self.slices.close()
+
+
 class Publisher:
     """Publishes version after version and keeps the last `keep` open, for engines that are still loading an older one."""
 
-    def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = hasattr(os, "memfd_create")) -> None:
+    def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._directory = directory
@@ -65,16 +217,28 @@ class Publisher:
 
     def publish(self, tensors: Mapping[str, torch.Tensor], *, version: int, weights_id: int) -> WeightManifest:
         """Publish `tensors` and close the oldest publication beyond `keep`."""
-        publication = publish(tensors, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
-        self._open.append(publication)
-        while len(self._open) > self._keep:
-            self._open.pop(0).close()
-        return publication.manifest
+        return self._kept(
+            publish(tensors, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
+        )
+
+    def draft(self, metas: tuple[TensorMeta, ...], *, version: int, weights_id: int) -> Draft:
+        """Memory for a version that is written slice by slice. Raises `WeightsError`."""
+        return Draft(metas, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
+
+    def finish(self, draft: Draft) -> WeightManifest:
+        """Publish a draft that is written, and close the oldest publication beyond `keep`. Raises `WeightsError`."""
+        return self._kept(draft.finish())
 
     def close(self) -> None:
         """Close every publication."""
         while self._open:
             self._open.pop().close()
+
+    def _kept(self, publication: Publication) -> WeightManifest:
+        self._open.append(publication)
+        while len(self._open) > self._keep:
+            self._open.pop(0).close()
+        return publication.manifest
 
 
 def publish(
@@ -83,38 +247,27 @@ def publish(
     version: int,
     weights_id: int,
     directory: Path,
-    memfd: bool = hasattr(os, "memfd_create"),
+    memfd: bool = MEMFD,
 ) -> Publication:
-    """Copy `tensors` (any device, dtype and shape) into one payload: a memfd, or a file in `directory` without `memfd`.
-
-    The memfd's location is `/proc/<pid>/fd/<n>`: whoever may read this process's descriptors may read it.
-    Raises `WeightsError` where neither memory nor disk has room.
-    """
-    name = f"weights-{os.getpid()}-{weights_id}.bin"
-    path: Path | None = None
-    fd = -1
+    """Copy `tensors` (any device, dtype and shape) into one payload. Raises `WeightsError` where there is no room for it."""
+    metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    draft = Draft(metas, version=version, weights_id=weights_id, directory=directory, memfd=memfd)
     try:
-        if memfd:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            location = f"/proc/{os.getpid()}/fd/{fd}"
-        else:
-            directory.mkdir(parents=True, exist_ok=True)
-            path = directory / name
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            location = str(path)
-        metas, nbytes, digest = _write(fd, tensors)
-        if memfd:
-            seal(fd)
+        for meta, tensor in zip(metas, tensors.values(), strict=True):
+            draft.slices.write(meta.offset, bytes_of(tensor.detach().to("cpu")))
     except OSError as error:
-        if fd >= 0:
-            os.close(fd)
-        if path is not None:
-            path.unlink(missing_ok=True)
-        raise WeightsError(f"cannot publish weights version {version}: {error}") from error
-    manifest = WeightManifest(
-        version=version, weights_id=weights_id, location=location, tensors=metas, nbytes=nbytes, digest=digest
-    )
-    return Publication(manifest, fd=fd, path=path)
+        draft.abandon()
+        raise draft.failure(error) from error
+    except BaseException:
+        draft.abandon()
+        raise
+    return draft.finish()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, row-major: a view of its memory where it is contiguous."""
+    view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
 
 
 def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
@@ -184,28 +337,26 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
         os.close(fd)
 
 
-def _write(fd: int, tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[TensorMeta, ...], int, str]:
-    """Write all tensors, each aligned, and return their metadata, the payload's bytes, and its digest."""
-    digest = xxhash.xxh3_128()
-    metas: list[TensorMeta] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        padding = -offset % ALIGNMENT
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        offset += padding
-        for piece in (memoryview(bytes(padding)), flat.numpy().data):
-            digest.update(piece)
-            _write_all(fd, piece)
-        shape = tuple(int(size) for size in tensor.shape)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        metas.append(TensorMeta(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=flat.numel()))
-        offset += flat.numel()
-    return tuple(metas), offset, digest.hexdigest()
+def _locked_file(path: Path) -> int:
+    """A new file, locked by this process for as long as it is open. Raises OSError."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError:
+            os.close(fd)
+            raise
+        if os.fstat(fd).st_nlink:
+            return fd
+        os.close(fd)  # between the two calls it was taken for a leftover, and removed
 
 
-def _write_all(fd: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(fd, data[:READ_CHUNK]) :]
+def _allocate(fd: int, nbytes: int) -> None:
+    """Take room for the whole file now, so that lack of it is an error here and not a signal later. Raises OSError."""
+    if nbytes and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
 
 
 def _is_sealed(fd: int) -> bool:
@@ -238,8 +389,16 @@ def _check_layout(manifest: WeightManifest) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove payload files whose publisher is dead. Only the fallback without memfd leaves any."""
-    for path in sorted(directory.glob("weights-*-*.bin")):
-        pid = path.name.split("-")[1]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+    """Remove payload files that no publisher holds any more. Only the fallback without memfd leaves any."""
+    for path in sorted(directory.glob("weights-*.bin")):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone, or not ours
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass  # its publisher is alive
+        finally:
+            os.close(fd)
