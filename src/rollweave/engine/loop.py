@@ -58,6 +58,7 @@ from rollweave.schema.serving import (
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights.staging import on_device
 from rollweave.weights.store import read_tensors
 
 
@@ -236,10 +237,11 @@ class EngineLoop:
         try:
             tensors = read_tensors(manifest)
             self._runner.model.check(tensors)
-        except (WeightsError, OSError, ValueError) as error:
+            staged = on_device(tensors, self._runner.model.device)
+        except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
             self._reply(LoadFailed(version=manifest.version, error=str(error)))
             return
-        self._runner.model.load(tensors.items())
+        self._runner.model.load(staged)
         self._version = manifest.version
         recompute = self._batcher.retag(manifest.weights_id)
         self._runner.forget(wipe=self._tainted)

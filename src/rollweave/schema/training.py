@@ -69,8 +69,11 @@ class TrainFailed(Tagged, frozen=True, kw_only=True):
 
 
 class Published(Tagged, frozen=True, kw_only=True):
+    """`gathered`: some rank could not reach the memory of rank 0, so that all had to give it their weights."""
+
     manifest: WeightManifest
     publish_s: float
+    gathered: bool = False
 
 
 class Saved(Tagged, frozen=True, kw_only=True):

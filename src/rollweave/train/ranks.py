@@ -53,6 +53,14 @@ class Ranks:
         found: T = box[0]
         return found
 
+    def each(self, value: T) -> list[T]:
+        """Every rank's value, in their order."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
 
 def join(rank: int, world: int, device: torch.device) -> Ranks:
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract). Raises `ValueError` where these are not set."""

@@ -32,18 +32,17 @@ from rollweave.schema.training import (
     TrainMetrics,
     TrainOn,
 )
-from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
 from rollweave.train.model import load_model
 from rollweave.train.optimizer import Snapshot, load_optimizer_tensors, new_optimizer, optimizer_tensors
 from rollweave.train.passes import Passes
+from rollweave.train.publishing import Outlet
 from rollweave.train.ranks import join, leave, shard
 from rollweave.train.rows import batch_rows
 from rollweave.train.update import Update
 from rollweave.train.warmup import warm_up
 from rollweave.train.weights import copies, named, put_named, swapped
-from rollweave.weights.store import Publisher
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
 """What data, disks and devices raise; anything else is a bug of ours and ends the process."""
@@ -65,7 +64,8 @@ class Trainer:
         trainer = config.trainer
         self._optimizer = new_optimizer(self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
-        self._publisher = Publisher(run_dir / "weights") if self._ranks.first else None
+        device = torch.device(config.model.device)
+        self._outlet = Outlet(self._model, self._ranks, dtype=self._dtype, device=device, directory=run_dir / "weights")
         self._reference: list[torch.Tensor] | None = None
         self._step = 0
         self._parts_done = 0
@@ -102,8 +102,7 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of published weights and of the other ranks."""
-        if self._publisher is not None:
-            self._publisher.close()
+        self._outlet.close()
         leave(self._ranks)
 
     def _answered(self, execute: Callable[[], TrainerReply], batch: Batch | None = None) -> TrainerReply:
@@ -158,17 +157,8 @@ class Trainer:
 
     def _publish(self, command: Publish) -> Published:
         began = time.perf_counter()
-        tensors = named(self._model, self._dtype)
-        outcome: WeightManifest | str = ""
-        if self._publisher is not None:
-            try:
-                outcome = self._publisher.publish(tensors, version=command.version, weights_id=command.weights_id)
-            except RollweaveError as error:
-                outcome = _worded(error)
-        outcome = self._ranks.from_first(outcome)
-        if isinstance(outcome, str):
-            raise TrainerError(outcome)
-        return Published(manifest=outcome, publish_s=time.perf_counter() - began)
+        manifest, gathered = self._outlet.publish(command)
+        return Published(manifest=manifest, publish_s=time.perf_counter() - began, gathered=gathered)
 
     def _save(self, command: Save) -> Saved:
         began = time.perf_counter()

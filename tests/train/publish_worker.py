@@ -1,0 +1,124 @@
+"""One rank of a trainer that publishes, as its parent starts it: `python -m tests.train.publish_worker CASE MODEL OUT`.
+
+Rank and world come from the environment. Asserts what this rank sees; its last words go to standard output.
+"""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
+from rollweave.schema.weights import WeightManifest
+from rollweave.train.trainer import Trainer
+from rollweave.train.weights import named
+from rollweave.weights.store import bytes_of, read_tensors
+from tests.train.builders import make_batch, make_config
+
+SMALL_BYTES = 4096
+
+
+class Rank:
+    """A trained trainer, and what it should publish."""
+
+    def __init__(self, model_dir: Path, out: Path) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        config = make_config()
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+        self.trainer = Trainer(config, model_dir, out, rank=self.rank, world=self.world)
+        self.train(0)
+
+    def train(self, step: int) -> None:
+        self.trainer.handle(TrainOn(batch=make_batch(step, step=step)))
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        return named(self.trainer._model, torch.bfloat16)
+
+    def publish(self, version: int) -> Published | TrainFailed:
+        reply = self.trainer.handle(Publish(version=version, weights_id=version))
+        assert isinstance(reply, Published | TrainFailed)
+        return reply
+
+    def close(self) -> None:
+        torch.distributed.barrier()  # rank 0's publications end with it
+        self.trainer.handle(StopTrainer())
+
+
+def check(manifest: WeightManifest, expected: dict[str, torch.Tensor]) -> None:
+    found = read_tensors(manifest)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bytes_of(found[name]) == bytes_of(tensor), name
+
+
+def watched(rank: Rank, version: int) -> tuple[Published, int]:
+    """A version that is published, and how many tensors were gathered for it."""
+    with CommDebugMode() as watch:
+        reply = rank.publish(version)
+    assert isinstance(reply, Published), reply
+    return reply, sum(count for name, count in watch.get_comm_counts().items() if "into_tensor" in str(name))
+
+
+def shares(rank: Rank) -> None:
+    """Nobody gathers; and a rank without room fails the version on all, after which the next one comes."""
+    expected = rank.expected()
+    first, gathers = watched(rank, 1)
+    assert not first.gathered
+    assert gathers == 0
+    check(first.manifest, expected)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for version, poor in enumerate(range(rank.world), start=2):
+        rank.train(version - 1)
+        if rank.rank == poor:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, unlimited[1]))
+        failed = rank.publish(version)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert isinstance(failed, TrainFailed), failed
+        who = f"trainer rank {poor}: " if poor else ""
+        assert failed.error == f"cannot publish weights version {version}: {who}[Errno 27] File too large"
+        check(first.manifest, expected)  # the old version serves on
+    last = rank.publish(9)
+    assert isinstance(last, Published), last
+    check(last.manifest, rank.expected())
+
+
+def far(rank: Rank) -> None:
+    """A rank that cannot see rank 0's process: as on another machine, weights are gathered, and come out the same."""
+    expected = rank.expected()
+    for version in (1, 2):
+        reply, gathers = watched(rank, version)
+        assert reply.gathered
+        assert gathers == len(expected)
+        if rank.rank == 0:
+            check(reply.manifest, expected)
+        else:
+            with pytest.raises(WeightsError, match="gone"):
+                read_tensors(reply.manifest)
+
+
+def dies(rank: Rank) -> None:
+    """The last rank dies in the middle of a version: the others say so, and what was published serves on."""
+    expected = rank.expected()
+    first = rank.publish(1)
+    assert isinstance(first, Published)
+    if rank.rank == rank.world - 1:
+        os._exit(9)
+    before = len(os.listdir("/proc/self/fd"))
+    failed = rank.publish(2)
+    assert isinstance(failed, TrainFailed), failed
+    assert len(os.listdir("/proc/self/fd")) <= before, "its memory is let go"
+    check(first.manifest, expected)
+    print("survived", flush=True)
+    os._exit(0)  # there is nobody left to take leave of
+
+
+if __name__ == "__main__":
+    own = Rank(Path(sys.argv[2]), Path(sys.argv[3]))
+    {"shares": shares, "far": far, "dies": dies}[sys.argv[1]](own)
+    own.close()
