@@ -277,18 +277,14 @@ def plan(model: Model, senders: Layout, receivers: Layout, *, bucket_bytes: int 
 def deal(model: Model, layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> tuple[tuple[Piece, ...], ...]:
     """By rank, the slices that it alone sends, so that all are sent once.
 
-    What several ranks hold goes, slice by slice, to the one of them that has the least to send. Where all ranks hold the
-    same, their loads differ by at most the largest slice (a bucket, or one row that is larger).
+    What several ranks hold goes, the largest slice first, to the one of them that has the least to send. Where all ranks hold
+    the same, their loads differ by at most the largest slice (a bucket, or one row that is larger).
     """
     _positive(bucket_bytes=bucket_bytes)
     holders: defaultdict[tuple[str, Ints, Ints], list[tuple[int, Piece]]] = defaultdict(list)
     for rank in range(layout.ranks):
-        once = set()
         for piece in layout.shard(model, rank).pieces:
-            key = (piece.tensor, piece.start, piece.size)
-            if key not in once:
-                holders[key].append((rank, piece))
-                once.add(key)
+            holders[piece.tensor, piece.start, piece.size].append((rank, piece))
     sizes = {meta.name: itemsize(meta) for meta in model.tensors}
     given: list[list[Piece]] = [[] for _ in range(layout.ranks)]
     loads = [0] * layout.ranks
