@@ -91,6 +91,12 @@ def test_received_work_moves_along() -> None:
     assert {(move.source, move.target) for move in plan} == {("a", "c"), ("b", "c")}
 
 
+def test_the_least_work_moves() -> None:
+    assert repack([replica("long", 60), replica("short", 10)], batch_max=32) == [
+        Move(source=EngineId("short"), target=EngineId("long"))
+    ]
+
+
 def test_no_candidate_is_one_that_fills_up_or_is_full_or_idle_or_busy() -> None:
     small = replica("small", 1)
     for other in (

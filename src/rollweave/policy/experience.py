@@ -132,10 +132,15 @@ def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
-    """What a user's function names. Raises ValueError for ids that are not in the buffer, or named twice."""
-    named = list(rule(tuple(buffer), version))
+    """What a user's function names. Raises ValueError for anything but ids of the buffer, each once."""
+    answer = rule(tuple(buffer), version)
     known = {one.id for one in buffer}
-    if unknown := [name for name in named if name not in known]:
+    try:
+        named = list(answer)
+        unknown = [name for name in named if name not in known]
+    except TypeError as error:
+        raise ValueError(f"a strategy must give a list of group ids, got {answer!r}") from error
+    if unknown:
         raise ValueError(f"a strategy must name groups of the buffer, got {unknown[0]!r}, which is not there")
     if len(set(named)) < len(named):
         twice = next(name for index, name in enumerate(named) if name in named[:index])
