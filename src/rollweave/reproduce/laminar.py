@@ -1,11 +1,11 @@
-"""Laminar's experiments: how training scales with GPUs, what staleness it meets, moving weights, losing a machine.
+"""Laminar's experiments: how training scales with GPUs, what staleness it meets, losing a machine. How weights move is in
+`laminar_weights`.
 
 Laminar's own mode (`decoupled`: each engine takes batches and weights alone), its repack and its relay do not exist here yet:
 what needs them is a missing row. Where our `bounded` mode with the greatest staleness that Laminar met stands in for it, the
 row is marked as our own.
 """
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -19,21 +19,13 @@ from rollweave.reproduce.laminar_runs import (
     recover,
     staleness_shares,
 )
+from rollweave.reproduce.laminar_weights import fig14, fig19
 from rollweave.reproduce.rows import Experiment, Published, Row
-from rollweave.sim.cost import LINK_EFFICIENCY, TrainerCost
 from rollweave.sim.fleet import RESTART_S
-from rollweave.sim.hardware import GPUS_PER_MACHINE, gpu, link
-from rollweave.sim.models import model
 
 MISSING = "missing: the mode `decoupled` (each engine takes prompts and weights on its own), repack (Alg. 1) and the relay (§4)"
 STAND_IN = f"stand-in: our mode bounded, α = {ALPHA} (the greatest staleness that Laminar met, §8.1), on Laminar's placement"
 WHY = "unlike Laminar's mode it interrupts engines at every update, recomputes their KV and aborts what gets too old"
-
-CHUNK_BYTES = 32 * 2**20
-"""Of a broadcast (Laminar §7)."""
-
-RELAYS = 127
-"""Beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
 
 OVER = {"verl": (2.56, 5.49), "one-step": (1.98, 4.09), "stream": (1.93, 4.06), "AReaL": (1.39, 1.81)}
 """Laminar §8.1: its average and greatest speedup in Fig. 11."""
@@ -206,116 +198,6 @@ def fig10(quick: bool) -> list[Row]:
             own=True,
         ),
     ]
-
-
-# Moving weights.
-
-
-def broadcast_s(*, size: float, nodes: int, chunk: float, bytes_per_s: float, start_s: float) -> float:
-    """Seconds of a chain broadcast of `size` bytes among `nodes` nodes, the master being one, in k = ⌈size / chunk⌉ chunks:
-    (p + k - 2)(M/k T_byte + T_start), eq. 1 of Laminar App. C."""
-    chunks = math.ceil(size / chunk)
-    return (nodes + chunks - 2) * (size / chunks / bytes_per_s + start_s)
-
-
-def best_broadcast_s(*, size: float, nodes: int, bytes_per_s: float, start_s: float) -> float:
-    """With the best number of chunks, T*(p) of Laminar App. C.3 (which need not be whole)."""
-    hops = nodes - 2
-    return size / bytes_per_s + hops * start_s + 2 * math.sqrt(hops * size / bytes_per_s * start_s)
-
-
-def machine_bytes_per_s() -> float:
-    """Between two machines, all adapters of each at work (Laminar §8: 8 x 400 Gb/s)."""
-    return GPUS_PER_MACHINE * link("rdma").bytes_per_s * LINK_EFFICIENCY
-
-
-def fig19(quick: bool) -> list[Row]:
-    """Chain broadcast between relays: a closed form."""
-    del quick
-    name, speed, start_s = "laminar-fig19", machine_bytes_per_s(), link("rdma").latency_s
-    size = model("qwen2.5-72b").weight_bytes
-    chain = {p: broadcast_s(size=size, nodes=p, chunk=CHUNK_BYTES, bytes_per_s=speed, start_s=start_s) for p in (2, RELAYS + 1)}
-    formula = "closed form (App. C, eq. 1), 32 MiB chunks, eight 400 Gb/s adapters at 80 %; the relay itself is not built"
-    best = best_broadcast_s(size=size, nodes=RELAYS + 1, bytes_per_s=speed, start_s=start_s)
-    return [
-        Row(
-            experiment=name,
-            row=f"72B to {RELAYS} relays",
-            published=(0.0, 1.6),
-            ours=chain[RELAYS + 1],
-            unit="s",
-            note=f"{formula}; published as less than 1.6 s",
-        ),
-        Row(
-            experiment=name,
-            row=f"{RELAYS} relays over one relay",
-            published=None,
-            ours=chain[RELAYS + 1] / chain[2],
-            note=f"{formula}; published: nearly constant",
-        ),
-        Row(
-            experiment=name,
-            row="with the best number of chunks",
-            published=None,
-            ours=best,
-            unit="s",
-            note="App. C.3, T*(p)",
-            own=True,
-        ),
-        Row(
-            experiment=name,
-            row="repair of the chain",
-            published=(0.0, 1.0),
-            ours=None,
-            unit="s",
-            note="missing: the relay's chain with heartbeats (§4.3); published as less than one second",
-        ),
-    ]
-
-
-def fig14(quick: bool) -> list[Row]:
-    """What an engine waits for new weights, from a relay beside it or from a global synchronization."""
-    del quick
-    name, rows = "laminar-fig14", []
-    stalls = {"32b": (4, 0.64), "72b": (8, 1.40)}
-    for size, (tp, published) in stalls.items():
-        shape = model(f"qwen2.5-{size}")
-        cost = TrainerCost(gpu=gpu("h800"), model=shape, gpus=64, link=link("rdma"))
-        rows.append(
-            Row(
-                experiment=name,
-                row=f"actor stall, {size}",
-                published=published,
-                ours=cost.publish_s(),
-                unit="s",
-                note="weights over size of eight adapters; resharding and copies between host and GPU are not modelled",
-            )
-        )
-        local = cost.load_s(engines=1, tp=tp, over=link("pcie"))
-        ideal = shape.weight_bytes / machine_bytes_per_s()
-        pulled = cost.load_s(engines=64 // tp, tp=tp)
-        rows += [
-            Row(
-                experiment=name,
-                row=f"wait saved, best case, {size}, over a global broadcast",
-                published=47,
-                ours=100 * (1 - local / ideal),
-                unit="%",
-                note=f"closed form: PCIe {local:.2f} s, broadcast by all adapters at 80 % {ideal:.2f} s; the measured NCCL "
-                "broadcast is far from that, and its seconds are not in text. Published is the most of all sizes",
-            ),
-            Row(
-                experiment=name,
-                row=f"wait saved, best case, {size}, over all engines pulling at once",
-                published=None,
-                ours=100 * (1 - local / pulled),
-                unit="%",
-                note=f"closed form: PCIe {local:.2f} s; as now, 64 GPUs of engines pull from one machine in {pulled:.2f} s",
-                own=True,
-            ),
-        ]
-    why = "missing: the relay (§4), so that an engine takes weights when it wants them"
-    return [*rows, Row(experiment=name, row="wait saved, average", published=37, ours=None, unit="%", note=why)]
 
 
 # Repack, and machines that fail.
