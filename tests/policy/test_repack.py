@@ -185,8 +185,13 @@ def test_the_bound_is_where_a_roofline_bends() -> None:
     """A step reads the weights in 10 ms, and computes 64 sequences in that time: longer batches take longer."""
     profile = [StepTime(batch=batch, seconds=0.01 * max(1.0, batch / 64)) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     assert batch_bound(profile, largest=256, slower=1.0) == 64
-    assert batch_bound(profile, largest=256) == 80
+    assert batch_bound(profile, largest=256, slower=1.25) == 80
     assert batch_bound(profile, largest=48) == 48
+
+
+def test_the_bound_is_where_sequences_take_as_long_as_the_step_without() -> None:
+    profile = [StepTime(batch=batch, seconds=0.008 + 0.0001 * batch) for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    assert batch_bound(profile, largest=256) in (81, 82)  # 2 * (0.008 + 0.0001) seconds
 
 
 def test_longer_contexts_and_missing_profiles_do_not_bound_it() -> None:
