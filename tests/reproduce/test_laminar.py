@@ -6,8 +6,20 @@ import pytest
 
 from rollweave.reproduce import laminar, laminar_weights
 from rollweave.reproduce.laminar import efficiency
-from rollweave.reproduce.laminar_runs import SCALES, SYSTEMS, Point, Sliced, config_of, placement, share_of
+from rollweave.reproduce.laminar_runs import (
+    SCALES,
+    SYSTEMS,
+    Point,
+    Relayed,
+    Sliced,
+    config_of,
+    placement,
+    repacking,
+    share_of,
+    staleness_shares,
+)
 from rollweave.reproduce.laminar_weights import best_chain_s, chain_s, mean_wait_s
+from rollweave.schema.sections import ModeName
 from rollweave.sim.cost import EngineCost, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link
 from rollweave.sim.models import model
@@ -65,10 +77,10 @@ def test_placements_are_whole_and_fit(system: str, name: str) -> None:
 
 
 def test_the_largest_placement_is_that_of_the_paper() -> None:
-    assert placement("72B", "bounded", 1024) == (768, 256, 8)
-    assert placement("7B", "bounded", 256) == (192, 64, 1)
+    assert placement("72B", "Laminar", 1024) == (768, 256, 8)
+    assert placement("7B", "Laminar", 256) == (192, 64, 1)
     assert placement("7B", "one-step", 256) == (40, 216, 2)
-    assert placement("7B", "bounded", 256, placed="one-step") == (40, 216, 1)
+    assert placement("7B", "Laminar", 256, placed="one-step") == (40, 216, 1)
 
 
 @pytest.mark.parametrize(("engines", "most", "share"), [(8, 8, 8), (12, 8, 4), (108, 16, 4), (5, 8, 1), (64, 16, 16)])
@@ -77,7 +89,7 @@ def test_a_share_divides_the_engines(engines: int, most: int, share: int) -> Non
 
 
 def test_a_share_keeps_the_load_of_engines_and_trainer() -> None:
-    whole, part = (config_of("dapo-math", "32B", "bounded", 256, share=share, steps=3) for share in (1, 8))
+    whole, part = (config_of("dapo-math", "32B", "Laminar", 256, share=share, steps=3) for share in (1, 8))
     assert whole.rollout.groups_per_step / whole.engines[0].count == part.rollout.groups_per_step / part.engines[0].count
     assert whole.rollout.max_running / whole.engines[0].count == part.rollout.max_running / part.engines[0].count
     shape = model("qwen2.5-32b")
@@ -103,12 +115,38 @@ def test_a_lost_machine_comes_back() -> None:
     assert row.published == 252
 
 
+def test_an_engine_beside_a_relay_waits_for_nobody() -> None:
+    relayed = Relayed(shape=model("qwen2.5-32b"), gpus=128, share=8, updates=1)
+    plain = TrainerCost(gpu=gpu("h800"), model=model("qwen2.5-32b"), gpus=128, link=link("rdma"))
+    assert relayed.load_s(engines=16, tp=4) == plain.load_s(engines=1, tp=4, over=link("pcie"))
+
+
+def test_laminar_is_the_mode_decoupled_with_its_concurrency() -> None:
+    config = config_of("dapo-math", "7B", "Laminar", 64, share=4, steps=3, concurrency=256, repack=False)
+    assert config.rollout.mode is ModeName.DECOUPLED
+    assert (config.rollout.engine_batch, config.rollout.max_running) == (256, 6 * 256)
+    assert not config.rollout.repack
+    assert config.engines[0].count == 24 // 4
+
+
+def test_inherent_staleness_is_of_those_that_ended_in_the_window() -> None:
+    shares = staleness_shares(256, quick=True)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert min(shares) >= 0
+    assert max(shares) < 20
+
+
+def test_engines_are_freed_by_repack_alone() -> None:
+    with_it, without = (repacking(repack=repack, quick=True) for repack in (True, False))
+    assert with_it.released > 0
+    assert without.released == 0
+    assert 0 < without.kv_used < 1
+
+
 @pytest.mark.slow
-def test_stand_ins_are_marked_and_what_is_not_built_is_missing() -> None:
+def test_every_row_is_there_or_says_what_is_missing() -> None:
     rows = [row for experiment in laminar.EXPERIMENTS for row in experiment.run(True)]
     for row in rows:
         if row.ours is None:
             assert row.note.startswith("missing: ")
-        if "bounded" in row.row or "stand-in" in row.note:
-            assert row.own
     assert {row.experiment for row in rows} == {experiment.name for experiment in laminar.EXPERIMENTS}
