@@ -105,7 +105,7 @@ def test_stale_groups_are_drawn_less_often(buffer: list[Experience], data: st.Da
     """Without replacement: each draw falls into a share of the line that is in proportion to weight ** -staleness."""
     steps = data.draw(st.lists(st.integers(0, 63), min_size=len(buffer), max_size=len(buffer)))
     draws = [(2 * step + 1) / 128 for step in steps]
-    left = sorted(buffer, key=lambda one: one.arrived)
+    left = sorted(buffer, key=lambda one: (abs(VERSION - one.initiated), one.arrived))
     expected = []
     for draw in draws:
         shares = [Fraction(1, weight ** abs(VERSION - one.initiated)) for one in left]

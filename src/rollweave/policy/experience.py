@@ -163,17 +163,26 @@ def _off_policy(experience: Experience) -> float:
 
 
 def _drawn(buffer: list[Experience], wanted: int, version: int, draws: Sequence[float], weight: float) -> list[Experience]:
-    """One after another, without replacement."""
+    """One after another, without replacement. Those of equal staleness lie side by side on the line, the freshest first."""
     if weight < 1:
         raise ValueError(f"weight must be at least 1, got {weight}")
     if len(draws) < wanted:
         raise ValueError(f"draws must have a number for each of {wanted} groups, got {len(draws)}")
     if wrong := [draw for draw in draws if not 0 <= draw < 1]:
         raise ValueError(f"draws must be at least 0 and below 1, got {wrong[0]}")
-    left, chosen = list(buffer), []
+    left: dict[int, list[Experience]] = {}
+    for one in sorted(buffer, key=lambda one: staleness(one.initiated, version)):
+        left.setdefault(staleness(one.initiated, version), []).append(one)
+    chosen = []
     for draw in draws[:wanted]:
-        ages = [staleness(one.initiated, version) for one in left]
-        freshest = min(ages)  # weights are relative to it, so that none but the stalest vanish
-        ends = list(accumulate(weight ** float(freshest - age) for age in ages))
-        chosen.append(left.pop(min(bisect_right(ends, draw * ends[-1]), len(left) - 1)))
+        freshest = next(iter(left))  # weights are relative to it, so that none but the stalest vanish
+        widths = [weight ** float(freshest - age) for age in left]
+        ends = list(accumulate(width * len(same) for width, same in zip(widths, left.values(), strict=True)))
+        at = draw * ends[-1]
+        index = min(bisect_right(ends, at), len(ends) - 1)
+        age, same = list(left.items())[index]
+        within = (at - (ends[index - 1] if index else 0.0)) / widths[index] if widths[index] else 0.0
+        chosen.append(same.pop(min(int(within), len(same) - 1)))
+        if not same:
+            del left[age]
     return chosen
