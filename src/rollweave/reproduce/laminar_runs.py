@@ -38,8 +38,9 @@ ALPHA = 4
 """Laminar §8.2: the bound that AReaL suggests, here for the ∞ that §8.1 gives it."""
 
 WARM, MEASURED = 10, 5
-"""Steps before those that are measured, and these, of Laminar (§8): its engines begin together, and part only with time.
-The others are in step from the second on, or once their window is filled."""
+"""Steps before those that are measured, and these, of Laminar (§8): at least so many, and each twice the batches that its
+engines hold together, since engines that begin together part only with time. The others are in step from the second on, or once
+their window is filled."""
 
 LEAST_ENGINES = 4
 """Of a part of Laminar's cluster, where it has so many: repacking is among them."""
@@ -135,6 +136,13 @@ class Relayed(Sliced):
         return TrainerCost.load_s(self, engines=1, tp=tp, over=over or link("pcie"))
 
 
+class Instant(Relayed):
+    """A trainer that keeps nobody waiting: what engines can do is then what is seen."""
+
+    def step_s(self, *, tokens: int, context: int) -> float:
+        return 0.0
+
+
 def placement(name: str, system: str, gpus: int, *, placed: str = "") -> tuple[int, int, int]:
     """GPUs for training, for rollout and of one engine (Laminar Table 2, App. A.3); divided as for `placed` where given."""
     tp = {"7B": 1 if system in ("AReaL", "Laminar") else 2, "32B": 4, "72B": 8}[name]
@@ -188,7 +196,7 @@ def _window(system: str, engines: int, *, quick: bool) -> tuple[int, int, int]:
     """Steps before those that are measured, these, and those after them, for which ever less is begun."""
     if system == "Laminar":
         held = math.ceil(engines * CONCURRENCY / (PROMPTS * MEMBERS))
-        return (WARM // 2, 2, 1 + held) if quick else (WARM, MEASURED, 1 + held)
+        return (WARM // 2, 2, 1 + held) if quick else (max(WARM, 2 * held), max(MEASURED, 2 * held), 1 + held)
     window = {"verl": 0, "one-step": 1, "stream": 1}.get(system, ALPHA)
     return 1 + window if window > 1 else min(window, 1), 2 if quick or not window else 4, 1 + window
 
@@ -247,19 +255,22 @@ class Part:
     """A share of Laminar's cluster at work on the mathematical tasks, to be looked at while it runs."""
 
     def __init__(
-        self, name: str, gpus: int, *, share: int, steps: int, quick: bool, concurrency: int = CONCURRENCY, repack: bool = True
+        self,
+        name: str,
+        gpus: int,
+        *,
+        share: int,
+        steps: int,
+        quick: bool,
+        trainer: type[Relayed] = Relayed,
+        concurrency: int = CONCURRENCY,
+        repack: bool = True,
     ) -> None:
         config = config_of("dapo-math", name, "Laminar", gpus, share=share, steps=steps, concurrency=concurrency, repack=repack)
         shape, (training, _, tp) = model(MODELS[name]), placement(name, "Laminar", gpus)
+        costs = {tp: _engine(shape, tp)}, trainer(shape=shape, gpus=training, share=share, updates=UPDATES)
         self._metrics = SimMetrics()
-        self.world = World(
-            _fewer(config) if quick else config,
-            listener=self._metrics,
-            costs=(
-                {tp: EngineCost(gpu=gpu("h800"), model=shape, tp=tp)},
-                Relayed(shape=shape, gpus=training, share=share, updates=UPDATES),
-            ),
-        )
+        self.world = World(_fewer(config) if quick else config, listener=self._metrics, costs=costs)
         self._metrics.watch(self.world)
         self.world.start()
 
@@ -277,6 +288,10 @@ class Part:
     def until_step(self, step: int) -> None:
         """Until it begins."""
         self.until(lambda: len(self.steps) > step)
+
+    def look_at(self, at: float) -> None:
+        """Until that time."""
+        self.until(lambda: self.world.clock.now >= at)
 
     def finish(self) -> None:
         while self.world.over is None:
@@ -300,16 +315,15 @@ def staleness_shares(concurrency: int, *, quick: bool) -> dict[int, float]:
     return {age: found[age] / found.total() for age in sorted(found)}
 
 
-def repacking(*, repack: bool, quick: bool) -> Repacking:
-    """The 32B on 128 GPUs (Laminar §8.4)."""
+def repacking(*, repack: bool, quick: bool, trainer: type[Relayed] = Relayed) -> Repacking:
+    """The 32B on 128 GPUs (Laminar §8.4), with this trainer."""
     share = 2
     warm, measured, after = _window("Laminar", placement("32B", "Laminar", 128)[1] // 4, quick=quick)
-    part = Part("32B", 128, share=share, steps=warm + measured + after, quick=quick, repack=repack)
+    part = Part("32B", 128, share=share, steps=warm + measured + after, quick=quick, trainer=trainer, repack=repack)
     part.until_step(warm)
     used = []
     while len(part.steps) <= warm + measured:
-        due = part.world.clock.now + LOOK_S
-        part.until(lambda due=due: part.world.clock.now >= due or len(part.steps) > warm + measured)  # type: ignore[misc]
+        part.look_at(part.world.clock.now + LOOK_S)
         used.append(kv_used(part.world))
     lines = part.steps[warm : warm + measured + 1]
     seconds = float(lines[-1]["at"]) - float(lines[0]["at"])
