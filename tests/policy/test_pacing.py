@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollweave.policy.mixture import next_domain
 from rollweave.policy.modes import Mode, Update, preset, update_now
 from rollweave.policy.redundancy import Verdict, capacity, group_verdict
-from rollweave.policy.retry import RETRYABLE, try_again
+from rollweave.policy.retry import RETRYABLE, Failover, failover, try_again
 from rollweave.policy.routing import EngineLoad, choose
 from rollweave.policy.staleness import acceptable, staleness
 from rollweave.schema.base import EngineId
@@ -159,3 +159,24 @@ def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> Non
     assert try_again(StopReason.WORLD_LOST, attempt=99, retries=0)
     for reason in (StopReason.FINISHED, StopReason.STALE, StopReason.SURPLUS, StopReason.CANCELLED, StopReason.TIME_BUDGET):
         assert not try_again(reason, attempt=0, retries=2)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "elsewhere", "expected"),
+    [
+        (0, 0, Failover.RESTART),
+        (2, 5, Failover.RESTART),
+        (3, 5, Failover.EVICT_MACHINE),
+        (4, 1, Failover.EVICT_MACHINE),
+        (3, 0, Failover.REMOVE_ENGINE),
+    ],
+)
+def test_a_machine_goes_when_restarts_do_not_help_and_others_can_go_on(
+    restarts: int, elsewhere: int, expected: Failover
+) -> None:
+    assert failover(restarts=restarts, limit=3, elsewhere=elsewhere) is expected
+
+
+def test_counts_of_failures_are_not_negative() -> None:
+    with pytest.raises(ValueError, match="restarts must be at least 0, got -1"):
+        failover(restarts=-1, limit=3, elsewhere=0)

@@ -23,7 +23,7 @@ def look(run: Run) -> None:
 
 def now(run: Run) -> None:
     """Plan, and begin to move."""
-    if not run.alone:
+    if not run.alone or not run.config.rollout.repack:
         return
     state = run.state
     state.repacked_at = run.now

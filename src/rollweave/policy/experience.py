@@ -132,10 +132,15 @@ def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
-    """What a user's function names. Raises ValueError for ids that are not in the buffer, or named twice."""
-    named = list(rule(tuple(buffer), version))
+    """What a user's function names. Raises ValueError for anything but ids of the buffer, each once."""
+    answer = rule(tuple(buffer), version)
     known = {one.id for one in buffer}
-    if unknown := [name for name in named if name not in known]:
+    try:
+        named = list(answer)
+        unknown = [name for name in named if name not in known]
+    except TypeError as error:
+        raise ValueError(f"a strategy must give a list of group ids, got {answer!r}") from error
+    if unknown:
         raise ValueError(f"a strategy must name groups of the buffer, got {unknown[0]!r}, which is not there")
     if len(set(named)) < len(named):
         twice = next(name for index, name in enumerate(named) if name in named[:index])
@@ -158,17 +163,26 @@ def _off_policy(experience: Experience) -> float:
 
 
 def _drawn(buffer: list[Experience], wanted: int, version: int, draws: Sequence[float], weight: float) -> list[Experience]:
-    """One after another, without replacement."""
+    """One after another, without replacement. Those of equal staleness lie side by side on the line, the freshest first."""
     if weight < 1:
         raise ValueError(f"weight must be at least 1, got {weight}")
     if len(draws) < wanted:
         raise ValueError(f"draws must have a number for each of {wanted} groups, got {len(draws)}")
     if wrong := [draw for draw in draws if not 0 <= draw < 1]:
         raise ValueError(f"draws must be at least 0 and below 1, got {wrong[0]}")
-    left, chosen = list(buffer), []
+    left: dict[int, list[Experience]] = {}
+    for one in sorted(buffer, key=lambda one: staleness(one.initiated, version)):
+        left.setdefault(staleness(one.initiated, version), []).append(one)
+    chosen = []
     for draw in draws[:wanted]:
-        ages = [staleness(one.initiated, version) for one in left]
-        freshest = min(ages)  # weights are relative to it, so that none but the stalest vanish
-        ends = list(accumulate(weight ** float(freshest - age) for age in ages))
-        chosen.append(left.pop(min(bisect_right(ends, draw * ends[-1]), len(left) - 1)))
+        freshest = next(iter(left))  # weights are relative to it, so that none but the stalest vanish
+        widths = [weight ** float(freshest - age) for age in left]
+        ends = list(accumulate(width * len(same) for width, same in zip(widths, left.values(), strict=True)))
+        at = draw * ends[-1]
+        index = min(bisect_right(ends, at), len(ends) - 1)
+        age, same = list(left.items())[index]
+        within = (at - (ends[index - 1] if index else 0.0)) / widths[index] if widths[index] else 0.0
+        chosen.append(same.pop(min(int(within), len(same) - 1)))
+        if not same:
+            del left[age]
     return chosen

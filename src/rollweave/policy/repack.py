@@ -18,8 +18,10 @@ from rollweave.schema.events import StepTime
 KV_MAX = 0.99
 """Of a replica's KV: what counts as full (Laminar's C_max)."""
 
-SLOWER = 1.25
-"""A step may take so many times what it takes for one sequence: more would make trajectories later, not only engines free."""
+SLOWER = 2.0
+"""Times that a step may take what it takes for one sequence. Measured steps are a fixed part and one for each sequence: where
+the two are equal is the roofline's ridge, and a full engine's steps are longer still. (Of the simulated engines, by published
+figures of an H800, B is then 288, 222 and 211 for Laminar's three sizes; weights over compute alone give about 250.)"""
 
 
 class Replica(Noun, frozen=True, kw_only=True):
@@ -70,10 +72,10 @@ def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MA
 def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
     """B: the largest batch up to `largest` whose step takes at most `slower` times that of one sequence.
 
-    Laminar takes it from the roofline, where decoding turns from memory-bound into compute-bound: until there a step reads the
-    weights, however many sequences it is for, and more of them cost next to nothing. Measured step times show that directly, at
-    the shortest context that was measured (what a longer one adds is the memory's, and bounded by `kv_max`); noise is evened
-    out (`step_times`). An engine without a profile has no such bound: `largest`. Raises ValueError for a bound without meaning.
+    Laminar takes it from the roofline, where decoding turns from memory-bound into compute-bound: before, a step mostly reads
+    the weights, however many sequences it is for. Here it is read off measured step times, evened out (`step_times`), at the
+    shortest context that was measured: what a longer one adds is the memory's, and bounded by `kv_max`. An engine without a
+    profile has no such bound: `largest`. Raises ValueError for a bound without meaning.
     """
     if largest < 1:
         raise ValueError(f"largest must be at least 1, got {largest}")

@@ -119,6 +119,9 @@ class RolloutConfig(Section):
     engine_batch: PositiveInt | None = Field(
         None, description="Trajectories that an engine has at once in mode decoupled; twice its slots if unset."
     )
+    repack: bool = Field(
+        True, description="In mode decoupled, free engines that are down to the tail of their batch by moving it to others."
+    )
     env_stepping: Literal["trajectory", "batch"] = Field(
         "trajectory", description="`batch` makes all environments wait for the slowest before each turn (RollArt's baseline)."
     )
