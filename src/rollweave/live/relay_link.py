@@ -50,8 +50,8 @@ class RelayLink(Protocol):
     def take(self, command: Take) -> "asyncio.Future[Taken | TakeFailed | None]":
         """Have it get a version, and say what came of it.
 
-        The result is None where there is no answer: the relay is lost, or another `Take` of the same version, said later,
-        has overtaken this one (it went on from another source), and its answer counts.
+        The result is None where there is no answer: the relay is lost, or another `Take` of the same version (the same bytes
+        under one id), said later, has overtaken this one, since it names another source, and its answer counts.
         """
 
     def kill(self) -> None:
@@ -81,7 +81,7 @@ class ProcessRelay:
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
         # A relay answers every Take, those of one version in the order in which they came.
-        self._waiting: dict[int, deque[asyncio.Future[Taken | TakeFailed | None]]] = {}
+        self._waiting: dict[int, deque[tuple[str, asyncio.Future[Taken | TakeFailed | None]]]] = {}
         self._reason = ""
         self._child = spawn(name=spec.id, module=module, log=log, env=env, on_frame=self._on_frame, on_gone=self._on_gone)
         self._patience = self._loop.call_later(START_S, self._give_up, f"was not ready within {START_S:g} s")
@@ -99,10 +99,12 @@ class ProcessRelay:
         if self.lost.done():
             answer.set_result(None)
             return answer
+        digest = command.manifest.digest
         waiting = self._waiting.setdefault(command.manifest.weights_id, deque())
-        for overtaken in waiting:
-            _give(overtaken, None)
-        waiting.append(answer)
+        for other, overtaken in waiting:
+            if other == digest:
+                _give(overtaken, None)
+        waiting.append((digest, answer))
         self._child.send(encode(command))
         return answer
 
@@ -135,7 +137,7 @@ class ProcessRelay:
         waiting = self._waiting.get(weights_id)
         if waiting is None:
             return self._give_up(f"answered for version id {weights_id}, which nobody asked for")
-        _give(waiting.popleft(), word)
+        _give(waiting.popleft()[1], word)
         if not waiting:
             del self._waiting[weights_id]
         return None
@@ -152,7 +154,7 @@ class ProcessRelay:
             self._ready.set_exception(RelayLostError(reason))
             self._ready.exception()  # whoever still waits sees it; nobody has to
         while self._waiting:
-            for answer in self._waiting.popitem()[1]:
+            for _, answer in self._waiting.popitem()[1]:
                 _give(answer, None)
 
 
