@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Take, Taken, TakeFailed, TensorMeta, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, TensorMeta, WeightManifest
 from rollweave.weights.memory import seal
 from rollweave.weights.offers import News, Offer, give
 from rollweave.weights.relay import Relay
@@ -131,8 +131,10 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def hosts(count: int, transport: Transport | None = None, *, linger_s: float = 60.0) -> AsyncIterator[list[Host]]:
-    made = [Host(transport or Tcp(silent_s=5.0), linger_s=linger_s) for _ in range(count)]
+async def hosts(count: int, *transports: Transport, linger_s: float = 60.0) -> AsyncIterator[list[Host]]:
+    """So many; over one of the `transports` each, the last of them for the rest, or TCP."""
+    chosen = [transports[min(number, len(transports) - 1)] if transports else Tcp(silent_s=5.0) for number in range(count)]
+    made = [Host(transport, linger_s=linger_s) for transport in chosen]
     try:
         for host in made:
             host.address = await host.relay.listen("127.0.0.1")
@@ -183,5 +185,5 @@ async def until(condition: object) -> None:
     """Wait until `condition()` holds."""
     assert callable(condition)
     async with asyncio.timeout(30):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (what it looks at tells nobody)
             await asyncio.sleep(0.005)

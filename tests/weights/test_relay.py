@@ -6,9 +6,9 @@ import os
 
 import msgspec
 import pytest
-
-from rollweave.schema.weights import RelayAddress, Taken, TakeFailed
 from tests.weights.host import KIB, SHAPES, Host, Memory, changed, hosts, payload_of, tapped, tensors_of, until, versions
+
+from rollweave.schema.weights import RelayAddress, TakeFailed, Taken
 
 
 def failed(answer: Taken | TakeFailed, reason: str) -> str:
@@ -63,7 +63,7 @@ async def test_what_is_not_kept_is_let_go_and_whoever_mapped_it_keeps_it() -> No
             assert (host.payload(1), host.payload(2)) == (one.payload, two.payload)
             manifest = host.relay.manifest(1)
             assert manifest is not None
-            with open(manifest.location, "rb") as reader:
+            with open(manifest.location, "rb") as reader:  # noqa: ASYNC230 (it is memory)
                 await host.take(three.manifest, keep=(2,))
                 assert (host.payload(1), host.payload(2), host.payload(3)) == (None, two.payload, three.payload)
                 assert reader.read() == one.payload

@@ -4,11 +4,11 @@ import asyncio
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
-
-from rollweave.schema.weights import Taken, TakeFailed
-from rollweave.weights.transport import Tcp
 from tests.weights.host import KIB, hosts, tensors_of, versions
 from tests.weights.wires import wired
+
+from rollweave.schema.weights import TakeFailed, Taken
+from rollweave.weights.transport import Tcp
 
 
 @settings(max_examples=30, deadline=None)

@@ -31,7 +31,11 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
             relay.take(command)
 
     say(RelayReady(address=await relay.listen(spec.host)))
-    parent.listen(lambda payload: loop.call_soon_threadsafe(obey, decode(payload)))
+
+    def heard(payload: bytes) -> None:
+        loop.call_soon_threadsafe(obey, decode(payload))
+
+    parent.listen(heard)
     while not stopped.is_set():
         say(RelayBeat())
         try:

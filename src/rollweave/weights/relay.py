@@ -1,10 +1,10 @@
 """A relay: takes versions into this host's memory, and passes on what it has of them while more is still coming (Laminar §4).
 
 Invariants: every `Take` is answered once, those of one version in their order; a version is seen by engines only when it is
-whole and verified; one that fails has changed nothing, and what has come of it waits a while for a `Take` from another source,
-which goes on after the last whole piece: no piece comes twice. Several versions may come at once, each with its own memory; those
-that the newest `Take` does not keep are let go. Memory is bounded by the versions kept, those coming, and the changes of the
-newest two.
+whole and verified; one that fails has changed nothing, and what has come of it waits a while for a `Take` from another
+source, which goes on after the last whole piece: no piece comes twice. Several versions may come at once, each into its own
+memory; those that the newest `Take` does not keep are let go. Memory is bounded by the versions kept, those coming, and the
+changes of the newest two.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Take, Taken, TakeFailed, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
 from rollweave.weights.transport import Body, Channel, Listener, Transport

@@ -155,7 +155,7 @@ class Tcp:
                 await loop.sock_connect(sock, found[0][4])
                 await loop.sock_sendall(sock, HELLO + _shown(address.secret))
                 if await _exactly(loop, sock, len(WELCOME)) != WELCOME:
-                    raise TakeError("source", f"{where} is no relay, or our secret is not its own")
+                    raise TakeError("source", f"{where} has hung up: it is no relay, our secret is not its own, or it has ended")
             return self._channel(sock, where)
         except TimeoutError:
             _hang_up(sock)
@@ -352,7 +352,8 @@ class TcpChannel:
     # Bodies that a library carries: the socket has a token instead, and an answer once the peer has read it.
 
     async def _carried_out(self, body: Body, carrier: Carrier) -> None:
-        data = body.data if body.data is not None else _mapped(body)
+        # Each reader has its own mapping or copy: a library registers an address once.
+        data = memoryview(bytearray(body.data)) if body.data is not None else _mapped(body)
         token = await asyncio.to_thread(carrier.offer, data)
         try:
             await self._send_all(memoryview(CHECK.pack(len(token)) + token))
