@@ -129,7 +129,9 @@ def _imported(module: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"weights.transport = {extra!r} needs the extra: pip install 'rollweave[{extra}]' ({error})") from error
+        raise ConfigError(
+            f"weights.transport = {extra!r} needs the extra: pip install 'rollweave[{extra}]' ({error})"
+        ) from error
 
 
 def _address(view: memoryview) -> int:

@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -289,9 +289,18 @@ class Depot:
         self.keep(())
 
 
-def encoded(spans: Collection[delta.Span], base: memoryview, new: memoryview, pool: ThreadPoolExecutor) -> list[bytes]:
+Read = Callable[[slice], memoryview]
+"""Bytes of a payload."""
+
+
+def encoded(spans: Collection[delta.Span], old: Read, new: Read, pool: ThreadPoolExecutor) -> list[bytes]:
     """codec/delta's blocks of these bytes. Waits for `pool`."""
-    return list(pool.map(lambda span: _encode(span, base, new), spans))
+
+    def one(span: delta.Span) -> bytes:
+        part = slice(span.start, span.stop)
+        return delta.encode(old(part), new(part), itemsize=span.itemsize)
+
+    return list(pool.map(one, spans))
 
 
 def check_same(here: WeightManifest, other: WeightManifest) -> None:
@@ -302,10 +311,6 @@ def check_same(here: WeightManifest, other: WeightManifest) -> None:
             f"weights id {other.weights_id} is here with another content ({here.digest}, not {other.digest}): "
             "do two trainers publish at once?",
         )
-
-
-def _encode(span: delta.Span, base: memoryview, new: memoryview) -> bytes:
-    return delta.encode(base[span.start : span.stop], new[span.start : span.stop], itemsize=span.itemsize)
 
 
 def _claimed(manifest: WeightManifest) -> int:
@@ -362,7 +367,8 @@ def _check_layout(manifest: WeightManifest) -> None:
             raise TakeError("broken", f"{where}: tensor {meta.name} is not within {manifest.nbytes} bytes")
         if min(meta.shape, default=0) < 0 or (elements == 0) != (meta.nbytes == 0) or (elements and meta.nbytes % elements):
             raise TakeError("broken", f"{where}: {meta.nbytes} bytes do not hold tensor {meta.name} of shape {meta.shape}")
-    try:
-        delta.plan(manifest.tensors, manifest.nbytes)
-    except DeltaError as error:
-        raise TakeError("broken", f"{where}: {error}") from error
+    end = 0
+    for meta in sorted(manifest.tensors, key=lambda meta: (meta.offset, meta.nbytes)):
+        if meta.nbytes and meta.offset < end:
+            raise TakeError("broken", f"{where}: tensor {meta.name} overlaps another one at byte {meta.offset}")
+        end = max(end, meta.offset + meta.nbytes)

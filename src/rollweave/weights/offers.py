@@ -43,7 +43,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Changes:
-    """All of a version's pieces that are here as changes since one base: without a gap, from the first that came."""
+    """All of a version's pieces that are here as changes since one base; the last ends at `stop`."""
 
     base: Base
     pieces: dict[int, Change] = field(default_factory=dict)
@@ -109,11 +109,8 @@ class Offer:
 
     def add_change(self, changes: Changes, start: int, change: Change) -> None:
         """Bytes `[start, change.stop)` have come as a change."""
-        changes.open = True
-        if changes.stop not in (-1, start):
-            changes.pieces.clear()  # a gap, since other bytes came as they are: only what follows can be waited for
         changes.pieces[start] = change
-        changes.stop = change.stop
+        changes.stop = max(changes.stop, change.stop)
         self.news.wake()
 
     def end_changes(self, changes: Changes) -> None:

@@ -25,6 +25,8 @@ class Ranges:
 
     def remove(self, start: int, stop: int) -> None:
         """Bytes `[start, stop)` are not there any more."""
+        if start >= stop:
+            return
         kept = [(a, b) for low, high in self for a, b in ((low, min(high, start)), (max(low, stop), high)) if a < b]
         self._starts, self._stops = [a for a, _ in kept], [b for _, b in kept]
 

@@ -16,15 +16,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
+from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Listener, Transport
 from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
-
-T = TypeVar("T")
 
 LINGER_S = 60.0
 """Seconds that what has come of a version waits for another source: long after a controller has found one."""
@@ -192,12 +191,12 @@ class Relay:
             return coming.draft
         make = self._depot.begin if command.source is not None else self._depot.adopt
         try:
-            draft = await _in_thread(make, command.manifest, undo=Draft.close)
+            draft = await in_thread(make, command.manifest, undo=Draft.close)
         except TakeError as error:
             base = set() if command.base_id is None else {command.base_id}
             if error.reason != "room" or not self._let_go(self._keep | base):
                 raise
-            draft = await _in_thread(make, command.manifest, undo=Draft.close)
+            draft = await in_thread(make, command.manifest, undo=Draft.close)
         weights_id = command.manifest.weights_id
         offer = self._offers.get(weights_id)
         if offer is not None and not draft.copies:
@@ -215,7 +214,7 @@ class Relay:
         """From this host's memory."""
         try:
             for cut in cuts(draft.manifest, chunk_bytes):
-                check = await _in_thread(draft.load, cut.start, cut.stop)
+                check = await in_thread(draft.load, cut.start, cut.stop)
                 offer.add(cut.start, cut.stop, check)
         except BaseException:
             self._discard(coming, "it could not be read from memory")  # nothing else can go on with memory that is not ours
@@ -258,9 +257,10 @@ class Relay:
                             offer.end_changes(changes)
                         offer.add(start, stop, check)
                     case Delta(start=start, stop=stop, sizes=sizes) if base is not None and changes is not None:
-                        await _in_thread(draft.apply, start, stop, memoryview(change), sizes, base)
+                        await in_thread(draft.apply, start, stop, memoryview(change), sizes, base)
                         coming.nbytes += len(change)
                         body = Body(len(change), check, memoryview(change))
+                        changes.open = True
                         offer.add_change(changes, start, Change(stop, sizes, body))
                         offer.add(start, stop)
                     case Refused(reason=reason, error=error):
@@ -274,13 +274,13 @@ class Relay:
 
     async def _encode(self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int) -> None:
         """Make the changes since `base` that have not come from elsewhere, once for all who ask."""
-        old, new = base.view(), held.view()
+        old, new = base.view(), held.view()  # they stay while we read, even if they are let go
         try:
             for cut in cuts(offer.manifest, chunk_bytes):
                 rest = tuple(span for span in cut.spans if span.start >= changes.stop)
                 if not rest:
                     continue
-                blocks = await _in_thread(encoded, rest, old, new, self._pool)
+                blocks = await in_thread(encoded, rest, old.__getitem__, new.__getitem__, self._pool)
                 if offer.withdrawn or not changes.open:
                     return
                 sizes = tuple(len(block) for block in blocks)
@@ -344,18 +344,3 @@ class Relay:
 def _overtakes(later: Take, command: Take) -> bool:
     """Whether `later`, said after `command`, makes it needless: they want the same bytes."""
     return later.manifest.digest == command.manifest.digest
-
-
-async def _in_thread(function: Callable[..., T], *arguments: Any, undo: Callable[[T], None] | None = None) -> T:
-    """As `asyncio.to_thread`, but it has ended when this returns, even where we are cancelled: it writes into memory of ours.
-
-    `undo` gets a result that nobody takes any more.
-    """
-    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        if running.exception() is None and undo is not None:
-            undo(running.result())
-        raise

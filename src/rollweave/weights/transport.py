@@ -155,7 +155,9 @@ class Tcp:
                 await loop.sock_connect(sock, found[0][4])
                 await loop.sock_sendall(sock, HELLO + _shown(address.secret))
                 if await _exactly(loop, sock, len(WELCOME)) != WELCOME:
-                    raise TakeError("source", f"{where} has hung up: it is no relay, our secret is not its own, or it has ended")
+                    raise TakeError(
+                        "source", f"{where} has hung up: it is no relay, our secret is not its own, or it has ended"
+                    )
             return self._channel(sock, where)
         except TimeoutError:
             _hang_up(sock)
