@@ -69,7 +69,7 @@ def changed(payload: bytes, *, seed: int, fraction: float = 0.01) -> bytes:
     return data.tobytes()
 
 
-SHAPES = tensors_of(40_000, 7, 0, 90_001, 300_000)
+SHAPES = tensors_of(40_000, 7, 0, 90_001, 1_100_000)  # three blocks of a delta
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from rollweave.weights.ranges import Ranges
 from rollweave.weights.store import read_tensors
 from rollweave.weights.words import TakeError
 
+BYTES = st.integers(0, 30)
+
 
 def read(held: Held) -> bytes:
     return Path(held.manifest.location).read_bytes()
@@ -27,7 +29,7 @@ def read(held: Held) -> bytes:
 def assert_sealed(held: Held) -> None:
     fd = os.open(held.manifest.location, os.O_RDWR)
     try:
-        with pytest.raises(OSError, match="permitted|denied"):
+        with pytest.raises(OSError, match=r"permitted|denied"):
             os.pwrite(fd, b"x", 0)
         with pytest.raises(OSError, match="permitted"):
             os.ftruncate(fd, 1)

@@ -109,14 +109,14 @@ async def test_another_source_overtakes_the_first() -> None:
 
 async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_notice() -> None:
     with versions(2) as (old, new):
-        async with hosts(3) as (second, third, fourth), tapped(new, piece=1024 * KIB) as (master, address):
+        async with hosts(3) as (second, third, fourth), tapped(new, piece=2048 * KIB) as (master, address):
             for host, source in ((second, None), (third, second), (fourth, third)):
                 await host.take(old.manifest, source)
             master.let(1)
             second.begin(new.manifest, address, base_id=1, keep=(1,))
             third.begin(new.manifest, second, base_id=1, keep=(1,))
             fourth.begin(new.manifest, third, base_id=1, keep=(1,))
-            await until(lambda: done(fourth, 2) == 1024 * KIB)
+            await until(lambda: done(fourth, 2) == 2048 * KIB)
             master.offer.withdraw("dead")
             failed(await second.answer(), "source")
             second.begin(new.manifest, base_id=1, keep=(1,))
@@ -125,7 +125,7 @@ async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_n
             assert {host.payload(2) for host in (second, third, fourth)} == {new.payload}
             # What came before is not sent again, and the rest came as changes.
             assert isinstance(answers[2], Taken)
-            assert 1024 * KIB < answers[2].nbytes < 1024 * KIB + (new.manifest.nbytes - 1024 * KIB) / 10
+            assert 2048 * KIB < answers[2].nbytes < 2048 * KIB + (new.manifest.nbytes - 2048 * KIB) / 10
 
 
 async def test_a_source_that_is_not_there_and_a_wrong_secret() -> None:

@@ -46,10 +46,18 @@ class Changes:
     """All of a version's pieces that are here as changes since one base; the last ends at `stop`."""
 
     base: Base
+    starts: list[int] = field(default_factory=list)
     pieces: dict[int, Change] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
     """More are coming, so that it is better to wait for them than to take the bytes as they are."""
+
+    def next_start(self, at: int, stop: int) -> int:
+        """Where after `at`, and before `stop`, one can go on with a change; else `stop`."""
+        number = bisect.bisect_right(self.starts, at)
+        if number < len(self.starts):
+            return min(self.starts[number], stop)
+        return min(self.stop, stop) if self.open and at < self.stop else stop
 
 
 class News:
@@ -109,6 +117,8 @@ class Offer:
 
     def add_change(self, changes: Changes, start: int, change: Change) -> None:
         """Bytes `[start, change.stop)` have come as a change."""
+        if start not in changes.pieces:
+            bisect.insort(changes.starts, start)
         changes.pieces[start] = change
         changes.stop = max(changes.stop, change.stop)
         self.news.wake()
@@ -145,6 +155,7 @@ class Offer:
                 return Delta(start=at, stop=change.stop, sizes=change.sizes), change.body
             if changes.open and at >= changes.stop:
                 return None
+            stop = changes.next_start(at, stop)
         number = bisect.bisect_right(self._starts, at) - 1
         if number < 0:
             return None

@@ -213,9 +213,9 @@ class Relay:
     async def _load(self, coming: _Coming, draft: Draft, offer: Offer, chunk_bytes: int) -> None:
         """From this host's memory."""
         try:
-            for cut in cuts(draft.manifest, chunk_bytes):
-                check = await in_thread(draft.load, cut.start, cut.stop)
-                offer.add(cut.start, cut.stop, check)
+            for start in range(0, draft.manifest.nbytes, chunk_bytes):
+                stop = min(start + chunk_bytes, draft.manifest.nbytes)
+                offer.add(start, stop, await in_thread(draft.load, start, stop))
         except BaseException:
             self._discard(coming, "it could not be read from memory")  # nothing else can go on with memory that is not ours
             raise
