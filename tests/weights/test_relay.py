@@ -165,6 +165,39 @@ async def test_a_base_of_another_content_is_not_used() -> None:
     other.close()
 
 
+async def test_a_source_without_the_changes_gives_the_whole() -> None:
+    """And whoever waits for changes further down gets it too."""
+    with versions(2) as (old, new):
+        async with hosts(3) as (master, second, third):
+            for host, source in ((master, None), (second, master), (third, second)):
+                await host.take(old.manifest, source)
+            third.begin(new.manifest, second, base_id=1, keep=(1,))
+            second.begin(new.manifest, master, base_id=1, keep=(1,))
+            await master.take(new.manifest, keep=(1,))
+            for host in (second, third):
+                answer = await host.answer()
+                assert isinstance(answer, Taken)
+                assert answer.nbytes == new.manifest.nbytes
+                assert host.payload(2) == new.payload
+
+
+async def test_changes_are_kept_only_of_the_newest_versions() -> None:
+    with versions(5) as memories:
+        async with hosts(2) as (master, host):
+            everything = tuple(range(1, 6))
+            for number, memory in enumerate(memories):
+                base_id = number or None
+                answer = await master.take(memory.manifest, base_id=base_id, keep=everything)
+                assert isinstance(answer, Taken)
+                await host.take(memory.manifest, master, base_id=base_id, keep=everything)
+            for weights_id in everything:
+                changes = host.relay._offers[weights_id]._changes
+                assert bool(changes) == (weights_id > 3)
+                assert host.payload(weights_id) == memories[weights_id - 1].payload
+            await host.take(memories[-1].manifest, keep=())
+            assert list(host.relay._offers) == [5]
+
+
 async def test_two_trainers_at_once() -> None:
     with versions(2) as (mine, _):
         theirs = Memory(changed(mine.payload, seed=5), weights_id=1, tensors=SHAPES)
