@@ -1,8 +1,10 @@
 """One contract, whatever carries the bytes: TCP, a fake without a network, and the libraries where they are installed."""
 
 import asyncio
+import gc
 import importlib.util
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
@@ -209,3 +211,23 @@ def test_a_library_that_is_not_there_is_named() -> None:
 def test_silence_must_last() -> None:
     with pytest.raises(ValueError, match="silent_s must be above 0, got 0"):
         Tcp(silent_s=0)
+
+
+async def test_a_listener_that_closes_at_once_leaves_no_socket() -> None:
+    """Whoever is just being let in goes with it."""
+    loop = asyncio.get_running_loop()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for turns in range(6):
+        one = Line()
+        listener = await Tcp().listen("127.0.0.1", one.serve)
+        knocking = [socket.socket() for _ in range(3)]
+        for sock in knocking:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, ("127.0.0.1", listener.address.port))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await listener.close()
+        for sock in knocking:
+            sock.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -5,8 +5,8 @@ who takes it registers its own, reads, and says so. What has come is verified by
 been seen to say that it read what it had not. Tokens are addresses and names, never pickles.
 """
 
-import contextlib
 import importlib
+import threading
 import time
 import uuid
 from typing import Any
@@ -16,7 +16,10 @@ import numpy as np
 
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, WireError
-from rollweave.weights.words import TakeError
+from rollweave.weights.words import Reason, TakeError
+
+POLL_S = 0.0002
+"""Between two looks at a transfer of NIXL's, which has no call that waits: little beside what a piece takes."""
 
 READ_S = 60.0
 """Seconds that one body may take: the longest piece at a tenth of the slowest RDMA link."""
@@ -73,55 +76,56 @@ class NixlCarrier:
     def __init__(self) -> None:
         api = _imported("nixl._api", extra="nixl")
         self._agent = api.nixl_agent(uuid.uuid4().hex, api.nixl_agent_config(backends=["UCX"]))
+        self._alone = threading.Lock()  # an agent's calls must not overlap; its transfers may
         self._registered: dict[bytes, Any] = {}
 
     def offer(self, body: memoryview) -> bytes:
         address = _address(body)
         handle = self._register(address, len(body))
-        about = self._agent.get_agent_metadata()
+        about = self._call("room", "get_agent_metadata")
         token = _encode(_Token(peer=self._agent.name, address=address, nbytes=len(body), about=about))
         self._registered[token] = handle
         return token
 
     def withdraw(self, token: bytes) -> None:
-        self._agent.deregister_memory(self._registered.pop(token))
+        self._call("room", "deregister_memory", self._registered.pop(token))
 
     def fetch(self, token: bytes, into: memoryview) -> None:
         where = _decode(token, into)
         address = _address(into)
         handle = self._register(address, len(into))
         try:
-            peer = self._agent.add_remote_agent(where.about)
-            ours = self._agent.get_xfer_descs([(address, len(into), 0)], mem_type="cpu")
-            theirs = self._agent.get_xfer_descs([(where.address, where.nbytes, 0)], mem_type="cpu")
-            transfer = self._agent.initialize_xfer("READ", ours, theirs, peer)
+            peer = self._call("source", "add_remote_agent", where.about)
+            ours = self._call("room", "get_xfer_descs", [(address, len(into), 0)], mem_type="cpu")
+            theirs = self._call("room", "get_xfer_descs", [(where.address, where.nbytes, 0)], mem_type="cpu")
+            transfer = self._call("source", "initialize_xfer", "READ", ours, theirs, peer)
             try:
                 self._finish(transfer, where)
             finally:
-                self._agent.release_xfer_handle(transfer)
-        except TakeError:
-            raise
-        except Exception as error:  # the binding's own, one for each status
-            raise TakeError("source", f"nixl cannot read {where.nbytes} bytes: {error}") from error
+                self._call("source", "release_xfer_handle", transfer)
         finally:
-            with contextlib.suppress(Exception):
-                self._agent.deregister_memory(handle)
+            self._call("room", "deregister_memory", handle)
 
     def _finish(self, transfer: Any, where: _Token) -> None:
-        until, state = time.monotonic() + READ_S, self._agent.transfer(transfer)
+        until, state = time.monotonic() + READ_S, self._call("source", "transfer", transfer)
         while state == "PROC":
             if time.monotonic() > until:
                 raise TakeError("source", f"nixl has not read {where.nbytes} bytes within {READ_S:g} s")
-            time.sleep(0.0002)  # it has no call that waits
-            state = self._agent.check_xfer_state(transfer)
+            time.sleep(POLL_S)
+            state = self._call("source", "check_xfer_state", transfer)
         if state != "DONE":
             raise TakeError("source", f"nixl cannot read {where.nbytes} bytes: {state}")
 
     def _register(self, address: int, nbytes: int) -> Any:
+        return self._call("room", "register_memory", [(address, nbytes, 0, "")], mem_type="cpu")
+
+    def _call(self, reason: Reason, name: str, *arguments: Any, **options: Any) -> Any:
+        """One call of the agent. Raises TakeError of that reason."""
         try:
-            return self._agent.register_memory([(address, nbytes, 0, "")], mem_type="cpu")
-        except Exception as error:  # as above
-            raise TakeError("room", f"nixl cannot register {nbytes} bytes of memory: {error}") from error
+            with self._alone:
+                return getattr(self._agent, name)(*arguments, **options)
+        except Exception as error:  # the binding's own, one for each status
+            raise TakeError(reason, f"nixl: {name}: {error}") from error
 
 
 def _imported(module: str, *, extra: str) -> Any:

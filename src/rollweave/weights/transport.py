@@ -46,6 +46,9 @@ SLICE_BYTES = 1 << 20
 CONNECTIONS = 256
 """That one listener serves at once; who comes beyond them is turned away."""
 
+PAUSE_S = 0.1
+"""Seconds without accepting, where the process has no more descriptors."""
+
 Room = Callable[[Word, int], memoryview]
 """Where the body of so many bytes goes, which comes with a word. Raises TakeError to refuse it."""
 
@@ -189,30 +192,38 @@ class TcpListener:
         self.address = RelayAddress(host=host, port=sock.getsockname()[1], secret=os.urandom(32))
         self._shown = HELLO + _shown(self.address.secret)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._accepting = self._loop.create_task(self._accept(), name="accept")
+        self._pause: asyncio.TimerHandle | None = None
+        self._loop.add_reader(sock, self._accept)
 
     async def close(self) -> None:
-        tasks = [self._accepting, *self._tasks]
+        self._loop.remove_reader(self._sock)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._sock.close()
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
-        self._sock.close()
+        if tasks:
+            await asyncio.wait(tasks)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = await self._loop.sock_accept(self._sock)
-            except OSError as error:  # too many open files, or a connection that has ended already
-                print(f"cannot accept a connection: {error}", file=sys.stderr, flush=True)
-                await asyncio.sleep(0.1)
-                continue
-            sock.setblocking(False)
-            if len(self._tasks) >= CONNECTIONS:
-                sock.close()
-                continue
-            task = self._loop.create_task(self._one(sock, f"{peer[0]}:{peer[1]}"), name=f"serve {peer}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _accept(self) -> None:
+        try:
+            sock, peer = self._sock.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as error:  # too many open files, say
+            print(f"cannot accept connections for a moment: {error}", file=sys.stderr, flush=True)
+            self._loop.remove_reader(self._sock)
+            self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+            return
+        sock.setblocking(False)
+        if len(self._tasks) >= CONNECTIONS:
+            sock.close()
+            return
+        task = self._loop.create_task(self._one(sock, f"{peer[0]}:{peer[1]}"), name=f"serve {peer}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: _hang_up(sock))  # also where it was cancelled before it began
 
     async def _one(self, sock: socket.socket, peer: str) -> None:
         channel: TcpChannel | None = None
@@ -230,7 +241,6 @@ class TcpListener:
         finally:
             if channel is not None:
                 channel.close()
-            _hang_up(sock)
 
 
 class TcpChannel:
