@@ -10,7 +10,7 @@ import pytest
 
 from rollweave.live.relay_link import ONE_THREAD, ProcessRelay, RelayLostError
 from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, WeightManifest
-from rollweave.weights.transport import Tcp
+from rollweave.weights.tcp import Tcp
 from rollweave.weights.words import Alive, Ask, Raw
 from tests.weights.host import KIB, Memory, tapped, versions
 

@@ -13,7 +13,8 @@ from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed,
 from rollweave.weights.memory import seal
 from rollweave.weights.offers import News, Offer, give
 from rollweave.weights.relay import Relay
-from rollweave.weights.transport import Channel, Tcp, Transport
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Channel, Transport
 from rollweave.weights.words import Ask
 
 KIB = 1 << 10

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from tests.weights.host import KIB, Host, hosts, tensors_of, versions
 
 from rollweave.schema.weights import RelayAddress, Take, Taken
-from rollweave.weights.transport import Tcp
+from rollweave.weights.tcp import Tcp
 
 HOSTS, VERSIONS = 3, 4
 NOWHERE = RelayAddress(host="127.0.0.1", port=1, secret=b"")

@@ -8,7 +8,7 @@ from tests.weights.host import KIB, hosts, tensors_of, versions
 from tests.weights.wires import wired
 
 from rollweave.schema.weights import TakeFailed, Taken
-from rollweave.weights.transport import Tcp
+from rollweave.weights.tcp import Tcp
 
 
 @settings(max_examples=30, deadline=None)

@@ -15,7 +15,8 @@ from tests.weights.wires import wired
 from rollweave.schema.weights import RelayAddress, Taken, WeightManifest
 from rollweave.weights.pushpull import Changed, Transfer, pull, push, split, transfer_cost
 from rollweave.weights.remote import RemoteStore
-from rollweave.weights.transport import Body, Tcp
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Body
 from rollweave.weights.words import Base, Push, Range, Raw, TakeError, Wanted
 
 BUCKET = 256 * KIB

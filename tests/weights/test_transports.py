@@ -16,7 +16,8 @@ from tests.weights.host import hosts, versions
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import RelayAddress, Taken
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.transport import Body, Channel, Listener, Serve, Tcp, Transport
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Body, Channel, Listener, Serve, Transport
 from rollweave.weights.transports import transport_of
 from rollweave.weights.words import Alive, Raw, Refused, TakeError, Word
 

@@ -2,7 +2,8 @@
 
 from rollweave.schema.weights import TransportName
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.transport import Tcp, Transport
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Transport
 
 
 def transport_of(name: TransportName, *, host: str) -> Transport:
