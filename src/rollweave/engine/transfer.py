@@ -22,7 +22,7 @@ import xxhash
 
 from rollweave.schema.errors import KvError, WeightsError
 from rollweave.schema.serving import KvManifest, KvMemory, KvPort
-from rollweave.weights.store import read_payload, seal
+from rollweave.weights.memory import read_payload, seal
 
 TRANSFER_S = 30.0
 """Seconds that a transfer may take, and that an export waits for one: more than anybody waits for it (`live/fleet.py`)."""

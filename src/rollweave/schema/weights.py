@@ -60,12 +60,14 @@ class Take(Tagged, frozen=True, kw_only=True):
 
     With `base_id` only what has changed since that version travels. A version that is being taken goes on from another source
     where it stood. Versions not in `keep`, nor this one, are let go. Answered by `Taken` or `TakeFailed`.
+    What comes from this host's memory is passed on in pieces of about `chunk_bytes`; other relays keep the cut of their source.
     """
 
     manifest: WeightManifest
     base_id: int | None = None
     source: RelayAddress | None = None
     keep: tuple[int, ...] = ()
+    chunk_bytes: int = 32 * 2**20
 
 
 class StopRelay(Tagged, frozen=True, kw_only=True):

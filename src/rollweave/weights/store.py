@@ -9,10 +9,8 @@ verified, or raises `WeightsError` and has done nothing.
 import fcntl
 import itertools
 import math
-import mmap
 import os
 import secrets
-import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -23,12 +21,10 @@ import xxhash
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import TensorMeta, WeightManifest
+from rollweave.weights.memory import READ_CHUNK, read_payload, seal
 
 ALIGNMENT = 64
 """Bytes: a cache line, and a multiple of every element size."""
-
-READ_CHUNK = 1 << 20
-"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay in the cache between the two."""
 
 MEMFD = hasattr(os, "memfd_create")
 
@@ -296,47 +292,6 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def seal(fd: int) -> None:
-    """Let nobody change the memory file `fd` any more. Raises OSError while it is mapped for writing."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-
-
-def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
-    """What lies at `location`, of exactly `nbytes` bytes: mapped where it is sealed, else copied. Writes to it stay here.
-
-    Raises `WeightsError`, whose text begins with `where`.
-    """
-    try:
-        # Without O_NONBLOCK a recycled descriptor that is a pipe would block for ever.
-        fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise WeightsError(f"{where}: cannot open, the publisher is gone? ({error})") from error
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise WeightsError(f"{where}: not a payload")
-        if status.st_size != nbytes:
-            raise WeightsError(f"{where}: {status.st_size} bytes, the manifest says {nbytes}")
-        if nbytes == 0:
-            return bytearray()
-        if _is_sealed(fd):
-            return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        # A plain file may be truncated under a mapping, which would kill the reader: copy, then verify the copy.
-        payload = bytearray(nbytes)
-        with memoryview(payload) as view:
-            done = 0
-            while done < nbytes:
-                count = os.readv(fd, [view[done : done + READ_CHUNK]])
-                if count == 0:
-                    raise WeightsError(f"{where}: shrank to {done} bytes while it was read")
-                done += count
-        return payload
-    except OSError as error:
-        raise WeightsError(f"{where}: cannot read ({error})") from error
-    finally:
-        os.close(fd)
-
-
 def _locked_file(path: Path) -> int:
     """A new file, locked by this process for as long as it is open. Raises OSError."""
     while True:
@@ -357,13 +312,6 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.posix_fallocate(fd, 0, nbytes)
     else:
         os.ftruncate(fd, nbytes)
-
-
-def _is_sealed(fd: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:
-        return False  # not a memfd
 
 
 def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:

@@ -1,0 +1,258 @@
+"""Versions as they are given away: piece by piece, as they come to be there, whole or as changes.
+
+Invariants: a piece is given only once it is there and its bytes cannot change any more; who asks for one that has not come
+waits, and hears every while that we are alive; an offer that is withdrawn ends in a refusal. One offer serves any number at
+once, those with a base and those without. All of it belongs to one event loop.
+"""
+
+import asyncio
+import bisect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import xxhash
+
+from rollweave.schema.weights import WeightManifest
+from rollweave.weights.memory import READ_CHUNK
+from rollweave.weights.transport import Body, Channel
+from rollweave.weights.words import Alive, Ask, Base, Delta, Raw, Refused, TakeError, Whole, within
+
+ALIVE_S = 1.0
+"""Seconds between two words to somebody for whom there is nothing yet."""
+
+UNKNOWN_S = 10.0
+"""Seconds that somebody may wait for a version of which nobody here has heard yet: its `Take` may be on the way to us."""
+
+
+class _Piece(NamedTuple):
+    """A piece of the payload as it is; `check` is its xxh3-64, None where nobody has needed it yet."""
+
+    stop: int
+    check: int | None
+
+
+class Change(NamedTuple):
+    """A piece as a change: codec/delta's blocks, of `sizes` bytes, one after the other."""
+
+    stop: int
+    sizes: tuple[int, ...]
+    body: Body
+
+
+@dataclass
+class Changes:
+    """All of a version's pieces that are here as changes since one base; the last ends at `stop`."""
+
+    base: Base
+    starts: list[int] = field(default_factory=list)
+    pieces: dict[int, Change] = field(default_factory=dict)
+    stop: int = -1
+    open: bool = True
+    """More are coming, so that it is better to wait for them than to take the bytes as they are."""
+
+    def next_start(self, at: int, stop: int) -> int:
+        """Where after `at`, and before `stop`, one can go on with a change; else `stop`."""
+        number = bisect.bisect_right(self.starts, at)
+        if number < len(self.starts):
+            return min(self.starts[number], stop)
+        return min(self.stop, stop) if self.open and at < self.stop else stop
+
+
+class News:
+    """Wakes all who wait, at every change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def wake(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> bool:
+        """Return True at the next change, or False when a while has gone by."""
+        try:
+            async with asyncio.timeout(ALIVE_S):
+                await self._event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class Offer:
+    """One version, in memory file `fd`, which stays its owner's, who may put another of the same bytes in its place."""
+
+    def __init__(self, manifest: WeightManifest, fd: int) -> None:
+        self.manifest, self.fd = manifest, fd
+        self._starts: list[int] = []
+        self._pieces: dict[int, _Piece] = {}
+        self._changes: dict[Base, Changes] = {}
+        self.news = News()
+        self.verified = False
+        self.withdrawn = ""
+
+    # What its owner says.
+
+    def add(self, start: int, stop: int, check: int | None = None) -> None:
+        """Bytes `[start, stop)` are there; the first of them may have been before."""
+        before = bisect.bisect_right(self._starts, start) - 1
+        if before >= 0 and self._pieces[self._starts[before]].stop > start:
+            start, check = self._pieces[self._starts[before]].stop, None
+        if start < stop:
+            bisect.insort(self._starts, start)
+            self._pieces[start] = _Piece(stop, check)
+            self.news.wake()
+
+    def expect(self, base: Base | None) -> Changes | None:
+        """From now on changes since `base`, and no other, will come; those that came before still count."""
+        for changes in self._changes.values():
+            changes.open = False
+        found = None
+        if base is not None:
+            found = self._changes.setdefault(base, Changes(base))
+            found.open = True
+        self.news.wake()
+        return found
+
+    def add_change(self, changes: Changes, start: int, change: Change) -> None:
+        """Bytes `[start, change.stop)` have come as a change."""
+        if start not in changes.pieces:
+            bisect.insort(changes.starts, start)
+        changes.pieces[start] = change
+        changes.stop = max(changes.stop, change.stop)
+        self.news.wake()
+
+    def end_changes(self, changes: Changes) -> None:
+        """No more will come, as far as one can tell."""
+        changes.open = False
+        self.news.wake()
+
+    def forget_changes(self) -> None:
+        """Nobody needs changes any more: whoever comes gets the bytes as they are."""
+        self._changes.clear()
+        self.news.wake()
+
+    def verify(self) -> None:
+        """The version is whole, and what its manifest says."""
+        self.verified = True
+        self.news.wake()
+
+    def withdraw(self, reason: str) -> None:
+        """It is given to nobody any more."""
+        self.withdrawn = reason
+        self._changes.clear()
+        self.news.wake()
+
+    # What those who give it away ask.
+
+    def next(self, at: int, stop: int, base: Base | None) -> tuple[Raw | Delta, Body | None] | None:
+        """The piece from `at` on, within `stop`; None while there is none. A missing body is that of the bytes as they are."""
+        changes = self._changes.get(base) if base is not None else None
+        if changes is not None:
+            change = changes.pieces.get(at)
+            if change is not None and change.stop <= stop:
+                return Delta(start=at, stop=change.stop, sizes=change.sizes), change.body
+            if changes.open and at >= changes.stop:
+                return None
+            stop = changes.next_start(at, stop)
+        number = bisect.bisect_right(self._starts, at) - 1
+        if number < 0:
+            return None
+        start = self._starts[number]
+        piece = self._pieces[start]
+        if at >= piece.stop:
+            return None
+        end = min(piece.stop, stop)
+        if (start, piece.stop) == (at, end) and piece.check is not None:
+            return Raw(start=at, stop=end), Body.of_file(self.fd, at, end, check=piece.check)
+        return Raw(start=at, stop=end), None
+
+    def checked(self, word: Raw, check: int) -> None:
+        """The xxh3-64 of a piece is known now: nobody needs to compute it again."""
+        piece = self._pieces.get(word.start)
+        if piece is not None and piece.stop == word.stop:
+            self._pieces[word.start] = piece._replace(check=check)
+
+
+Find = Callable[[Ask], Offer | None]
+"""The offer of what is asked for; None: it may come. Raises TakeError where it never will."""
+
+
+async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
+    """Answer `ask` over `channel`, which is left open; `arrivals` tells that `find` may find more.
+
+    Raises TakeError (source) where the other end has gone.
+    """
+    try:
+        if not within(ask.ranges, ask.nbytes):
+            raise TakeError("broken", f"ranges must be within {ask.nbytes} bytes, got {ask.ranges}")
+        offer = await _found(channel, ask, find, arrivals)
+    except TakeError as error:
+        await channel.send(Refused(reason=error.reason, error=str(error)))
+        return
+    owned = offer.fd
+    fd = os.dup(owned)  # what we are sending stays, even if its owner lets go of it
+    try:
+        for at, stop in ask.ranges:
+            while at < stop:
+                if owned != offer.fd and not offer.withdrawn:
+                    os.close(fd)
+                    owned = offer.fd
+                    fd = os.dup(owned)
+                piece = offer.next(at, stop, ask.base) if not offer.withdrawn else None
+                if piece is not None:
+                    word, body = piece
+                    await channel.send(word, body._replace(fd=fd) if body is not None else await _raw(offer, word, fd))
+                    at = word.stop
+                elif not await _waited(channel, offer):
+                    return
+        while ask.confirm and not offer.verified:
+            if not await _waited(channel, offer):
+                return
+        if ask.confirm:
+            await channel.send(Whole())
+    finally:
+        os.close(fd)
+
+
+async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offer:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + UNKNOWN_S
+    while (offer := find(ask)) is None:
+        if loop.time() > until:
+            raise TakeError("source", f"weights id {ask.weights_id} is not here")
+        if not await arrivals.wait():
+            await channel.send(Alive())
+    if (offer.manifest.digest, offer.manifest.nbytes) != (ask.digest, ask.nbytes):
+        raise TakeError(
+            "source",
+            f"weights id {ask.weights_id} is here with another content ({offer.manifest.digest}, not {ask.digest}): "
+            "do two trainers publish at once?",
+        )
+    return offer
+
+
+async def _waited(channel: Channel, offer: Offer) -> bool:
+    """Wait for news; False, and refused, where none will come."""
+    if offer.withdrawn:
+        await channel.send(Refused(reason="source", error=offer.withdrawn))
+        return False
+    if not await offer.news.wait():
+        await channel.send(Alive())
+    return True
+
+
+async def _raw(offer: Offer, word: Raw | Delta, fd: int) -> Body:
+    assert isinstance(word, Raw), "changes have bodies"
+    check = await asyncio.to_thread(check_of, fd, word.start, word.stop)
+    offer.checked(word, check)
+    return Body.of_file(fd, word.start, word.stop, check=check)
+
+
+def check_of(fd: int, start: int, stop: int) -> int:
+    """xxh3-64 of bytes `[start, stop)` of a file."""
+    found = xxhash.xxh3_64()
+    for at in range(start, stop, READ_CHUNK):
+        found.update(os.pread(fd, min(READ_CHUNK, stop - at), at))
+    return found.intdigest()

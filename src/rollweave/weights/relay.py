@@ -1,0 +1,346 @@
+"""A relay: takes versions into this host's memory, and passes on what it has of them while more is still coming (Laminar §4).
+
+Invariants: every `Take` is answered once, those of one version in their order; a version is seen by engines only when it is
+whole and verified; one that fails has changed nothing, and what has come of it waits a while for a `Take` from another
+source, which goes on after the last whole piece: no piece comes twice. Several versions may come at once, each into its own
+memory; those that the newest `Take` does not keep are let go. Memory is bounded by the versions kept, those coming, and the
+changes of the newest two.
+"""
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, WeightManifest
+from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
+from rollweave.weights.offers import Change, Changes, News, Offer, give
+from rollweave.weights.threads import in_thread
+from rollweave.weights.transport import Body, Channel, Listener, Transport
+from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
+
+LINGER_S = 60.0
+"""Seconds that what has come of a version waits for another source: long after a controller has found one."""
+
+PIECE_BYTES = 1 << 30
+"""Of the payload in the longest piece that is taken at once."""
+
+CHANGES_OF = 2
+"""Newest versions of which the changes are kept: the one that is on its way, and the one before, for who is late."""
+
+ENCODERS = 4
+"""Threads that encode changes, on a machine that has so many cores."""
+
+_late = "another Take of the same version has overtaken this one"
+
+
+@dataclass
+class _Coming:
+    """A version that is wanted and not here yet."""
+
+    manifest: WeightManifest
+    commands: deque[Take] = field(default_factory=deque)
+    draft: Draft | None = None
+    nbytes: int = 0
+    began: float = field(default_factory=time.monotonic)
+    worker: "asyncio.Task[None] | None" = None
+    work: "asyncio.Task[Held] | None" = None
+    patience: asyncio.TimerHandle | None = None
+    why: str = _late
+    """Said of work that is cancelled."""
+    abandoned: bool = False
+
+
+class Relay:
+    """Everything of a relay but its process. `say` takes its answers."""
+
+    def __init__(self, transport: Transport, say: Callable[[RelayReply], None], *, linger_s: float = LINGER_S) -> None:
+        self._transport, self._say, self._linger_s = transport, say, linger_s
+        self._depot = Depot()
+        self._offers: dict[int, Offer] = {}
+        self._coming: dict[int, _Coming] = {}
+        self._keep: set[int] = set()
+        self._arrivals = News()
+        self._encoding: dict[int, asyncio.Task[None]] = {}
+        self._pool = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encode")
+        self._listener: Listener | None = None
+
+    async def listen(self, host: str) -> RelayAddress:
+        """Serve other relays from now on. Raises OSError."""
+        self._listener = await self._transport.listen(host, self._serve)
+        return self._listener.address
+
+    def take(self, command: Take) -> None:
+        """Begin. The answer is said once there is one."""
+        weights_id = command.manifest.weights_id
+        self._keep = {*command.keep, weights_id}
+        for other, coming in list(self._coming.items()):
+            if other not in self._keep:
+                self._abandon(coming, f"let go: the Take of weights id {weights_id} does not keep it")
+        coming = self._coming.setdefault(weights_id, _Coming(command.manifest))
+        coming.why, coming.abandoned = _late, False
+        if coming.patience is not None:
+            coming.patience.cancel()
+        coming.commands.append(command)
+        if coming.work is not None and _overtakes(command, coming.commands[0]):
+            coming.work.cancel()
+        if coming.worker is None:
+            coming.worker = asyncio.get_running_loop().create_task(self._obey(coming), name=f"take {weights_id}")
+
+    def manifest(self, weights_id: int) -> WeightManifest | None:
+        """Of a version that is here."""
+        held = self._depot.get(weights_id)
+        return held.manifest if held is not None else None
+
+    async def close(self) -> None:
+        """Let go of everything. What is under way gets no answer any more."""
+        if self._listener is not None:
+            await self._listener.close()
+        tasks: list[asyncio.Task[Any]] = [*self._encoding.values()]
+        for coming in self._coming.values():
+            if coming.patience is not None:
+                coming.patience.cancel()
+            tasks.extend(task for task in (coming.worker, coming.work) if task is not None)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for coming in self._coming.values():
+            if coming.draft is not None:
+                coming.draft.close()
+        self._pool.shutdown(cancel_futures=True)
+        self._depot.close()
+
+    # Taking.
+
+    async def _obey(self, coming: _Coming) -> None:
+        """Work through the commands of one version, of which the last counts."""
+        weights_id = coming.manifest.weights_id
+        while coming.commands:
+            command = coming.commands[0]
+            if coming.abandoned or any(_overtakes(other, command) for other in list(coming.commands)[1:]):
+                answer: Taken | TakeFailed = TakeFailed(weights_id=weights_id, reason="source", error=coming.why)
+            else:
+                coming.work = asyncio.get_running_loop().create_task(self._taken(command, coming))
+                await asyncio.wait([coming.work])
+                answer, coming.work = self._answer(coming, coming.work), None
+            coming.commands.popleft()
+            self._say(answer)
+        coming.worker = None
+        if self._depot.get(weights_id) is not None:
+            del self._coming[weights_id]
+        elif coming.draft is None or coming.abandoned:
+            self._remove(coming)
+        else:
+            reason = f"nobody has named another source within {self._linger_s:g} s"
+            coming.patience = asyncio.get_running_loop().call_later(self._linger_s, self._abandon, coming, reason)
+
+    def _answer(self, coming: _Coming, work: "asyncio.Task[Held]") -> Taken | TakeFailed:
+        weights_id = coming.manifest.weights_id
+        if work.cancelled():
+            return TakeFailed(weights_id=weights_id, reason="source", error=coming.why)
+        error = work.exception()
+        if error is None:
+            seconds = time.monotonic() - coming.began
+            return Taken(manifest=work.result().manifest, nbytes=coming.nbytes, seconds=seconds)
+        if isinstance(error, TakeError):
+            return TakeFailed(weights_id=weights_id, reason=error.reason, error=str(error))
+        traceback.print_exception(error, file=sys.stderr)
+        return TakeFailed(weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}")
+
+    async def _taken(self, command: Take, coming: _Coming) -> Held:
+        """The version, here. Raises TakeError."""
+        manifest = command.manifest
+        check_same(coming.manifest, manifest)
+        self._depot.check(manifest)
+        held = self._depot.get(manifest.weights_id)
+        if held is not None:
+            self._settle()
+            return held
+        base = self._depot.base(command.base_id) if command.base_id is not None else None
+        draft = await self._memory(command, coming)
+        offer = self._offers[manifest.weights_id]
+        changes = offer.expect(base.name if base is not None else None)
+        if command.source is None:
+            await self._load(coming, draft, offer, command.chunk_bytes)
+        else:
+            await self._fetch(command.source, coming, draft, offer, base, changes)
+        coming.draft = None  # whole or broken, it is none any more
+        try:
+            held = draft.finish()
+        except TakeError as error:
+            self._withdraw(manifest.weights_id, str(error))
+            raise
+        self._depot.admit(held)
+        offer.verify()
+        if changes is not None and base is not None and command.source is None:
+            encoding = self._encode(offer, changes, base, held, command.chunk_bytes)
+            self._encoding[manifest.weights_id] = asyncio.get_running_loop().create_task(encoding)
+        self._settle()
+        return held
+
+    async def _memory(self, command: Take, coming: _Coming) -> Draft:
+        """Memory for the version: what has come of it already, or new. Raises TakeError."""
+        if coming.draft is not None and command.source is not None:
+            return coming.draft
+        make = self._depot.begin if command.source is not None else self._depot.adopt
+        try:
+            draft = await in_thread(make, command.manifest, undo=Draft.close)
+        except TakeError as error:
+            base = set() if command.base_id is None else {command.base_id}
+            if error.reason != "room" or not self._let_go(self._keep | base):
+                raise
+            draft = await in_thread(make, command.manifest, undo=Draft.close)
+        weights_id = command.manifest.weights_id
+        offer = self._offers.get(weights_id)
+        if offer is not None and not draft.copies:
+            offer.fd = draft.fd  # the same bytes, in the memory of who has published them
+        else:
+            self._withdraw(weights_id, "it comes anew")
+            self._offers[weights_id] = Offer(command.manifest, draft.fd)
+            self._arrivals.wake()
+        if coming.draft is not None:
+            coming.draft.close()
+        coming.draft = draft
+        return draft
+
+    async def _load(self, coming: _Coming, draft: Draft, offer: Offer, chunk_bytes: int) -> None:
+        """From this host's memory."""
+        try:
+            for start in range(0, draft.manifest.nbytes, chunk_bytes):
+                stop = min(start + chunk_bytes, draft.manifest.nbytes)
+                offer.add(start, stop, await in_thread(draft.load, start, stop))
+        except BaseException:
+            self._discard(coming, "it could not be read from memory")  # nothing else can go on with memory that is not ours
+            raise
+
+    async def _fetch(
+        self, source: RelayAddress, coming: _Coming, draft: Draft, offer: Offer, base: Held | None, changes: Changes | None
+    ) -> None:
+        """From another relay: what is missing, piece by piece."""
+        manifest = draft.manifest
+        change = bytearray()
+
+        def room(word: Word, nbytes: int) -> memoryview:
+            nonlocal change
+            if not isinstance(word, Raw | Delta) or word.start != draft.done or word.stop - word.start > PIECE_BYTES:
+                raise TakeError("broken", f"expected the piece from byte {draft.done} on, got {word}")
+            view = draft.room(word.start, word.stop)
+            if isinstance(word, Raw) and nbytes == len(view):
+                return view
+            if not isinstance(word, Delta) or base is None or nbytes > 2 * len(view) + PIECE_BYTES // 1024:
+                raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
+            change = bytearray(nbytes)
+            return memoryview(change)
+
+        channel = await self._transport.connect(source)
+        try:
+            missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
+            named = base.name if base is not None else None
+            ask = Ask(
+                weights_id=manifest.weights_id, digest=manifest.digest, nbytes=manifest.nbytes, ranges=missing, base=named
+            )
+            await channel.send(ask)
+            while draft.done < manifest.nbytes:
+                word, check = await channel.receive(room)
+                match word:
+                    case Raw(start=start, stop=stop):
+                        draft.fill(start, stop)
+                        coming.nbytes += stop - start
+                        if changes is not None:
+                            offer.end_changes(changes)
+                        offer.add(start, stop, check)
+                    case Delta(start=start, stop=stop, sizes=sizes) if base is not None and changes is not None:
+                        await in_thread(draft.apply, start, stop, memoryview(change), sizes, base)
+                        coming.nbytes += len(change)
+                        body = Body(len(change), check, memoryview(change))
+                        changes.open = True
+                        offer.add_change(changes, start, Change(stop, sizes, body))
+                        offer.add(start, stop)
+                    case Refused(reason=reason, error=error):
+                        raise TakeError(reason, f"{source.host}:{source.port} refuses: {error}")
+                    case Alive():
+                        pass
+                    case _:
+                        raise TakeError("broken", f"{source.host}:{source.port} said {type(word).__name__}")
+        finally:
+            channel.close()
+
+    async def _encode(self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int) -> None:
+        """Make the changes since `base` that have not come from elsewhere, once for all who ask."""
+        old, new = base.view(), held.view()  # they stay while we read, even if they are let go
+        try:
+            for cut in cuts(offer.manifest, chunk_bytes):
+                rest = tuple(span for span in cut.spans if span.start >= changes.stop)
+                if not rest:
+                    continue
+                blocks = await in_thread(encoded, rest, old.__getitem__, new.__getitem__, self._pool)
+                if offer.withdrawn or not changes.open:
+                    return
+                sizes = tuple(len(block) for block in blocks)
+                offer.add_change(changes, rest[0].start, Change(rest[-1].stop, sizes, Body.of(b"".join(blocks))))
+        finally:
+            offer.end_changes(changes)
+
+    # Letting go.
+
+    def _settle(self) -> None:
+        """A version has come: let go of what nobody needs any more."""
+        self._let_go(self._keep)
+        for weights_id in sorted(self._depot.ids())[:-CHANGES_OF]:
+            self._offers[weights_id].forget_changes()
+        for weights_id, encoding in list(self._encoding.items()):
+            if encoding.done():
+                del self._encoding[weights_id]
+
+    def _let_go(self, keep: set[int]) -> list[int]:
+        gone = self._depot.keep(keep)
+        for weights_id in gone:
+            self._withdraw(weights_id, f"weights id {weights_id} was let go")
+        return gone
+
+    def _abandon(self, coming: _Coming, reason: str) -> None:
+        """Nobody wants this version any more. Whoever is at work on it sees to the rest."""
+        coming.why, coming.abandoned = reason, True
+        if coming.work is not None:
+            coming.work.cancel()
+        if coming.worker is None:
+            self._remove(coming)
+
+    def _remove(self, coming: _Coming) -> None:
+        if coming.patience is not None:
+            coming.patience.cancel()
+        del self._coming[coming.manifest.weights_id]
+        self._discard(coming, coming.why)
+
+    def _discard(self, coming: _Coming, reason: str) -> None:
+        """Remove what has come."""
+        if coming.draft is not None:
+            coming.draft.close()
+            coming.draft = None
+            self._withdraw(coming.manifest.weights_id, reason)
+
+    def _withdraw(self, weights_id: int, reason: str) -> None:
+        offer = self._offers.pop(weights_id, None)
+        if offer is not None:
+            offer.withdraw(reason)
+
+    # Giving.
+
+    async def _serve(self, channel: Channel) -> None:
+        word, _ = await channel.receive()
+        if isinstance(word, Ask):
+            await give(channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals)
+        else:
+            await channel.send(Refused(reason="source", error=f"a relay answers Ask, got {type(word).__name__}"))
+
+
+def _overtakes(later: Take, command: Take) -> bool:
+    """Whether `later`, said after `command`, makes it needless: they want the same bytes."""
+    return later.manifest.digest == command.manifest.digest

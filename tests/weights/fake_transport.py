@@ -1,0 +1,133 @@
+"""A transport without a network: channels are pairs of queues, and bodies are copied."""
+
+import asyncio
+import os
+from collections import deque
+
+from rollweave.schema.weights import RelayAddress
+from rollweave.weights.transport import Body, Room, Serve
+from rollweave.weights.words import TakeError, Word
+
+AHEAD = 2
+"""Messages that may wait in a channel."""
+
+
+class FakeChannel:
+    """One end. `None` in the queue is the end."""
+
+    def __init__(self, silent_s: float) -> None:
+        self._silent_s = silent_s
+        self._inbox: deque[tuple[Word, bytes] | None] = deque()
+        self._moved = asyncio.Event()
+        self.other: FakeChannel | None = None
+        self._closed = False
+
+    async def send(self, word: Word, body: Body | None = None) -> None:
+        data = b""
+        if body is not None:
+            data = bytes(body.data) if body.data is not None else os.pread(body.fd, body.nbytes, body.offset)
+        other = self.other
+        assert other is not None
+        try:
+            async with asyncio.timeout(self._silent_s):
+                while len(other._inbox) >= AHEAD and not other._closed and not self._closed:
+                    await other._wait()
+        except TimeoutError:
+            self.close()
+            raise TakeError("source", "nothing was taken") from None
+        if other._closed or self._closed:
+            raise TakeError("source", "the other end has gone")
+        other._inbox.append((word, data))
+        other._wake()
+
+    async def receive(self, room: Room | None = None) -> tuple[Word, int]:
+        try:
+            async with asyncio.timeout(self._silent_s):
+                while not self._inbox:
+                    if self._closed:
+                        raise TakeError("source", "it is closed")
+                    await self._wait()
+        except TimeoutError:
+            self.close()
+            raise TakeError("source", "nothing was said") from None
+        message = self._inbox[0]
+        if message is None:
+            raise TakeError("source", "the other end has hung up")
+        self._inbox.popleft()
+        self._wake()
+        word, data = message
+        if not data:
+            return word, 0
+        try:
+            if room is None:
+                raise TakeError("broken", "a body that nobody expects")
+            with room(word, len(data)) as view:
+                view[:] = data
+        except TakeError:
+            self.close()
+            raise
+        return word, Body.of(data).check
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._wake()
+            assert self.other is not None
+            self.other._inbox.append(None)
+            self.other._wake()
+
+    async def _wait(self) -> None:
+        await self._moved.wait()
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+class FakeListener:
+    def __init__(self, net: "FakeTransport", address: RelayAddress, serve: Serve) -> None:
+        self.address, self.serve, self._net = address, serve, net
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        del self._net.listeners[self.address.host, self.address.port]
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+class FakeTransport:
+    """`Transport` within this process."""
+
+    def __init__(self, *, silent_s: float = 5.0) -> None:
+        self._silent_s = silent_s
+        self.listeners: dict[tuple[str, int], FakeListener] = {}
+        self._port = 100
+
+    async def listen(self, host: str, serve: Serve) -> FakeListener:
+        self._port += 1
+        address = RelayAddress(host=host, port=self._port, secret=os.urandom(8))
+        self.listeners[host, self._port] = FakeListener(self, address, serve)
+        return self.listeners[host, self._port]
+
+    async def connect(self, address: RelayAddress) -> FakeChannel:
+        listener = self.listeners.get((address.host, address.port))
+        if listener is None or listener.address.secret != address.secret:
+            raise TakeError("source", f"{address.host}:{address.port} is no relay, or our secret is not its own")
+        ours, theirs = FakeChannel(self._silent_s), FakeChannel(self._silent_s)
+        ours.other, theirs.other = theirs, ours
+
+        async def serve() -> None:
+            try:
+                await listener.serve(theirs)
+            except TakeError:
+                pass
+            finally:
+                theirs.close()
+
+        task = asyncio.create_task(serve())
+        listener.tasks.add(task)
+        task.add_done_callback(listener.tasks.discard)
+        return ours

@@ -1,0 +1,190 @@
+"""Versions of a small model in memory, relays in this process, and sources that tests hold by the hand."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, TensorMeta, WeightManifest
+from rollweave.weights.memory import seal
+from rollweave.weights.offers import News, Offer, give
+from rollweave.weights.relay import Relay
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Channel, Transport
+from rollweave.weights.words import Ask
+
+KIB = 1 << 10
+
+
+class Memory:
+    """A trainer's publication: a payload in sealed memory."""
+
+    def __init__(self, payload: bytes, *, weights_id: int, tensors: tuple[TensorMeta, ...], sealed: bool = True) -> None:
+        self.payload = payload
+        self.fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.write(self.fd, payload)
+        if sealed:
+            seal(self.fd)
+        self.manifest = WeightManifest(
+            version=weights_id,
+            weights_id=weights_id,
+            location=f"/proc/{os.getpid()}/fd/{self.fd}",
+            tensors=tensors,
+            nbytes=len(payload),
+            digest=xxhash.xxh3_128_hexdigest(payload),
+        )
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def tensors_of(*sizes: int) -> tuple[TensorMeta, ...]:
+    """fp32 vectors of these many elements, each at a multiple of 64 bytes."""
+    metas, offset = [], 0
+    for number, size in enumerate(sizes):
+        metas.append(TensorMeta(name=f"t{number}", dtype="float32", shape=(size,), offset=offset, nbytes=4 * size))
+        offset += 4 * size + -4 * size % 64
+    return tuple(metas)
+
+
+def payload_of(tensors: tuple[TensorMeta, ...], *, seed: int) -> bytes:
+    values = np.random.default_rng(seed)
+    data = bytearray(max((meta.offset + meta.nbytes for meta in tensors), default=0))
+    for meta in tensors:
+        data[meta.offset : meta.offset + meta.nbytes] = values.standard_normal(meta.nbytes // 4, np.float32).tobytes()
+    return bytes(data)
+
+
+def changed(payload: bytes, *, seed: int, fraction: float = 0.01) -> bytes:
+    """The payload after a training step that touched this fraction of it."""
+    values = np.random.default_rng(seed)
+    data = np.frombuffer(bytearray(payload), np.uint32)
+    where = values.integers(0, len(data), max(1, int(fraction * len(data)))) if len(data) else []
+    data[where] += 1
+    return data.tobytes()
+
+
+SHAPES = tensors_of(40_000, 7, 0, 90_001, 1_100_000)  # three blocks of a delta
+
+
+@contextlib.contextmanager
+def versions(count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1) -> Iterator[list[Memory]]:
+    """Consecutive versions of one model, ids from `first` on."""
+    payload, made = payload_of(tensors, seed=0), []
+    for weights_id in range(first, first + count):
+        made.append(Memory(payload, weights_id=weights_id, tensors=tensors))
+        payload = changed(payload, seed=weights_id)
+    try:
+        yield made
+    finally:
+        for memory in made:
+            memory.close()
+
+
+class Host:
+    """A relay in this process, and its answers."""
+
+    def __init__(self, transport: Transport, *, linger_s: float = 60.0) -> None:
+        self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
+        self.relay = Relay(transport, self.answers.put_nowait, linger_s=linger_s)
+        self.address = RelayAddress(host="", port=0, secret=b"")
+
+    async def take(
+        self,
+        manifest: WeightManifest,
+        source: "Host | RelayAddress | None" = None,
+        *,
+        base_id: int | None = None,
+        keep: tuple[int, ...] = (),
+        chunk_bytes: int = 256 * KIB,
+    ) -> Taken | TakeFailed:
+        self.begin(manifest, source, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes)
+        return await self.answer()
+
+    def begin(
+        self,
+        manifest: WeightManifest,
+        source: "Host | RelayAddress | None" = None,
+        *,
+        base_id: int | None = None,
+        keep: tuple[int, ...] = (),
+        chunk_bytes: int = 256 * KIB,
+    ) -> None:
+        address = source.address if isinstance(source, Host) else source
+        self.relay.take(Take(manifest=manifest, source=address, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes))
+
+    async def answer(self) -> Taken | TakeFailed:
+        async with asyncio.timeout(30):
+            answer = await self.answers.get()
+        assert isinstance(answer, Taken | TakeFailed)
+        return answer
+
+    def payload(self, weights_id: int) -> bytes | None:
+        """As an engine reads it, through the manifest's location."""
+        manifest = self.relay.manifest(weights_id)
+        return Path(manifest.location).read_bytes() if manifest is not None else None
+
+
+@contextlib.asynccontextmanager
+async def hosts(count: int, *transports: Transport, linger_s: float = 60.0) -> AsyncIterator[list[Host]]:
+    """So many; over one of the `transports` each, the last of them for the rest, or TCP."""
+    chosen = [transports[min(number, len(transports) - 1)] if transports else Tcp(silent_s=5.0) for number in range(count)]
+    made = [Host(transport, linger_s=linger_s) for transport in chosen]
+    try:
+        for host in made:
+            host.address = await host.relay.listen("127.0.0.1")
+        yield made
+    finally:
+        for host in made:
+            await host.relay.close()
+
+
+class Tap:
+    """A source that gives no more bytes of a version away than the test has let through."""
+
+    def __init__(self, memory: Memory, *, piece: int) -> None:
+        self.offer = Offer(memory.manifest, memory.fd)
+        self.asked: list[Ask] = []
+        self._piece, self._nbytes, self._open = piece, memory.manifest.nbytes, 0
+
+    async def serve(self, channel: Channel) -> None:
+        ask, _ = await channel.receive()
+        assert isinstance(ask, Ask)
+        self.asked.append(ask)
+        await give(channel, ask, lambda _: self.offer, News())
+
+    def let(self, pieces: int) -> None:
+        """Let so many more pieces through."""
+        for _ in range(pieces):
+            if self._open < self._nbytes:
+                stop = min(self._open + self._piece, self._nbytes)
+                self.offer.add(self._open, stop)
+                self._open = stop
+
+    def let_all(self) -> None:
+        while self._open < self._nbytes:
+            self.let(1)
+
+
+@contextlib.asynccontextmanager
+async def tapped(memory: Memory, *, piece: int = 256 * KIB) -> AsyncIterator[tuple[Tap, RelayAddress]]:
+    tap = Tap(memory, piece=piece)
+    listener = await Tcp(silent_s=5.0).listen("127.0.0.1", tap.serve)
+    try:
+        yield tap, listener.address
+    finally:
+        await listener.close()
+
+
+async def until(condition: object) -> None:
+    """Wait until `condition()` holds."""
+    assert callable(condition)
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 (what it looks at tells nobody)
+            await asyncio.sleep(0.005)

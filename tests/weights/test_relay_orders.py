@@ -1,0 +1,69 @@
+"""Whatever is asked of relays in whatever order: every Take is answered once, and what is there is what was published."""
+
+import asyncio
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from rollweave.schema.weights import RelayAddress, Take, Taken
+from rollweave.weights.tcp import Tcp
+from tests.weights.host import KIB, Host, hosts, tensors_of, versions
+
+HOSTS, VERSIONS = 3, 4
+NOWHERE = RelayAddress(host="127.0.0.1", port=1, secret=b"")
+SHAPES = tensors_of(30_000, 600_000)
+
+ORDERS = st.lists(
+    st.tuples(
+        st.integers(0, HOSTS - 1),
+        st.integers(1, VERSIONS),
+        st.sampled_from([None, *range(HOSTS), "nowhere"]),
+        st.none() | st.integers(1, VERSIONS),
+        st.sets(st.integers(1, VERSIONS)),
+        st.sampled_from([0, 0, 1, 5, 30]),  # turns of the event loop until the next order
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(ORDERS)
+def test_any_orders(orders: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
+    asyncio.run(_obeyed(orders))
+
+
+async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
+    # A short patience ends what can never come: two that wait for each other, say.
+    with versions(VERSIONS, tensors=SHAPES) as memories:
+        async with hosts(HOSTS, Tcp(silent_s=5.0), linger_s=0.05) as made:
+            asked = [0] * HOSTS
+            for number, weights_id, source, base_id, keep, turns in orders:
+                address = NOWHERE if source == "nowhere" else made[source].address if isinstance(source, int) else None
+                command = Take(
+                    manifest=memories[weights_id - 1].manifest,
+                    source=address,
+                    base_id=base_id,
+                    keep=tuple(keep),
+                    chunk_bytes=100 * KIB,
+                )
+                made[number].relay.take(command)
+                asked[number] += 1
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            # Whoever waits for somebody who never begins is freed by a Take of that version from memory.
+            for host in made:
+                for weights_id in range(1, VERSIONS + 1):
+                    everything = tuple(range(1, VERSIONS + 1))
+                    host.relay.take(Take(manifest=memories[weights_id - 1].manifest, keep=everything, chunk_bytes=100 * KIB))
+            for number, host in enumerate(made):
+                answers = [await host.answer() for _ in range(asked[number] + VERSIONS)]
+                assert sum(isinstance(answer, Taken) for answer in answers) >= VERSIONS
+                _check(host, [memory.payload for memory in memories])
+            for host in made:
+                assert host.answers.empty()
+                assert host.relay._coming == {}
+
+
+def _check(host: Host, payloads: list[bytes]) -> None:
+    for weights_id, payload in enumerate(payloads, start=1):
+        assert host.payload(weights_id) == payload

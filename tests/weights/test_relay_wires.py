@@ -1,0 +1,96 @@
+"""Whatever breaks off when, and whoever is the next source: all end with the bytes of a plain copy, and no piece came twice."""
+
+import asyncio
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from rollweave.schema.weights import TakeFailed, Taken
+from rollweave.weights.tcp import Tcp
+from tests.weights.host import KIB, hosts, tensors_of, versions
+from tests.weights.wires import wired
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 400_000), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(8, 1_500_000), max_size=4),
+    delta=st.booleans(),
+)
+def test_any_breaks(sizes: list[int], cuts: list[int], delta: bool) -> None:
+    asyncio.run(_broken(sizes, cuts, delta=delta))
+
+
+async def _broken(sizes: list[int], cuts: list[int], *, delta: bool) -> None:
+    """The wires to the master break after so many bytes; then there is a whole one."""
+    base_id = 1 if delta else None
+    with versions(2, tensors=tensors_of(*sizes)) as (old, new):
+        async with hosts(3) as (master, host, after):
+            for one, source in ((master, None), (host, master), (after, host)):
+                assert isinstance(await one.take(old.manifest, source), Taken)
+            after.begin(new.manifest, host, base_id=base_id, keep=(1,))
+            assert isinstance(await master.take(new.manifest, base_id=base_id, keep=(1,), chunk_bytes=64 * KIB), Taken)
+            answer: Taken | TakeFailed | None = None
+            for at in cuts:
+                if isinstance(answer, Taken):
+                    break
+                async with wired(master.address, "cut", at) as address:
+                    answer = await host.take(new.manifest, address, base_id=base_id, keep=(1,))
+                    assert isinstance(answer, Taken) or answer.reason == "source", answer
+            if not isinstance(answer, Taken):
+                answer = await host.take(new.manifest, master, base_id=base_id, keep=(1,))
+            passed_on = await after.answer()
+            assert isinstance(answer, Taken), answer
+            assert isinstance(passed_on, Taken), passed_on
+            assert host.payload(2) == after.payload(2) == new.payload
+            assert answer.nbytes == passed_on.nbytes
+            assert delta or answer.nbytes == new.manifest.nbytes
+
+
+@settings(max_examples=60, deadline=None)
+@given(at=st.integers(0, 100_000), delta=st.booleans())
+def test_a_flipped_bit_anywhere(at: int, delta: bool) -> None:
+    asyncio.run(_flipped(at, delta=delta))
+
+
+async def _flipped(at: int, *, delta: bool) -> None:
+    base_id = 1 if delta else None
+    with versions(2, tensors=tensors_of(12_000, 13_000)) as (old, new):
+        async with hosts(2, Tcp(silent_s=1.0)) as (master, host):
+            for one, source in ((master, None), (host, master)):
+                assert isinstance(await one.take(old.manifest, source), Taken)
+            await master.take(new.manifest, base_id=base_id, keep=(1,))
+            async with wired(master.address, "flip", at) as address:
+                answer = await host.take(new.manifest, address, base_id=base_id, keep=(1,))
+            if isinstance(answer, TakeFailed):
+                assert answer.reason in ("broken", "source")
+                assert host.payload(2) is None
+            assert host.payload(1) == old.payload
+            if not isinstance(answer, Taken):
+                answer = await host.take(new.manifest, master, base_id=base_id, keep=(1,))
+            assert isinstance(answer, Taken), answer
+            assert host.payload(2) == new.payload
+
+
+async def test_a_flipped_bit_in_a_body_is_told() -> None:
+    with versions(1) as (memory,):
+        async with hosts(2) as (master, host):
+            await master.take(memory.manifest)
+            async with wired(master.address, "flip", 100_000) as address:
+                answer = await host.take(memory.manifest, address)
+            assert isinstance(answer, TakeFailed)
+            assert (answer.reason, "damaged" in answer.error) == ("broken", True)
+            assert host.payload(1) is None
+
+
+async def test_a_source_that_hangs_is_left() -> None:
+    with versions(1) as (memory,):
+        async with hosts(2, Tcp(silent_s=0.5)) as (master, host):
+            await master.take(memory.manifest)
+            for at in (0, 100_000):
+                async with wired(master.address, "stall", at) as address:
+                    answer = await host.take(memory.manifest, address)
+                assert isinstance(answer, TakeFailed)
+                assert answer.reason == "source"
+                assert "0.5 s" in answer.error
+            assert isinstance(await host.take(memory.manifest, master), Taken)
