@@ -279,10 +279,13 @@ def restart_controller(world: World) -> None:
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
     seats = tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in world.seats.items())
-    world.feed(e.WorldLost(engines=seats))
+    relays = world.begin_relays()
+    world.feed(e.WorldLost(engines=seats, relays=relays))
     if world.finish is None:
         for name in world.engine_epoch:
             world.join(name)
+        for name in world.relay_epoch:
+            world.join_relay(name)
 
 
 def test_a_domain_may_have_groups_of_its_own_size() -> None:

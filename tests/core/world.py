@@ -8,6 +8,7 @@ import random
 
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
+from rollweave.core.weights import MOST
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -26,6 +27,13 @@ class World:
         self.heap: list[tuple[float, int, e.Event]] = []
         self.count = 0
         self.timer: float | None = None
+        self.relay_epoch: dict[str, int] = {}
+        self.relay_has: dict[str, set[int]] = {}  # whole, in its memory
+        self.told: dict[str, set[int]] = {}  # of which the core has heard
+        self.takes: dict[str, c.TakeWeights] = {}  # under way
+        self.begin_relays()
+        self.sick: set[str] = set()  # relays that die as soon as they are up
+        self.taken: list[c.TakeWeights] = []
         self.finish: c.Finish | None = None
         self.journal: list[tuple[float, e.Event]] = []
         self.commands: list[list[c.Command]] = []
@@ -50,8 +58,13 @@ class World:
 
     def start(self) -> None:
         self.feed(
-            e.RunStarted(engines=tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()))
+            e.RunStarted(
+                engines=tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()),
+                relays=len(self.relay_epoch),
+            )
         )
+        for name in self.relay_epoch:
+            self.join_relay(name)
         for name in self.engine_epoch:
             self.join(name)
         self.later(e.TrainerReady(epoch=0, step=0))
@@ -67,6 +80,22 @@ class World:
                 profile=tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name]) for batch in (1, 4, 16)),
             )
         )
+
+    def begin_relays(self) -> int:
+        """All relays of a new world: so many."""
+        names = [f"r{number}" for number in range(self.config.weights.relays)]
+        self.relay_epoch = dict.fromkeys(names, 0)
+        self.relay_has, self.told = {name: set() for name in names}, {name: set() for name in names}
+        self.takes.clear()
+        return len(names)
+
+    def join_relay(self, name: str) -> None:
+        self.later(e.RelayJoined(relay_id=name, epoch=self.relay_epoch[name]))
+        if name in self.sick:
+            self.lose_relay(name)
+
+    def lose_relay(self, name: str) -> None:
+        self.later(e.RelayLost(relay_id=name, epoch=self.relay_epoch[name], error="killed"))
 
     def later(self, event: e.Event, delay: float | None = None) -> None:
         if self.random.random() < self.hang:
@@ -92,7 +121,42 @@ class World:
             return
         assert self.heap, "nothing will ever happen again: the core waits for ever"
         self.now, _, event = heapq.heappop(self.heap)
-        self.feed(event)
+        if not isinstance(event, e.WeightsHeld | e.WeightsRefused) or self.arrives(event):
+            self.feed(event)
+
+    def arrives(self, event: e.WeightsHeld | e.WeightsRefused) -> bool:
+        """A take is over; unless another has overtaken it, its source has not got so far, or lacks it."""
+        take = self.takes.get(event.relay_id)
+        if self.relay_epoch.get(event.relay_id) != event.epoch:
+            return True  # of an earlier life: late news
+        if take is None or take.weights_id != event.weights_id:
+            return False
+        if isinstance(event, e.WeightsHeld) and take.source is not None:
+            from_ = self.takes.get(take.source)
+            if from_ is not None and from_.weights_id == take.weights_id:
+                self.later(event)
+                return False
+            if take.weights_id not in self.relay_has.get(take.source, ()):
+                self.refuse(take, "source")
+                return False
+        del self.takes[event.relay_id]
+        if isinstance(event, e.WeightsHeld):
+            self.relay_has[event.relay_id].add(event.weights_id)
+            self.told[event.relay_id].add(event.weights_id)
+        return True
+
+    def refuse(self, take: c.TakeWeights, reason: str) -> None:
+        self.later(
+            e.WeightsRefused(
+                relay_id=take.relay_id,
+                epoch=self.relay_epoch[take.relay_id],
+                weights_id=take.weights_id,
+                try_number=take.try_number,
+                reason=reason,  # type: ignore[arg-type]
+                error="no luck",
+            ),
+            0.0,
+        )
 
     def run(self, max_events: int = 100_000) -> c.Finish:
         self.start()
@@ -217,7 +281,19 @@ class World:
         match command:
             case c.SuspendEngine():
                 self.later(e.EngineSuspended(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]))
+            case c.TakeWeights():
+                self.take(command)
+            case c.RestartRelay():
+                self.forget_relay(command.relay_id)
+                self.relay_epoch[command.relay_id] = command.epoch
+                self.join_relay(command.relay_id)
+            case c.RemoveRelay():
+                self.forget_relay(command.relay_id)
+                del self.relay_epoch[command.relay_id]
             case c.LoadWeights():
+                if self.told:
+                    machine = f"r{int(command.engine_id[1:]) % len(self.told)}"
+                    assert command.weights_id in self.told[machine], f"{command} of what {machine} does not hold"
                 key = {
                     "engine_id": command.engine_id,
                     "epoch": self.engine_epoch[command.engine_id],
@@ -259,6 +335,7 @@ class World:
                     self.trainer_step += 1
                 self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
             case c.PublishWeights():
+                assert len(command.keep) <= MOST
                 assert command.from_checkpoint in {None, *self.checkpoints}, "weights of a checkpoint that is not there"
                 self.later(e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id))
             case c.SaveCheckpoint():
@@ -280,3 +357,25 @@ class World:
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
             case _:
                 raise AssertionError(f"nobody executes {command}")
+
+    def take(self, command: c.TakeWeights) -> None:
+        """Let go of what nobody needs, and get there, or not."""
+        name, kept = command.relay_id, {*command.keep, command.base_id}
+        assert name in self.relay_epoch, f"{command} of a relay that is gone"
+        assert command.source is None or command.source in self.relay_epoch, f"{command} from a relay that is gone"
+        assert command.base_id is None or command.base_id in self.told[name], f"{command} on a base that it never had"
+        self.relay_has[name] &= kept
+        self.told[name] &= kept
+        self.taken.append(command)
+        self.takes[name] = command
+        if self.fails():
+            self.refuse(command, self.random.choice(["source", "base", "broken", "room"]))
+        else:
+            epoch = self.relay_epoch[name]
+            self.later(e.WeightsHeld(relay_id=name, epoch=epoch, weights_id=command.weights_id))
+        if self.fails():
+            self.lose_relay(name)
+
+    def forget_relay(self, name: str) -> None:
+        self.relay_has[name], self.told[name] = set(), set()
+        self.takes.pop(name, None)

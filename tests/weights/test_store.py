@@ -191,6 +191,14 @@ def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -
         read_tensors(manifests[3])
 
 
+def test_a_publisher_keeps_what_is_needed(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path, keep=2)
+    for weights_id, needed in enumerate([(), (0,), (0, 1), (0, 2), ()]):
+        publisher.publish({"w": torch.zeros(1)}, version=0, weights_id=weights_id, needed=needed)
+        assert [held.manifest.weights_id for held in publisher._open] == [*needed, weights_id]
+    publisher.close()
+
+
 def test_a_directory_that_cannot_be_is_a_weights_error(tmp_path: Path) -> None:
     blocker = tmp_path / "file"
     blocker.write_bytes(b"")

@@ -4,7 +4,8 @@ from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, GroupStatus, Stage
+from rollweave.core.state import EngineStatus, GroupStatus, RelayStatus, Stage
+from rollweave.core.weights import MOST, machine_of, needed
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
 
@@ -21,6 +22,7 @@ def check(run: Run) -> None:
     _check_bounds(run)
     _check_pace(run)
     _check_service(run)
+    _check_weights(run)
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
 
@@ -117,6 +119,30 @@ def _check_pace(run: Run) -> None:
         else:
             assert home.weights_id == trajectory.weights_id, f"the home of {trajectory} is {home}"
             assert home.status in (EngineStatus.SERVING, EngineStatus.SUSPENDING), home
+
+
+def _check_weights(run: Run) -> None:
+    """Nobody waits for weights that do not come, and engines have what their machine holds or held."""
+    state = run.state
+    up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
+    assert sorted(state.chain) == sorted(up), f"{state.chain} are in the chain, {up} are up"
+    assert len(needed(run)) <= MOST
+    for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain):
+        assert (relay.status is RelayStatus.TAKING) == (relay.taking >= 0), relay
+        assert relay.held == sorted(set(relay.held)), relay
+        assert relay.taking not in relay.held, relay
+        assert len(relay.held) <= MOST + 1, relay
+        source = state.relays[relay.source] if relay.source is not None else None
+        if relay.taking >= 0 and source is None:
+            assert place == 0, f"{relay.id} takes from the trainer, the master is {state.chain[0]}"
+        elif relay.taking >= 0 and source is not None and relay.taking not in source.held:
+            assert source.taking == relay.taking, f"{relay.id} takes {relay.taking} from {source.id}, which lacks it"
+            assert state.chain.index(source.id) < place, f"{relay.id} takes from {source.id}, which stands behind it"
+        if relay.base is not None:
+            assert relay.base in relay.held, relay
+    for engine in state.engines.values():
+        machine = machine_of(run, engine)
+        assert machine is None or f"r{machine}" in state.relays, f"{engine.id} is on a machine that was given up"
 
 
 def _check_service(run: Run) -> None:

@@ -20,6 +20,7 @@ from rollweave.core import (
     lengths,
     migration,
     recovery,
+    relays,
     serving,
     training,
     trajectories,
@@ -93,6 +94,7 @@ def _use_what_is_possible(run: Run) -> None:
     if run.state.phase is Phase.FINISHED:
         return
     groups.sweep_doomed(run)
+    relays.advance(run)
     engines.update(run)
     training.take_batch(run)
     groups.sweep_doomed(run)
@@ -147,6 +149,8 @@ def _route(run: Run, event: Event) -> None:
             engines.on_suspended(run, event)
         case e.WeightsLoaded():
             engines.on_loaded(run, event)
+        case e.WeightsHeld():
+            relays.on_held(run, event)
         case _:
             _route_rare(run, event)
 
@@ -162,6 +166,9 @@ def _route_rare(
     | e.EngineWithdrawn
     | e.EngineLost
     | e.WeightsLoadFailed
+    | e.RelayJoined
+    | e.RelayLost
+    | e.WeightsRefused
     | e.TrainerReady
     | e.TrainerLost
     | e.TrainFailed
@@ -187,6 +194,12 @@ def _route_rare(
             engines.on_lost(run, event)
         case e.WeightsLoadFailed():
             engines.on_load_failed(run, event)
+        case e.RelayJoined():
+            relays.on_joined(run, event)
+        case e.RelayLost():
+            relays.on_lost(run, event)
+        case e.WeightsRefused():
+            relays.on_refused(run, event)
         case e.TrainerReady():
             training.on_ready(run, event)
         case e.TrainerLost():

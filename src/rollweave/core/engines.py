@@ -5,12 +5,22 @@ An engine that joins is stale until it has loaded weights, however it came back.
 version that is being evaluated. In mode decoupled each engine updates by itself, and `core/pace` says when and to what.
 """
 
-from rollweave.core import costs, evaluation, pace, placing, turns
+from rollweave.core import costs, evaluation, pace, placing, turns, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase
 from rollweave.policy.modes import update_now
+from rollweave.policy.relay import repair
+from rollweave.policy.retry import Failover, failover
 from rollweave.schema.base import EngineId
-from rollweave.schema.commands import LoadWeights, RemoveEngine, RestartEngine, ResumeEngine, StartEngine, SuspendEngine
+from rollweave.schema.commands import (
+    LoadWeights,
+    RemoveEngine,
+    RemoveRelay,
+    RestartEngine,
+    ResumeEngine,
+    StartEngine,
+    SuspendEngine,
+)
 from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
@@ -60,7 +70,7 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is not None and engine.status is EngineStatus.SUSPENDING:
         other = pace.wanted(run, engine) if run.alone else None
-        _load(run, engine, run.state.published_id if other is None else other)
+        _load(run, engine, weights.newest(run, engine) if other is None else other)
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
@@ -94,7 +104,7 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         _set_aside(run, engine)
         pace.settle(run)
     else:
-        _load(run, engine, run.state.published_id)
+        _load(run, engine, weights.newest(run, engine))
 
 
 def on_lost(run: Run, event: EngineLost) -> None:
@@ -105,19 +115,29 @@ def on_lost(run: Run, event: EngineLost) -> None:
 
 
 def restart(run: Run, engine: Engine, reason: str) -> None:
-    """Bring the engine back where it was, or remove it after repeated failure (RollArt §8). No engine left ends the run."""
+    """Bring the engine back where it was, or give it or its machine up after repeated failure (RollArt §8, Laminar §3.3).
+
+    No engine left ends the run.
+    """
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
     if engine.draining:
         remove(run, engine, reason)
         return
-    if engine.restarts >= run.config.watchdog.restarts:
-        run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
-        remove(run, engine, reason)
-        if not run.state.engines and not run.state.seats and not run.state.serving:
-            run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
-        return
+    limit, machine = run.config.watchdog.restarts, weights.machine_of(run, engine)
+    match failover(restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, machine)):
+        case Failover.EVICT_MACHINE:
+            assert machine is not None, "there is an elsewhere"
+            evict(run, machine, f"engine {engine.id} failed {engine.restarts + 1} times; last: {reason}")
+            return
+        case Failover.REMOVE_ENGINE:
+            run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
+            remove(run, engine, reason)
+            _end_without(run, engine, reason)
+            return
+        case Failover.RESTART:
+            pass
     run.warn(engine.id, f"restarted: {reason}", count="engine_restarted")
     engine.restarts += 1
     engine.epoch += 1
@@ -131,12 +151,42 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     run.emit(RestartEngine(engine_id=engine.id, degree=engine.degree, epoch=engine.epoch, reason=reason))
 
 
+def evict(run: Run, machine: int, reason: str) -> None:
+    """Give up a machine, with its relay and all its engines. Those that take weights from it will find another source."""
+    state = run.state
+    run.warn(f"machine {machine}", f"given up: {reason}", count="machine_evicted")
+    relay = state.relays.pop(f"r{machine}")
+    if relay.id in state.chain:
+        state.chain = list(repair(state.chain, relay.id).order)
+    run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
+    for engine in [engine for engine in state.engines.values() if weights.machine_of(run, engine) == machine]:
+        turns.fail_all(run, engine, f"machine {machine} was given up: {reason}", abort=True)
+        remove(run, engine, reason)
+        _end_without(run, engine, reason)
+
+
+def _serving_elsewhere(run: Run, machine: int | None) -> int:
+    """Engines on other machines that have weights; 0 without machines."""
+    if machine is None:
+        return 0
+    others = [engine for engine in run.state.engines.values() if weights.machine_of(run, engine) != machine]
+    return sum(engine.version >= 0 and not engine.draining for engine in others)
+
+
+def _end_without(run: Run, engine: Engine, reason: str) -> None:
+    """The engine is removed: the run ends if it was the last."""
+    if not run.state.engines and not run.state.seats and not run.state.serving:
+        run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
+
+
 # A fleet that changes.
 
 
 def add(run: Run, degree: int) -> None:
     """Start one more engine."""
     state = run.state
+    while state.relays and f"r{state.next_engine % state.machines}" not in state.relays:
+        state.next_engine += 1  # that machine was given up
     engine = Engine(id=EngineId(f"e{state.next_engine}"), degree=degree, since=run.now)
     state.next_engine += 1
     state.engines[engine.id] = engine
@@ -162,9 +212,9 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
 
 
 def update(run: Run) -> None:
-    """Give engines the published weights: stale ones at once, serving ones when the mode says so."""
+    """Give engines the newest weights that they can load: stale ones at once, serving ones when the mode says so."""
     state = run.state
-    if state.published_id not in state.kept:
+    if not state.kept:
         return  # nothing is published yet, or whoever held it is gone
     if run.alone:
         _update_alone(run)
@@ -175,8 +225,8 @@ def update(run: Run) -> None:
         engine
         for engine in state.engines.values()
         if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
-        and engine.weights_id != state.published_id
         and not engine.draining
+        and weights.newest(run, engine) not in (None, engine.weights_id)
     ]
     held = evaluation.holds_weights(run)
     may_update = not held and update_now(
@@ -187,7 +237,7 @@ def update(run: Run) -> None:
     )
     for engine in outdated:
         if engine.status is EngineStatus.STALE and not held:
-            _load(run, engine, state.published_id)
+            _load(run, engine, weights.newest(run, engine))
         elif engine.status is EngineStatus.SERVING and may_update:
             _enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
@@ -207,14 +257,18 @@ def _update_alone(run: Run) -> None:
             run.emit(SuspendEngine(engine_id=engine.id))
 
 
-def _load(run: Run, engine: Engine, weights_id: int) -> None:
-    if weights_id not in run.state.kept:
+def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
+    if weights_id is not None and weights_id != engine.weights_id and weights.loadable(run, engine, weights_id):
+        engine.loading_id = weights_id
+        pace.loads(run, engine)
+        _enter(run, engine, EngineStatus.LOADING)
+        run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
+    elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
+        engine.loading_id = -1
+        _enter(run, engine, EngineStatus.SERVING)
+        run.emit(ResumeEngine(engine_id=engine.id))
+    else:
         _set_aside(run, engine)
-        return
-    engine.loading_id = weights_id
-    pace.loads(run, engine)
-    _enter(run, engine, EngineStatus.LOADING)
-    run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
 
 
 def _set_aside(run: Run, engine: Engine) -> None:

@@ -11,7 +11,7 @@ Invariant: an engine changes its weights only while no trajectory's home is ther
 import math
 from collections.abc import Sequence
 
-from rollweave.core import trajectories
+from rollweave.core import trajectories, weights
 from rollweave.core.order import Load
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
@@ -64,7 +64,7 @@ def engine_for(run: Run, purpose: Purpose) -> Engine | None:
 
 def loads(run: Run, engine: Engine) -> None:
     """Under the newest weights it may begin a batch; others it takes for those that wait for them alone."""
-    engine.begun = 0 if engine.loading_id == run.state.published_id else batch_of(run, engine)
+    engine.begun = 0 if engine.loading_id == weights.newest(run, engine) else batch_of(run, engine)
 
 
 def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
@@ -76,7 +76,10 @@ def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
 def _begins(run: Run, engine: Engine) -> bool:
     if not _serves(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
-    return engine.begun < batch_of(run, engine) or (engine.weights_id == run.state.published_id and _other_weights(run) is None)
+    return engine.begun < batch_of(run, engine) or (
+        engine.weights_id in (run.state.published_id, weights.newest(run, engine))
+        and _other_weights_for(run, engine) is None
+    )
 
 
 def _evaluates(run: Run, engine: Engine) -> bool:
@@ -97,22 +100,28 @@ def wanted(run: Run, engine: Engine) -> int | None:
         return None
     if any(engine.id in (m.source, m.target) for m in run.state.migrations.values()):
         return None
-    other = _other_weights(run)
+    other, newest = _other_weights_for(run, engine), weights.newest(run, engine)
     if other is not None:
         return other
-    if engine.weights_id == run.state.published_id:
+    if newest is None or newest == engine.weights_id:
         return None
     # What was published while it loaded has to wait until it has begun something, or it might load for ever.
     fresh = engine.status is EngineStatus.SERVING and engine.begun == 0 and engine.since >= run.state.published_at
-    return None if fresh else run.state.published_id
+    return None if fresh else newest
 
 
-def _other_weights(run: Run) -> int | None:
+def other_weights(run: Run) -> int | None:
     """Weights that no engine has or loads, and that an evaluation or homeless trajectories wait for."""
     state = run.state
     evaluated = [state.evaluation.weights_id] if state.evaluation is not None else []
     bound = sorted(trajectory.weights_id for trajectory in _homeless(run)) if state.homeless else []
     return next((found for found in (*evaluated, *bound) if found in state.kept and not somewhere(run, found)), None)
+
+
+def _other_weights_for(run: Run, engine: Engine) -> int | None:
+    """The same, if the engine can load them."""
+    other = other_weights(run)
+    return other if other is not None and weights.loadable(run, engine, other) else None
 
 
 def _holds(run: Run, engine: Engine) -> bool:

@@ -1,6 +1,6 @@
 """The start of a world, fresh or after the controller was lost (DESIGN §12.3)."""
 
-from rollweave.core import ending, engines, evaluation, groups, serving, training, trajectories, watchdog
+from rollweave.core import ending, engines, evaluation, groups, relays, serving, training, trajectories, watchdog
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
 from rollweave.schema.commands import DrawTask
@@ -11,6 +11,7 @@ from rollweave.schema.work import StopReason
 def on_started(run: Run, event: RunStarted) -> None:
     run.state.trainer.since = run.now
     engines.start(run, event.engines)
+    relays.start(run, event.relays)
     run.state.serving = event.serving
     if event.serving:
         serving.begin(run)
@@ -69,6 +70,7 @@ def _lose_world(run: Run, event: WorldLost) -> None:
     state.homeless.clear()
     state.seats.clear()
     engines.start(run, event.engines)
+    relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             state.turn_queue.pop(trajectory.id, None)

@@ -148,6 +148,31 @@ class Engine(msgspec.Struct):
     kv_before: int | None = None  # tokens of KV that its trajectories held at the last look (core/repacking)
 
 
+class RelayStatus(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    TAKING = "taking"
+
+
+class Relay(msgspec.Struct):
+    """The relay of a machine. It takes one version at a time, and names its sources by their ids; None is the trainer."""
+
+    id: str
+    machine: int
+    status: RelayStatus = RelayStatus.STARTING
+    epoch: int = 0
+    since: float = 0.0
+    held: list[int] = []  # weights ids, ascending
+    taking: int = -1
+    source: str | None = None
+    base: int | None = None
+    tries: int = 0  # so far, of any weights
+    refused: list[str | None] = []  # sources that did not serve since it last took weights or looked anew
+    whole: bool = False  # a change did not fit: the next try is of the whole
+    missing_since: float | None = None  # it has been refused weights that another one has
+    restarts: int = 0
+
+
 class Migration(msgspec.Struct):
     """The KV of a trajectory is to move. `since` is None while it waits for its transfer epoch."""
 
@@ -280,6 +305,9 @@ class State(msgspec.Struct):
     groups: dict[GroupId, Group] = {}
     trajectories: dict[TrajectoryId, Trajectory] = {}
     engines: dict[EngineId, Engine] = {}
+    relays: dict[str, Relay] = {}
+    chain: list[str] = []  # relays that are up, the master first
+    machines: int = 0  # that the world began with: engine number k is on machine k modulo their number; 0: no relays
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     init_queue: dict[TrajectoryId, None] = {}
     in_init: dict[TrajectoryId, None] = {}

@@ -137,6 +137,7 @@ def _publish(run: Run, from_checkpoint: int | None = None) -> None:
             version=trainer.step if from_checkpoint is None else from_checkpoint,
             weights_id=state.next_weights_id,
             from_checkpoint=from_checkpoint,
+            keep=weights.needed(run),
         )
     )
     state.next_weights_id += 1

@@ -3,7 +3,7 @@
 The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, groups, lengths, migration, repacking, training, trajectories, turns
+from rollweave.core import engines, groups, lengths, migration, relays, repacking, training, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
 from rollweave.policy.retry import STRIKES_BEFORE_RESTART
@@ -29,7 +29,9 @@ def look(run: Run) -> None:
     if state.phase is Phase.FINISHED:
         return
     for engine in list(state.engines.values()):
-        _check_engine(run, engine)
+        if engine.id in state.engines:  # else it went with its machine
+            _check_engine(run, engine)
+    relays.look(run)
     for trajectory_id in [*state.in_init, *state.in_run, *state.in_eval, *state.closing]:
         trajectory = state.trajectories.get(trajectory_id)
         if trajectory is not None:

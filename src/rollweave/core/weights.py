@@ -1,32 +1,75 @@
-"""Versions of the weights that somebody may still load. Whoever holds the bytes keeps these, and lets go of all others.
+"""Versions of the weights that somebody may still load, and which of them an engine can load now.
 
-Invariant: `state.kept` has the newest published version, and of earlier ones those that are `needed`.
+Whoever holds the bytes keeps these, and lets go of all others. With relays an engine loads from its own machine's relay alone
+(Laminar §4), so it can have what that one holds. Weights ids only grow. Invariant: `state.kept` has the newest published
+version, and of earlier ones those that are `needed`.
 """
 
 from rollweave.core.run import Run
+from rollweave.core.state import Engine, Relay
+
+MOST = 8
+"""Versions that are kept at once, the newest: so many models fit into a host's memory. Older ones are in checkpoints alone."""
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """Versions that an engine has or loads, that a trajectory began with, or that are to be evaluated; and the newest."""
+    """Versions that an engine or relay has or takes, that a trajectory began with, or that are to be evaluated; and the newest.
+
+    Of those that are kept, ascending, the newest MOST.
+    """
     state = run.state
     found = {state.published_id}
     for engine in state.engines.values():
         found |= {engine.weights_id, engine.loading_id}
+    for relay in state.relays.values():
+        found |= {relay.taking, relay.base if relay.base is not None else -1, *relay.held[-1:]}
     if run.alone:
         found |= {state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)}
         if state.evaluation is not None:
             found.add(state.evaluation.weights_id)
-    return tuple(sorted(found & {*state.kept, state.published_id} - {-1}))
+    return tuple(sorted(found & {*state.kept, state.published_id} - {-1}))[-MOST:]
 
 
 def published(run: Run, version: int, weights_id: int) -> None:
     """A new version may be loaded; of the earlier ones the needed may."""
     state = run.state
     state.published_version, state.published_id, state.published_at = version, weights_id, run.now
+    for relay in state.relays.values():
+        relay.refused, relay.whole = [], False
     keep = needed(run)
     state.kept = {kept: state.kept.get(kept, version) for kept in keep}
 
 
 def lost(run: Run) -> None:
-    """Whoever held the bytes is gone. Engines keep what they have loaded."""
-    run.state.kept = {}
+    """The trainer is gone, and what it held. Engines keep what they have loaded, relays what they have taken."""
+    state = run.state
+    held = {held for relay in state.relays.values() for held in (*relay.held, relay.taking)}
+    state.kept = {kept: version for kept, version in state.kept.items() if kept in held}
+
+
+def machine_of(run: Run, engine: Engine) -> int | None:
+    """The machine that the engine is on; None without relays."""
+    machines = run.state.machines
+    return int(engine.id.removeprefix("e")) % machines if machines else None
+
+
+def relay_of(run: Run, engine: Engine) -> Relay | None:
+    """The relay beside the engine."""
+    machine = machine_of(run, engine)
+    return run.state.relays.get(f"r{machine}") if machine is not None else None
+
+
+def loadable(run: Run, engine: Engine, weights_id: int) -> bool:
+    """The engine can load these now."""
+    relay = relay_of(run, engine)
+    return weights_id in run.state.kept and (not run.state.machines or (relay is not None and weights_id in relay.held))
+
+
+def newest(run: Run, engine: Engine) -> int | None:
+    """The newest that it can load now; None where there are none. Without relays: the published ones, or none."""
+    state = run.state
+    if not state.machines:
+        return state.published_id if state.published_id in state.kept else None
+    relay = relay_of(run, engine)
+    held = relay.held if relay is not None else []
+    return next((found for found in reversed(held) if found in state.kept), None)

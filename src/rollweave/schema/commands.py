@@ -200,6 +200,39 @@ class RemoveEngine(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
+# Relays.
+
+
+class TakeWeights(Tagged, frozen=True, kw_only=True):
+    """Have the relay get these weights from the relay `source`, or (None) from the trainer, whole or as a change of `base_id`.
+
+    A source may still be taking them itself. Said again of the same weights, it goes on where it stood, and only the last
+    `try_number` is answered. Weights that are neither in `keep` nor the base may go. → WeightsHeld | WeightsRefused | RelayLost
+    """
+
+    relay_id: str
+    weights_id: int
+    try_number: int
+    base_id: int | None = None
+    source: str | None = None
+    keep: tuple[int, ...] = ()
+
+
+class RestartRelay(Tagged, frozen=True, kw_only=True):
+    """Kill what is left of the process and start it again as `epoch`, without weights. → RelayJoined | RelayLost"""
+
+    relay_id: str
+    epoch: int
+    reason: str
+
+
+class RemoveRelay(Tagged, frozen=True, kw_only=True):
+    """Kill the process for good: its machine is given up. No answer is owed."""
+
+    relay_id: str
+    reason: str
+
+
 # Trainer.
 
 
@@ -222,7 +255,7 @@ class TrainStep(Tagged, frozen=True, kw_only=True):
 
 
 class PublishWeights(Tagged, frozen=True, kw_only=True):
-    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where given.
+    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where given. Others than `keep` may go.
 
     → WeightsPublished | TrainerLost
     """
@@ -230,6 +263,7 @@ class PublishWeights(Tagged, frozen=True, kw_only=True):
     version: int
     weights_id: int
     from_checkpoint: int | None = None
+    keep: tuple[int, ...] = ()
 
 
 class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
@@ -315,6 +349,9 @@ Command = (
     | ResumeEngine
     | RestartEngine
     | RemoveEngine
+    | TakeWeights
+    | RestartRelay
+    | RemoveRelay
     | TrainStep
     | PublishWeights
     | SaveCheckpoint

@@ -26,6 +26,7 @@ from rollweave.schema.sections import (
     TrainerConfig,
     WarmupConfig,
     WatchdogConfig,
+    WeightsConfig,
 )
 
 SIMULATED_CONTEXT = 1 << 24
@@ -43,6 +44,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup: WarmupConfig = WarmupConfig()
+    weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     faults: FaultsConfig = FaultsConfig()
     watchdog: WatchdogConfig = WatchdogConfig()
@@ -126,6 +128,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"algorithm.kl_direction must be reverse with several trainer.ranks, got {self.trainer.ranks} ranks"
             )
+        engines = self.allocation.budget if self.allocation is not None else sum(group.count for group in self.engines)
+        if self.weights.relays > engines:
+            raise ValueError(f"weights.relays must be at most the engines ({engines}), got {self.weights.relays}")
+        if self.sim is not None and self.sim.colocated and self.weights.relays:
+            raise ValueError(f"weights.relays must be 0 with sim.colocated, got {self.weights.relays}")
         if self.sim is not None and self.sim.colocated and rollout.mode is not ModeName.SYNC:
             raise ValueError(f"sim.colocated must go with rollout.mode sync, got mode {rollout.mode.value}")
         longest = max(task.max_tokens for task in self.tasks)

@@ -4,6 +4,8 @@ Events about a trajectory carry its `attempt`, events about an engine or trainer
 what comes late from an earlier life is ignored. Text in events is for people; decisions never read it.
 """
 
+from typing import Literal
+
 from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
 from rollweave.schema.work import Decoding, StopReason, Task
 
@@ -18,11 +20,13 @@ class EngineSeat(Noun, frozen=True, kw_only=True):
 class RunStarted(Tagged, frozen=True, kw_only=True):
     """The world is up for the first time. `engines` are the engines that the world is starting.
 
-    `serving`: it has no trainer, and runs what it is asked for.
+    `serving`: it has no trainer, and runs what it is asked for. `relays`: it starts so many of them too, r0, r1, …: one a
+    machine; engine number k is on machine k modulo their number.
     """
 
     engines: tuple[EngineSeat, ...]
     serving: bool = False
+    relays: int = 0
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
@@ -33,6 +37,7 @@ class WorldLost(Tagged, frozen=True, kw_only=True):
 
     engines: tuple[EngineSeat, ...]
     missing: tuple[TrajectoryId, ...] = ()
+    relays: int = 0
 
 
 class StopRequested(Tagged, frozen=True, kw_only=True):
@@ -270,6 +275,47 @@ class EngineLost(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+# Relays.
+
+
+class RelayJoined(Tagged, frozen=True, kw_only=True):
+    """The process listens. It holds no weights."""
+
+    relay_id: str
+    epoch: int
+
+
+class RelayLost(Tagged, frozen=True, kw_only=True):
+    """The process is gone, or says nothing any more, and the weights that it held with it."""
+
+    relay_id: str
+    epoch: int
+    error: str
+
+
+class WeightsHeld(Tagged, frozen=True, kw_only=True):
+    """The relay has these weights, whole and verified: engines on its machine may load them."""
+
+    relay_id: str
+    epoch: int
+    weights_id: int
+
+
+class WeightsRefused(Tagged, frozen=True, kw_only=True):
+    """They have not come; what the relay held it still holds.
+
+    Reasons: the `source` is gone, silent or lacks them; the `base` is not here, or not what the change was made from; what came
+    is `broken`; there is no `room` in memory.
+    """
+
+    relay_id: str
+    epoch: int
+    weights_id: int
+    try_number: int
+    reason: Literal["source", "base", "broken", "room"]
+    error: str
+
+
 # Trainer.
 
 
@@ -354,6 +400,10 @@ Event = (
     | WeightsLoaded
     | WeightsLoadFailed
     | EngineLost
+    | RelayJoined
+    | RelayLost
+    | WeightsHeld
+    | WeightsRefused
     | TrainerReady
     | StepTrained
     | TrainFailed

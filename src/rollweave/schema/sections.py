@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
 
 # Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
@@ -261,6 +262,21 @@ class BufferConfig(Section):
     )
 
 
+class WeightsConfig(Section):
+    """How weights reach the engines."""
+
+    relays: Count = Field(
+        0,
+        description="Machines that engines are dealt to in turn, each with a relay that holds the weights for them "
+        "(Laminar §4); 0: engines read the trainer's memory themselves.",
+    )
+    delta: bool = Field(True, description="Relays send each other only what has changed since a version that both hold.")
+    transport: TransportName = Field("tcp", description="How bytes travel between relays.")
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Number format of published weights; model.dtype if unset."
+    )
+
+
 class EvalConfig(Section):
     every: Count = Field(0, description="Steps between held-out evaluations; 0 is only at the end.")
     episodes: Count = Field(64, description="Episodes of each task domain in a periodic evaluation.")
@@ -283,11 +299,11 @@ class FaultsConfig(Section):
 class WatchdogConfig(Section):
     """Longest waits, in seconds. What takes longer is named, acted on and counted."""
 
-    start_s: Positive = Field(120.0, description="An engine or trainer process to become ready.")
+    start_s: Positive = Field(120.0, description="An engine, relay or trainer process to become ready.")
     turn_s: Positive = Field(60.0, description="One turn on an engine, after which it is aborted and tried elsewhere.")
-    weights_s: Positive = Field(60.0, description="An engine to suspend, load or resume.")
+    weights_s: Positive = Field(60.0, description="An engine to suspend, load or resume; a relay to take a version.")
     train_s: Positive = Field(600.0, description="One training step, publication or checkpoint.")
-    restarts: Count = Field(3, description="Restarts of one engine or of the trainer before it is given up.")
+    restarts: Count = Field(3, description="Restarts of one engine, relay or the trainer before it is given up.")
 
 
 class SimConfig(Section):

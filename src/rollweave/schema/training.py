@@ -12,10 +12,11 @@ class TrainOn(Tagged, frozen=True, kw_only=True):
 
 
 class Publish(Tagged, frozen=True, kw_only=True):
-    """Publish the current weights as `version`. Answered by `Published`."""
+    """Publish the current weights as `version`, and let go of all others but `keep`. Answered by `Published`."""
 
     version: int
     weights_id: int
+    keep: tuple[int, ...] = ()
 
 
 class Save(Tagged, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ class Outlet:
             gathered, error = self._written(metas, draft, offer)
             self._agree(error, command)
             finishing, draft = draft, None
-            manifest, error = self._finished(finishing)
+            manifest, error = self._finished(finishing, command)
             manifest = self._ranks.from_first(manifest)
             self._agree(error, command)
         finally:
@@ -87,12 +87,12 @@ class Outlet:
             if slices is not None and draft is None:
                 slices.close()
 
-    def _finished(self, draft: Draft | None) -> tuple[WeightManifest | None, str]:
+    def _finished(self, draft: Draft | None, command: Publish) -> tuple[WeightManifest | None, str]:
         """Rank 0's manifest, or why there is none."""
         if self._publisher is None or draft is None:
             return None, ""
         try:
-            return self._publisher.finish(draft), ""
+            return self._publisher.finish(draft, needed=command.keep), ""
         except RollweaveError as error:
             return None, str(error)
 

@@ -65,7 +65,8 @@ class Trainer:
         self._optimizer = new_optimizer(self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
-        self._outlet = Outlet(self._model, self._ranks, dtype=self._dtype, device=device, directory=run_dir / "weights")
+        published: torch.dtype = getattr(torch, config.weights.dtype or config.model.dtype)
+        self._outlet = Outlet(self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights")
         self._reference: list[torch.Tensor] | None = None
         self._step = 0
         self._parts_done = 0

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -200,7 +200,7 @@ class Draft:
 
 
 class Publisher:
-    """Publishes version after version and keeps the last `keep` open, for engines that are still loading an older one."""
+    """Publishes version after version and keeps those open that somebody may still load: as told, or the last `keep`."""
 
     def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
         if keep < 1:
@@ -211,30 +211,34 @@ class Publisher:
         self._open: list[Publication] = []
         _remove_leftovers(directory)
 
-    def publish(self, tensors: Mapping[str, torch.Tensor], *, version: int, weights_id: int) -> WeightManifest:
-        """Publish `tensors` and close the oldest publication beyond `keep`."""
-        return self._kept(
-            publish(tensors, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
-        )
+    def publish(
+        self, tensors: Mapping[str, torch.Tensor], *, version: int, weights_id: int, needed: Collection[int] | None = None
+    ) -> WeightManifest:
+        """Publish `tensors` and close every other publication whose id is not `needed`; the oldest ones where this is None."""
+        new = publish(tensors, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
+        return self._kept(new, needed)
 
     def draft(self, metas: tuple[TensorMeta, ...], *, version: int, weights_id: int) -> Draft:
         """Memory for a version that is written slice by slice. Raises `WeightsError`."""
         return Draft(metas, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
 
-    def finish(self, draft: Draft) -> WeightManifest:
-        """Publish a draft that is written, and close the oldest publication beyond `keep`. Raises `WeightsError`."""
-        return self._kept(draft.finish())
+    def finish(self, draft: Draft, *, needed: Collection[int] | None = None) -> WeightManifest:
+        """Publish a draft that is written, as `publish`. Raises `WeightsError`."""
+        return self._kept(draft.finish(), needed)
 
     def close(self) -> None:
         """Close every publication."""
         while self._open:
             self._open.pop().close()
 
-    def _kept(self, publication: Publication) -> WeightManifest:
-        self._open.append(publication)
-        while len(self._open) > self._keep:
-            self._open.pop(0).close()
-        return publication.manifest
+    def _kept(self, new: Publication, needed: Collection[int] | None) -> WeightManifest:
+        last = self._open[1 - self._keep :] if self._keep > 1 else []
+        kept = last if needed is None else [held for held in self._open if held.manifest.weights_id in needed]
+        for held in self._open:
+            if held not in kept:
+                held.close()
+        self._open = [*kept, new]
+        return new.manifest
 
 
 def publish(

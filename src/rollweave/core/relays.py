@@ -1,0 +1,190 @@
+"""Relays: one a machine, that hand the published weights on along a chain (Laminar §4).
+
+The master, first in the chain, takes them from the trainer, every other relay from the one before it, all at once: a source
+passes on what it has got so far. Invariants: a relay that is taking has a source that holds the same weights, or stands before
+it and is taking them too, so that no relays wait for each other; who joins last stands last; what fails is tried in another way
+at once where there is one, else after a look of the watchdog. A lost trainer is no relay's fault.
+"""
+
+from bisect import insort
+
+from rollweave.core import engines, pace, weights
+from rollweave.core.run import Run
+from rollweave.core.state import Phase, Relay, RelayStatus
+from rollweave.policy.relay import repair
+from rollweave.policy.retry import Failover, failover
+from rollweave.schema.commands import RestartRelay, TakeWeights
+from rollweave.schema.events import RelayJoined, RelayLost, WeightsHeld, WeightsRefused
+
+
+def start(run: Run, count: int) -> None:
+    """The world is starting so many relays, and has no others."""
+    state = run.state
+    state.machines, state.chain = count, []
+    state.relays = {f"r{machine}": Relay(id=f"r{machine}", machine=machine, since=run.now) for machine in range(count)}
+
+
+def on_joined(run: Run, event: RelayJoined) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is not None and relay.status is RelayStatus.STARTING:
+        _enter(run, relay, RelayStatus.READY)
+        run.state.chain.append(relay.id)
+
+
+def on_held(run: Run, event: WeightsHeld) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is None or relay.status is RelayStatus.STARTING:
+        return
+    asked = relay.taking == event.weights_id
+    if event.weights_id not in relay.held and (asked or event.weights_id in run.state.kept):
+        insort(relay.held, event.weights_id)
+    if not asked:
+        return
+    if len(relay.held) > 1:
+        relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
+    relay.refused, relay.whole, relay.missing_since = [], False, None
+    _stop(run, relay)
+    for other in run.state.relays.values():
+        if other.source == relay.id:
+            other.since = run.now  # from now on it alone is to blame
+
+
+def on_refused(run: Run, event: WeightsRefused) -> None:
+    """A change that does not fit is followed by the whole; else another source may do better."""
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is None or (relay.taking, relay.tries) != (event.weights_id, event.try_number):
+        return
+    run.warn(relay.id, f"weights {event.weights_id} not taken ({event.reason}): {event.error}", count="take_refused")
+    source = run.state.relays.get(relay.source or "")
+    if event.reason in ("base", "broken") and relay.base is not None:
+        relay.whole = True
+    else:
+        relay.refused.append(relay.source)
+    own_fault = event.reason != "source" or (source is not None and event.weights_id in source.held)
+    if own_fault and relay.missing_since is None:
+        relay.missing_since = run.now
+    _stop(run, relay)
+
+
+def on_lost(run: Run, event: RelayLost) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is not None:
+        restart(run, relay, f"lost: {event.error}")
+
+
+def restart(run: Run, relay: Relay, reason: str) -> None:
+    """Cut it out of the chain and bring it back as its last member, or give its machine up after repeated failure."""
+    state = run.state
+    if state.phase is Phase.FINISHED:
+        return
+    limit = run.config.watchdog.restarts
+    if failover(restarts=relay.restarts, limit=limit, elsewhere=0) is not Failover.RESTART:
+        engines.evict(run, relay.machine, f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}")
+        return
+    run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
+    if relay.id in state.chain:
+        state.chain = list(repair(state.chain, relay.id).order)
+    fresh = Relay(
+        id=relay.id, machine=relay.machine, epoch=relay.epoch + 1, restarts=relay.restarts + 1, tries=relay.tries, since=run.now
+    )
+    state.relays[relay.id] = fresh
+    run.emit(RestartRelay(relay_id=fresh.id, epoch=fresh.epoch, reason=reason))
+
+
+def advance(run: Run) -> None:
+    """Have every relay take what it lacks, and find another source for one that has lost its own."""
+    state = run.state
+    for relay in [state.relays[relay_id] for relay_id in state.chain]:
+        served = relay.taking >= 0 and _is_served(run, relay)
+        wanted = relay.taking if relay.taking >= 0 else _lacks(run, relay)
+        if served or wanted is None:
+            continue
+        ways = [source for source in _sources(run, relay, wanted) if source not in relay.refused]
+        if ways:
+            _take(run, relay, wanted, ways[0])
+        elif relay.taking >= 0:
+            _stop(run, relay)
+
+
+def _lacks(run: Run, relay: Relay) -> int | None:
+    """The published weights; the master also takes older ones, of those that are waited for, where no relay has them."""
+    state = run.state
+    if state.published_id in state.kept and state.published_id not in relay.held:
+        return state.published_id
+    if not run.alone or relay.id != state.chain[0]:
+        return None
+    other = pace.other_weights(run)
+    return other if other is not None and not any(other in one.held for one in state.relays.values()) else None
+
+
+def look(run: Run) -> None:
+    """The watchdog's: of relays that wait for each other the first is late; what was refused is tried anew."""
+    state, limits = run.state, run.config.watchdog
+    taking = {relay.id: relay.taking for relay in state.relays.values()}
+    waiting = {relay.id for relay in state.relays.values() if taking.get(relay.source or "") == relay.taking}
+    for relay in list(state.relays.values()):
+        waited = run.now - relay.since
+        if relay.status is RelayStatus.STARTING and waited > limits.start_s:
+            restart(run, relay, f"not ready within {limits.start_s:g} s")
+        elif relay.status is RelayStatus.TAKING and relay.id not in waiting and waited > limits.weights_s:
+            restart(run, relay, f"weights {relay.taking} not taken within {limits.weights_s:g} s")
+        elif relay.missing_since is not None and run.now - relay.missing_since > limits.weights_s:
+            restart(run, relay, f"refused weights for {limits.weights_s:g} s")
+        else:
+            relay.refused = []
+
+
+def _is_served(run: Run, relay: Relay) -> bool:
+    if relay.source is None:
+        return True
+    source = run.state.relays.get(relay.source)
+    return source is not None and (relay.taking in source.held or relay.taking == source.taking)
+
+
+def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
+    """From whom it may take these weights, the best first: the nearest before it, then any that has them whole.
+
+    None, the trainer, is for the master. After a change that did not fit, those who have them whole come first.
+    """
+    state = run.state
+    at = state.chain.index(relay.id)
+    before = [state.relays[relay_id] for relay_id in reversed(state.chain[:at])]
+    behind = [state.relays[relay_id] for relay_id in state.chain[at + 1 :]]
+    near = [other.id for other in before if wanted in other.held or other.taking == wanted]
+    whole = [other.id for other in (*before, *behind) if wanted in other.held]
+    first: list[str | None] = [None] if at == 0 else []
+    return [*first, *whole, *near] if relay.whole else [*first, *near, *whole]
+
+
+def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
+    """Where both ends hold the same weights, only what has changed since the newest of these travels."""
+    base = None
+    if source is not None and run.config.weights.delta and not relay.whole:
+        both = {*relay.held} & {*run.state.relays[source].held} - {wanted}
+        base = max(both, default=None)
+    if relay.taking < 0:
+        _enter(run, relay, RelayStatus.TAKING)
+    relay.taking, relay.source, relay.base, relay.since = wanted, source, base, run.now
+    relay.tries += 1
+    newest = relay.held[-1:]  # until there is a newer one: a change is of it, here and at whoever takes from here
+    keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
+    relay.held = [held for held in relay.held if held in keep or held == base]
+    run.emit(
+        TakeWeights(
+            relay_id=relay.id, weights_id=wanted, try_number=relay.tries, base_id=base, source=source, keep=keep
+        )
+    )
+
+
+def _stop(run: Run, relay: Relay) -> None:
+    relay.taking, relay.source, relay.base = -1, None, None
+    _enter(run, relay, RelayStatus.READY)
+
+
+def _find(run: Run, relay_id: str, epoch: int) -> Relay | None:
+    relay = run.state.relays.get(relay_id)
+    return relay if relay is not None and relay.epoch == epoch else None
+
+
+def _enter(run: Run, relay: Relay, status: RelayStatus) -> None:
+    relay.status, relay.since = status, run.now

@@ -1,0 +1,381 @@
+"""Relays: who takes weights from whom, what a lost one leaves behind, and what engines may load."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.state import EngineStatus, Relay, RelayStatus
+from rollweave.policy.relay import repair, sources
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config, restart_controller
+from tests.core.world import World
+
+
+class Desk:
+    """A core with `relays` machines of one engine each, told one thing after another."""
+
+    def __init__(self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial") -> None:
+        made = config(
+            mode, engines={"count": relays}, weights={"relays": relays, "delta": delta}, watchdog={"restarts": restarts}
+        )
+        self.core, self.now, self.published = Core(made), 0.0, -1
+        seats = tuple(e.EngineSeat(id=EngineId(f"e{number}")) for number in range(relays))
+        self.tell(e.RunStarted(engines=seats, relays=relays))
+
+    def tell(self, event: e.Event) -> list[c.Command]:
+        out = self.core.handle(self.now, event)
+        self.core.check()
+        return out
+
+    def up(self) -> "Desk":
+        """Relays and trainer are ready, and the first weights are published. Engines are not."""
+        for relay in list(self.core.state.relays):
+            self.tell(e.RelayJoined(relay_id=relay, epoch=0))
+        self.tell(e.TrainerReady(epoch=0, step=0))
+        return self
+
+    def engines_up(self) -> list[c.Command]:
+        return [
+            command
+            for engine in list(self.core.state.engines)
+            for command in self.tell(e.EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9))
+        ]
+
+    def publish(self) -> list[c.Command]:
+        trainer, weights_id = self.core.state.trainer, self.core.state.next_weights_id - 1
+        return self.tell(e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id))
+
+    def publish_again(self) -> list[c.Command]:
+        """The trainer is lost and comes back: it publishes what it has, under a new id."""
+        self.tell(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
+        self.tell(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=0))
+        return self.publish()
+
+    def hold(self, relay: str, weights_id: int) -> list[c.Command]:
+        epoch = self.relay(relay).epoch
+        return self.tell(e.WeightsHeld(relay_id=relay, epoch=epoch, weights_id=weights_id))
+
+    def lose(self, relay: str) -> list[c.Command]:
+        return self.tell(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
+
+    def join(self, relay: str) -> list[c.Command]:
+        return self.tell(e.RelayJoined(relay_id=relay, epoch=self.relay(relay).epoch))
+
+    def refuse(self, relay: str, reason: str) -> list[c.Command]:
+        found = self.relay(relay)
+        event = e.WeightsRefused(
+            relay_id=relay,
+            epoch=found.epoch,
+            weights_id=found.taking,
+            try_number=found.tries,
+            reason=reason,  # type: ignore[arg-type]
+            error="no luck",
+        )
+        return self.tell(event)
+
+    def wait(self, seconds: float) -> list[c.Command]:
+        self.now += seconds
+        return self.tell(e.TimerFired())
+
+    def relay(self, name: str) -> Relay:
+        return self.core.state.relays[name]
+
+
+def ways(commands: list[c.Command]) -> dict[str, str | None]:
+    """Who is told to take, and from whom."""
+    return {command.relay_id: command.source for command in commands if isinstance(command, c.TakeWeights)}
+
+
+def bases(commands: list[c.Command]) -> dict[str, int | None]:
+    return {command.relay_id: command.base_id for command in commands if isinstance(command, c.TakeWeights)}
+
+
+def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
+    return [(command.engine_id, command.weights_id) for command in commands if isinstance(command, c.LoadWeights)]
+
+
+@pytest.mark.parametrize("relays", [1, 2, 5])
+def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
+    desk = Desk(relays).up()
+    found = desk.publish()
+    assert ways(found) == sources([f"r{number}" for number in range(relays)])
+    assert set(bases(found).values()) == {None}, "nobody has anything to begin from"
+
+
+def test_the_next_weights_travel_as_changes_where_both_ends_have_the_last() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 0)
+    assert bases(desk.publish_again()) == {"r0": None, "r1": 0, "r2": 0}, "the master has the trainer's memory"
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 1)
+    desk.lose("r1")
+    desk.join("r1")
+    desk.hold("r1", 1)
+    assert bases(desk.publish_again()) == {"r0": None, "r2": 1, "r1": 1}
+
+
+def test_without_delta_all_is_whole() -> None:
+    desk = Desk(2, delta=False).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    desk.hold("r1", 0)
+    assert bases(desk.publish_again()) == {"r0": None, "r1": None}
+
+
+@settings(max_examples=60, deadline=None)
+@given(relays=st.integers(2, 6), data=st.data())
+def test_only_the_successor_of_a_lost_relay_gets_another_source(relays: int, data: st.DataObject) -> None:
+    desk = Desk(relays).up()
+    desk.publish()
+    chain = [f"r{number}" for number in range(relays)]
+    for relay in chain[: data.draw(st.integers(0, relays - 1))]:
+        desk.hold(relay, 0)
+    lost = data.draw(st.sampled_from(chain))
+    successor = repair(chain, lost)
+    waits = successor.relay is not None and desk.relay(successor.relay).status is RelayStatus.TAKING
+    assert ways(desk.lose(lost)) == ({successor.relay: successor.source} if waits else {})
+    assert desk.core.state.chain == list(successor.order)
+
+
+def test_a_relay_that_comes_back_stands_last_and_takes_the_newest() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 0)
+    desk.lose("r0")
+    assert ways(desk.join("r0")) == {"r0": "r2"}
+    assert desk.core.state.chain == ["r1", "r2", "r0"]
+    assert ways(desk.publish_again()) == {"r1": None, "r2": "r1"}, "r0 is still busy with the weights before"
+    assert ways(desk.hold("r0", 0)) == {"r0": "r2"}
+
+
+def test_an_engine_loads_what_its_own_machine_holds() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    assert loads(desk.engines_up()) == []
+    assert loads(desk.hold("r0", 0)) == [("e0", 0)]
+    assert loads(desk.hold("r1", 0)) == [("e1", 0)]
+
+
+def test_an_engine_goes_on_with_what_it_has_while_its_relay_is_away() -> None:
+    desk = Desk(1).up()
+    desk.publish()
+    desk.engines_up()
+    desk.hold("r0", 0)
+    desk.tell(e.WeightsLoaded(engine_id=EngineId("e0"), epoch=0, version=0, weights_id=0))
+    desk.publish_again()
+    suspended = desk.hold("r0", 1)
+    assert any(isinstance(command, c.SuspendEngine) for command in suspended)
+    desk.lose("r0")
+    found = desk.tell(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
+    assert [type(command) for command in found if not isinstance(command, c.DrawTask)] == [c.ResumeEngine]
+    engine = desk.core.state.engines[EngineId("e0")]
+    assert (engine.status, engine.weights_id) == (EngineStatus.SERVING, 0)
+    desk.join("r0")
+    assert any(isinstance(command, c.SuspendEngine) for command in desk.hold("r0", 1))
+
+
+def test_what_a_change_does_not_fit_is_followed_by_the_whole() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    desk.hold("r1", 0)
+    desk.publish_again()
+    found = desk.refuse("r1", "base")
+    assert (ways(found), bases(found)) == ({"r1": "r0"}, {"r1": None})
+
+
+def test_what_came_broken_is_taken_whole_from_one_that_has_it() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 0)
+    desk.publish_again()
+    desk.hold("r0", 1)
+    found = desk.refuse("r2", "broken")  # r1, before it, is still taking
+    assert (ways(found), bases(found)) == ({"r2": "r0"}, {"r2": None})
+
+
+def test_a_source_that_fails_one_relay_is_asked_again_only_after_a_look() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    assert ways(desk.refuse("r1", "source")) == {}
+    assert ways(desk.wait(1.0)) == {"r1": "r0"}
+
+
+def test_a_lost_trainer_is_no_relays_fault() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    for _ in range(300):
+        if desk.relay("r0").taking >= 0:
+            desk.refuse("r0", "source")
+        assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(1.0))
+    assert [relay.restarts for relay in desk.core.state.relays.values()] == [0, 0]
+
+
+def test_a_relay_that_always_refuses_is_restarted() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    restarted: list[c.Command] = []
+    for _ in range(70):
+        if desk.relay("r1").taking >= 0:
+            desk.refuse("r1", "room")
+        restarted += [command for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
+    assert [command.relay_id for command in restarted] == ["r1"]  # type: ignore[union-attr]
+
+
+def test_of_relays_that_wait_for_each_other_only_the_first_is_late() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    found = desk.wait(61.0)
+    assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
+    assert ways(found) == {"r2": "r0"}
+
+
+def test_a_take_that_was_overtaken_is_not_refused() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    old = desk.relay("r2").tries
+    desk.lose("r1")
+    assert desk.relay("r2").source == "r0"
+    late = e.WeightsRefused(relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone")
+    assert ways(desk.tell(late)) == {}
+    assert desk.relay("r2").source == "r0"
+
+
+def serving(desk: Desk, *relays: str) -> None:
+    for relay in relays:
+        for command in desk.hold(relay, 0):
+            if isinstance(command, c.LoadWeights):
+                desk.tell(e.WeightsLoaded(engine_id=command.engine_id, epoch=0, version=0, weights_id=0))
+
+
+def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
+    desk = Desk(2, restarts=1).up()
+    desk.publish()
+    desk.engines_up()
+    serving(desk, "r0", "r1")
+    assert [type(command) for command in desk.lose("r1")] == [c.Warn, c.RestartRelay]
+    found = desk.lose("r1")
+    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == ["r1"]
+    assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e1"]
+    assert not any(isinstance(command, c.Finish) for command in found)
+    last = [*desk.lose("r0"), *desk.lose("r0")]
+    assert [command.error for command in last if isinstance(command, c.Finish)][0].startswith("no engine is left")
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_serve(elsewhere: bool) -> None:
+    desk = Desk(2, restarts=1).up()
+    desk.publish()
+    desk.engines_up()
+    serving(desk, "r0", *(["r1"] if elsewhere else []))
+    found = [
+        command
+        for epoch in (0, 1)
+        for command in desk.tell(e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed"))
+    ]
+    assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e0"]
+    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == (["r0"] if elsewhere else [])
+
+
+def test_what_engines_have_is_kept() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.engines_up()
+    serving(desk, "r0", "r1")
+    found = desk.publish_again()
+    assert [command.keep for command in found if isinstance(command, c.TakeWeights)] == [(0,), (0,)]
+    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(e.TrainerReady(epoch=2, step=0))
+    assert [command.keep for command in asked if isinstance(command, c.PublishWeights)] == [(0, 1)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    relays=st.integers(1, 5),
+    failure=st.sampled_from([0.0, 0.02, 0.1]),
+    hang=st.sampled_from([0.0, 0.0, 0.01]),
+    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    allocation=st.booleans(),
+    delta=st.booleans(),
+    restarts=st.sampled_from([1, 100]),
+)
+def test_any_world_with_relays_ends_accounted_for(
+    seed: int, mode: str, relays: int, failure: float, hang: float, scheduling: str, allocation: bool, delta: bool, restarts: int
+) -> None:
+    made = config(
+        mode,
+        rollout=SCHEDULINGS[scheduling],
+        engines={} if allocation else {"count": 5},
+        allocation=ALLOCATION if allocation else None,
+        weights={"relays": relays, "delta": delta},
+        eval={"every": 2},
+        watchdog={"restarts": restarts},
+    )
+    world = World(made, seed, failure=failure, hang=hang)
+    finish = world.run()
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    if restarts > 1:
+        assert finish.error == "" or "checkpoint" in finish.error
+    if not finish.error:
+        assert sorted(world.trained) == [0, 1, 2, 3]
+        assert world.taken
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2))
+def test_machines_whose_relays_never_live_are_given_up(seed: int, sick: set[str]) -> None:
+    world = World(config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
+    world.sick = sick
+    finish = world.run()
+    assert finish.error == ""
+    removed = {command.relay_id for commands in world.commands for command in commands if isinstance(command, c.RemoveRelay)}
+    assert removed <= sick  # all of them, unless the run was over before
+    assert sorted(world.trained) == [0, 1, 2, 3]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
+    relays=st.integers(1, 3),
+)
+def test_the_controller_may_be_lost_with_its_relays(seed: int, mode: str, kills: list[int], relays: int) -> None:
+    world = World(config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01)
+    world.start()
+    for kill in kills:
+        for _ in range(kill):
+            if world.finish is None:
+                world.step()
+        restart_controller(world)
+    while world.finish is None:
+        assert world.handled < 50_000
+        world.step()
+    assert world.finish.error == "" or "checkpoint" in world.finish.error
+    assert world.core.account().balanced
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000), cut=st.floats(0, 1))
+def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) -> None:
+    made = config("bounded", engines={"count": 3}, weights={"relays": 2})
+    world = World(made, seed, failure=0.03)
+    world.run()
+    replayed, middle = Core(made), int(cut * len(world.journal))
+    for place, ((now, event), commands) in enumerate(zip(world.journal, world.commands, strict=True)):
+        if place == middle:
+            replayed = Core.restore(replayed.snapshot(), made)
+        assert replayed.handle(now, event) == commands, f"event {place}: {event}"
+    assert replayed.snapshot() == world.core.snapshot()
