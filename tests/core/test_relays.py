@@ -268,7 +268,7 @@ def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
     assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e1"]
     assert not any(isinstance(command, c.Finish) for command in found)
     last = [*desk.lose("r0"), *desk.lose("r0")]
-    assert [command.error for command in last if isinstance(command, c.Finish)][0].startswith("no engine is left")
+    assert next(command.error for command in last if isinstance(command, c.Finish)).startswith("no engine is left")
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -310,7 +310,15 @@ def test_what_engines_have_is_kept() -> None:
     restarts=st.sampled_from([1, 100]),
 )
 def test_any_world_with_relays_ends_accounted_for(
-    seed: int, mode: str, relays: int, failure: float, hang: float, scheduling: str, allocation: bool, delta: bool, restarts: int
+    seed: int,
+    mode: str,
+    relays: int,
+    failure: float,
+    hang: float,
+    scheduling: str,
+    allocation: bool,
+    delta: bool,
+    restarts: int,
 ) -> None:
     made = config(
         mode,

@@ -38,6 +38,7 @@ def execute(command: Command, *, pipeline: Any, fleet: Any) -> None:
         pipeline=pipeline,
         fleet=fleet,
         seat=nobody,
+        relays=nobody,
         predictor=nobody,
         draws=nobody,
         listener=nobody,

@@ -30,6 +30,15 @@ class Priced:
     def load_s(self, *, engines: int, tp: int) -> float:
         return 0.125
 
+    def hop_s(self, *, share: float) -> float:
+        return share
+
+    def lag_s(self) -> float:
+        return 0.0
+
+    def beside_s(self, *, engines: int, tp: int) -> float:
+        return self.load_s(engines=engines, tp=tp)
+
     def checkpoint_s(self) -> float:
         return 4.0
 

@@ -12,6 +12,7 @@ from rollweave.schema.events import Event
 
 Attempt = tuple[str, int]
 OfAttempt = e.EnvReady | e.TurnRequested | e.TurnWithdrawn | e.TrajectoryEnded | e.RewardReady | e.RewardFailed
+OfRelay = e.RelayJoined | e.RelayLost | e.WeightsHeld | e.WeightsRefused
 OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
 
 
@@ -32,6 +33,7 @@ class Referee:
         self.predicting: dict[Attempt, int] = {}  # attempts → turn before which a prediction was asked for
         self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
+        self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
         self.trainer: tuple[int, str] = (0, "start")
         self.timer = False
         self.seen: set[str] = set()
@@ -41,7 +43,8 @@ class Referee:
         work = [f"{stage} of {attempt}" for attempt, stage in self.stage.items() if stage in ("init", "eval", "cancel")]
         engines = [f"{owes} of {name}" for name, (_, owes) in self.engines.items() if owes]
         moves = [f"migration {number} of {attempt}" for number, attempt in self.moving.items()]
-        return [*work, *moves, *engines, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
+        relays = [f"{owes} of {name}" for name, (_, owes) in self.relays.items() if owes]
+        return [*work, *moves, *engines, *relays, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
 
     def watch(self, history: Iterable[tuple[float, Event, list[Command]]]) -> None:
         for now, event, commands in history:
@@ -61,6 +64,7 @@ class Referee:
                 for table in (self.stage, self.turns, self.open, self.asked, self.cancelled, self.predicting, self.moving):
                     table.clear()
                 self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
+                self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
             case e.TimerFired():
                 assert self.timer, "a timer that nobody set"
                 self.timer = False
@@ -128,6 +132,12 @@ class Referee:
                 self._engine(event, "load")
             case e.EngineLost():
                 self._engine(event, *({self.engines[event.engine_id][1]}))
+            case e.RelayJoined():
+                self._relay(event, "join")
+            case e.WeightsHeld() | e.WeightsRefused():
+                self._relay(event, f"take {event.weights_id}")
+            case e.RelayLost():
+                self._relay(event, *({self.relays[event.relay_id][1]}))
             case e.TrainerReady():
                 self._trainer(event, "start")
             case e.StepTrained() | e.TrainFailed():
@@ -166,6 +176,12 @@ class Referee:
         if event.epoch == epoch:
             assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
             self.engines[event.engine_id] = (epoch, "")
+
+    def _relay(self, event: OfRelay, *owed: str) -> None:
+        epoch, owes = self.relays.get(event.relay_id, (-1, ""))
+        if event.epoch == epoch:
+            assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
+            self.relays[event.relay_id] = (epoch, "")
 
     def _trainer(self, event: Event, owed: str) -> None:
         epoch, owes = self.trainer
@@ -225,6 +241,13 @@ class Referee:
                 self.engines[command.engine_id] = (command.epoch, "join")
             case c.RemoveEngine():
                 del self.engines[command.engine_id]
+            case c.TakeWeights():
+                assert command.source is None or command.source in self.relays, f"{command} from a relay that is gone"
+                self.relays[command.relay_id] = (self.relays[command.relay_id][0], f"take {command.weights_id}")
+            case c.RestartRelay():
+                self.relays[command.relay_id] = (command.epoch, "join")
+            case c.RemoveRelay():
+                del self.relays[command.relay_id]
             case c.TrainStep():
                 self.trainer = (self.trainer[0], "train")
             case c.PublishWeights():

@@ -97,6 +97,9 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     engine.load_failures += 1
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
     if engine.load_failures >= LOAD_TRIES:
+        relay = weights.relay_of(run, engine)
+        if relay is not None and event.weights_id in relay.held:  # which of the two it is nobody knows
+            relay.doubted = f"{engine.id} cannot load from it"
         restart(run, engine, f"weights refused {LOAD_TRIES} times: {event.error}")
     elif run.alone:
         if event.weights_id != run.state.published_id:

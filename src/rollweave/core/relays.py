@@ -42,7 +42,7 @@ def on_held(run: Run, event: WeightsHeld) -> None:
         return
     if len(relay.held) > 1:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
-    relay.refused, relay.whole, relay.missing_since = [], False, None
+    relay.refused, relay.whole, relay.missing_since, relay.blames = [], False, None, None
     _stop(run, relay)
     for other in run.state.relays.values():
         if other.source == relay.id:
@@ -60,8 +60,9 @@ def on_refused(run: Run, event: WeightsRefused) -> None:
         relay.whole = True
     else:
         relay.refused.append(relay.source)
-    own_fault = event.reason != "source" or (source is not None and event.weights_id in source.held)
-    if own_fault and relay.missing_since is None:
+    if event.reason == "source" and source is not None and event.weights_id in source.held:
+        relay.blames = source.id
+    if (event.reason != "source" or relay.blames is not None) and relay.missing_since is None:
         relay.missing_since = run.now
     _stop(run, relay)
 
@@ -94,6 +95,8 @@ def restart(run: Run, relay: Relay, reason: str) -> None:
 def advance(run: Run) -> None:
     """Have every relay take what it lacks, and find another source for one that has lost its own."""
     state = run.state
+    for relay in [relay for relay in state.relays.values() if relay.doubted]:
+        restart(run, relay, relay.doubted)
     for relay in [state.relays[relay_id] for relay_id in state.chain]:
         served = relay.taking >= 0 and _is_served(run, relay)
         wanted = relay.taking if relay.taking >= 0 else _lacks(run, relay)
@@ -129,6 +132,8 @@ def look(run: Run) -> None:
         elif relay.status is RelayStatus.TAKING and relay.id not in waiting and waited > limits.weights_s:
             restart(run, relay, f"weights {relay.taking} not taken within {limits.weights_s:g} s")
         elif relay.missing_since is not None and run.now - relay.missing_since > limits.weights_s:
+            if relay.blames in state.relays:  # which of the two it is nobody knows
+                state.relays[relay.blames].doubted = f"{relay.id} gets nothing from it"
             restart(run, relay, f"refused weights for {limits.weights_s:g} s")
         else:
             relay.refused = []
@@ -169,11 +174,7 @@ def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     newest = relay.held[-1:]  # until there is a newer one: a change is of it, here and at whoever takes from here
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.held = [held for held in relay.held if held in keep or held == base]
-    run.emit(
-        TakeWeights(
-            relay_id=relay.id, weights_id=wanted, try_number=relay.tries, base_id=base, source=source, keep=keep
-        )
-    )
+    run.emit(TakeWeights(relay_id=relay.id, weights_id=wanted, try_number=relay.tries, base_id=base, source=source, keep=keep))
 
 
 def _stop(run: Run, relay: Relay) -> None:

@@ -170,6 +170,8 @@ class Relay(msgspec.Struct):
     refused: list[str | None] = []  # sources that did not serve since it last took weights or looked anew
     whole: bool = False  # a change did not fit: the next try is of the whole
     missing_since: float | None = None  # it has been refused weights that another one has
+    blames: str | None = None  # the last source that was said to have them and did not serve
+    doubted: str = ""  # why it is to be restarted at once: others cannot use what it is said to hold
     restarts: int = 0
 
 

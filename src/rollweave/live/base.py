@@ -5,8 +5,9 @@ from collections.abc import Callable
 from rollweave.backends.base import EngineBackend
 from rollweave.core.core import Core
 from rollweave.live.clock import RunClock
-from rollweave.live.effects import Draws, Effects, Listener, Predicts, Trains
+from rollweave.live.effects import Draws, Effects, Listener, Predicts, Relays, Trains
 from rollweave.live.fleet import Fleet
+from rollweave.live.manifests import Manifests
 from rollweave.live.pump import Pump
 from rollweave.live.tasks import Tasks
 from rollweave.record.journal import RunJournal
@@ -39,6 +40,7 @@ class LiveWorld:
         make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_episode: MakeEpisode,
         keeps_turns: bool = False,
+        machines: int = 0,
     ) -> None:
         """`keeps_turns` as in `rollout/pipeline.py`."""
         self.core, self.clock, self.store = core, clock, store
@@ -46,7 +48,15 @@ class LiveWorld:
         self._tasks = Tasks()
         self._error: str | None = None
         self.pump = Pump(core, journal=journal, clock=clock.now, execute=self._execute)
-        self.fleet = Fleet(make=make_engine, tasks=self._tasks, post=self.pump.post, clock=clock.now, trace=trace)
+        self.manifests = Manifests(machines)
+        self.fleet = Fleet(
+            make=make_engine,
+            tasks=self._tasks,
+            post=self.pump.post,
+            clock=clock.now,
+            trace=trace,
+            manifests=self.manifests,
+        )
         self.pipeline = Pipeline(
             make_episode=make_episode,
             engine=self.fleet.backend,
@@ -59,11 +69,12 @@ class LiveWorld:
             keeps_turns=keeps_turns,
         )
 
-    def _make_effects(self, *, seat: Trains, predictor: Predicts, draws: Draws, listener: Listener) -> Effects:
+    def _make_effects(self, *, seat: Trains, relays: Relays, predictor: Predicts, draws: Draws, listener: Listener) -> Effects:
         return Effects(
             pipeline=self.pipeline,
             fleet=self.fleet,
             seat=seat,
+            relays=relays,
             predictor=predictor,
             draws=draws,
             listener=listener,

@@ -44,6 +44,19 @@ class Trains(Protocol):
         """Start the trainer again."""
 
 
+class Relays(Protocol):
+    """What effects need of whoever keeps the relays (`live/relays.py`)."""
+
+    def take(self, command: c.TakeWeights) -> None:
+        """Have a relay get weights."""
+
+    def restart(self, command: c.RestartRelay) -> None:
+        """Start a relay again."""
+
+    def remove(self, command: c.RemoveRelay) -> None:
+        """End a relay for good."""
+
+
 class Predicts(Protocol):
     """What effects need of whoever predicts lengths (`live/predictor.py`)."""
 
@@ -104,6 +117,7 @@ class Effects:
         pipeline: Pipeline,
         fleet: Fleet,
         seat: Trains,
+        relays: Relays,
         predictor: Predicts,
         draws: Draws,
         listener: Listener,
@@ -113,6 +127,7 @@ class Effects:
         finish: Callable[[str], None],
     ) -> None:
         self._pipeline, self._fleet, self._seat, self._predictor, self._draws = pipeline, fleet, seat, predictor, draws
+        self._relays = relays
         self._listener, self._tasks, self._post, self._finish = listener, tasks, post, finish
         self._timer = Timer(clock, post)
         self._drawing = asyncio.Lock()
@@ -150,6 +165,8 @@ class Effects:
                 self._seat.train(command)
             case c.PublishWeights():
                 self._seat.publish(command)
+            case c.TakeWeights():
+                self._relays.take(command)
             case c.SaveCheckpoint():
                 self._seat.save(command)
             case c.RestartTrainer():
@@ -166,6 +183,8 @@ class Effects:
         | c.ResumeEngine
         | c.RestartEngine
         | c.RemoveEngine
+        | c.RestartRelay
+        | c.RemoveRelay
         | c.RecordEvaluation
         | c.MarkBest
         | c.Deliver
@@ -187,6 +206,10 @@ class Effects:
                 self._fleet.restart(command)
             case c.RemoveEngine():
                 self._fleet.remove(command)
+            case c.RestartRelay():
+                self._relays.restart(command)
+            case c.RemoveRelay():
+                self._relays.remove(command)
             case c.RecordEvaluation():
                 self._listener.evaluated(command)
             case c.MarkBest():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rollweave.backends.base import EngineBackend
+from rollweave.live.manifests import Manifests
 from rollweave.live.tasks import Tasks
 from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema.base import EngineId
@@ -33,11 +34,6 @@ from rollweave.schema.events import (
     WeightsLoadFailed,
 )
 from rollweave.schema.serving import EngineStats, KvOver
-from rollweave.schema.weights import WeightManifest
-
-KEPT_MANIFESTS = 4
-"""Publications that engines may still be told to load. The trainer holds the bytes of three."""
-
 
 MIGRATION_S = 10.0
 """Seconds that KV may take from engine to engine: computing it anew takes no longer. Engines keep what they export for more."""
@@ -55,7 +51,7 @@ class Seat:
 
 
 class Fleet:
-    """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError.
+    """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError. `manifests` has their weights.
 
     KV moves through memory of this host, where all engines are today, or through TCP (`kv_over`), within `migration_s`.
     """
@@ -68,13 +64,14 @@ class Fleet:
         post: Callable[[Event], None],
         clock: Callable[[], float],
         trace: Trace,
+        manifests: Manifests | None = None,
         kv_over: KvOver = "shm",
         migration_s: float = MIGRATION_S,
     ) -> None:
         self._kv_over, self._migration_s = kv_over, migration_s
         self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
         self._seats: dict[EngineId, Seat] = {}
-        self._manifests: dict[int, WeightManifest] = {}
+        self._manifests = manifests or Manifests()
 
     def start(self, seats: Iterable[EngineSeat]) -> None:
         """Start epoch 0 of each: a world begins."""
@@ -88,12 +85,6 @@ class Fleet:
         """The engine's living process, if it has one."""
         seat = self._seats.get(engine_id)
         return seat.backend if seat is not None else None
-
-    def published(self, manifest: WeightManifest) -> None:
-        """These weights may be loaded from now on."""
-        self._manifests[manifest.weights_id] = manifest
-        while len(self._manifests) > KEPT_MANIFESTS:
-            del self._manifests[next(iter(self._manifests))]
 
     def suspend(self, command: SuspendEngine) -> None:
         self._tasks.spawn(self._suspend(command.engine_id), f"suspend {command.engine_id}")
@@ -199,11 +190,11 @@ class Fleet:
         seat = self._seats.get(engine_id)
         if seat is None or seat.backend is None:
             return
-        manifest = self._manifests.get(weights_id)
+        manifest = self._manifests.of_engine(engine_id, weights_id)
         started = self._clock()
         try:
             if manifest is None:
-                raise WeightsError(f"weights {weights_id} are not published any more")
+                raise WeightsError(f"weights {weights_id} are not there any more")
             await seat.backend.load(manifest)
         except WeightsError as error:
             self._post(WeightsLoadFailed(engine_id=engine_id, epoch=seat.epoch, weights_id=weights_id, error=str(error)))

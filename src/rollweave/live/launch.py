@@ -24,6 +24,7 @@ from rollweave.live.predictor import OpenLink
 from rollweave.live.predictor import in_process as predict_in_process
 from rollweave.live.predictor import in_thread as predict_in_thread
 from rollweave.live.recover import Beginning, recover
+from rollweave.live.relay_link import in_process as relay_in_process
 from rollweave.live.signals import on_ending_signals
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
@@ -52,6 +53,7 @@ class Programs:
 
     engine: str = "rollweave.live.engine_process"
     trainer: str = "rollweave.live.trainer_process"
+    relay: str = "rollweave.live.relay_process"
 
 
 def train(
@@ -63,6 +65,8 @@ def train(
     programs: Programs | None = None,
 ) -> Summary:
     """Run `config` to its end, or go on with it (`resume`), with engines and trainer as processes or as threads (`inproc`).
+
+    Relays are processes in any case.
 
     The first SIGINT or SIGTERM asks for an orderly end; a second one ends the run at once, and raises KeyboardInterrupt.
     Raises `ConfigError` for what the user must change, and `DiskError` where the run's files cannot be written: what is written
@@ -106,7 +110,7 @@ class _Start:
             world, seats = self._world(begun, clock, journal, store, metrics, trace, episodes)
             with _signals(world, self._progress):
                 try:
-                    await world.run(begun.first(seats), engines=seats, fresh=not begun.resumed)
+                    await world.run(begun.first(seats, relays=config.weights.relays), engines=seats, fresh=not begun.resumed)
                 except DiskError as error:
                     raise DiskError(error.errno, f"{error}; {_standing(core)}; --resume goes on once there is room") from error
                 finally:
@@ -162,6 +166,7 @@ class _Start:
             draws=source,
             make_engine=processes.engine,
             make_trainer=processes.trainer,
+            open_relay=relay_in_process(logs=self._run.logs, module=self._programs.relay),
             open_predictor=processes.predictor(),
             make_episode=episodes.make,
             progress=self._progress,

@@ -33,11 +33,11 @@ class Beginning:
     events: int = 0
     differing: int = 0
 
-    def first(self, engines: tuple[EngineSeat, ...]) -> RunStarted | WorldLost:
+    def first(self, engines: tuple[EngineSeat, ...], *, relays: int = 0) -> RunStarted | WorldLost:
         """The event with which this life begins."""
         if self.resumed:
-            return WorldLost(engines=engines, missing=self.missing)
-        return RunStarted(engines=engines)
+            return WorldLost(engines=engines, missing=self.missing, relays=relays)
+        return RunStarted(engines=engines, relays=relays)
 
 
 def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning:

@@ -5,7 +5,7 @@ Invariants: there is at most one trainer, of the newest epoch; everything it say
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from rollweave.live.checkpoints import Checkpoints
@@ -43,7 +43,10 @@ class DamagedCheckpointError(TrainerLostError):
 
 
 class TrainerSeat:
-    """`make(epoch, fresh)` starts a trainer, or raises OSError. `on_saved` follows when a checkpoint is in the journal."""
+    """`make(epoch, fresh)` starts a trainer, or raises OSError. `on_saved` follows when a checkpoint is in the journal.
+
+    `on_published` is told which weights there are now, and which others the trainer still holds.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class TrainerSeat:
         trace: Trace,
         store: TrajectoryStore,
         checkpoints: Checkpoints,
-        on_published: Callable[[WeightManifest], None],
+        on_published: Callable[[WeightManifest, Collection[int]], None],
         on_trained: Callable[[TrainStep, Batch, TrainMetrics], None],
         on_saved: Callable[[], None],
     ) -> None:
@@ -178,7 +181,7 @@ class TrainerSeat:
         try:
             if command.from_checkpoint is not None:
                 await self._restore(backend, command.from_checkpoint)
-            reply = await backend.ask(Publish(version=command.version, weights_id=command.weights_id))
+            reply = await backend.ask(Publish(version=command.version, weights_id=command.weights_id, keep=command.keep))
             if not isinstance(reply, Published):
                 raise TrainerLostError(f"weights version {command.version} cannot be published: {_error(reply)}")
         except TrainerLostError as error:
@@ -186,7 +189,7 @@ class TrainerSeat:
             backend.kill()
             return
         self._trace.span(TRAINER, "trainer", f"publish v{command.version}", started, self._clock())
-        self._on_published(reply.manifest)
+        self._on_published(reply.manifest, command.keep)
         self._post(WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id))
 
     async def _save(self, epoch: int, command: SaveCheckpoint) -> None:

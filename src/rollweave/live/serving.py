@@ -62,7 +62,10 @@ class ServiceWorld(LiveWorld):
             make_episode=make_episode,
         )
         self._compact_bytes = compact_bytes
-        self._effects = self._make_effects(seat=_Nobody(), predictor=_Nobody(), draws=_Nobody(), listener=_Listener(customers))
+        nobody = _Nobody()
+        self._effects = self._make_effects(
+            seat=nobody, relays=nobody, predictor=nobody, draws=nobody, listener=_Listener(customers)
+        )
 
     async def run(self, first: RunStarted | WorldLost) -> str:
         """Live until the core says `Finish`; its error, or ""."""
@@ -89,12 +92,12 @@ class ServiceWorld(LiveWorld):
 
 
 class _Nobody:
-    """In the place of whoever trains, predicts and draws tasks: a service asks for none of it."""
+    """In the place of whoever trains, passes weights on, predicts and draws tasks: a service asks for none of it."""
 
     def _never(self, *commands: object) -> NoReturn:
         raise AssertionError(f"a service does not train: {commands}")
 
-    train = publish = save = restart = predict = harvest = fit = draw = _never
+    train = publish = save = restart = take = remove = predict = harvest = fit = draw = _never
 
 
 class _Listener:

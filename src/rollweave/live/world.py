@@ -16,6 +16,8 @@ from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws
 from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.predictor import OpenLink, PredictorSeat
+from rollweave.live.relay_link import OpenRelay
+from rollweave.live.relays import Relays
 from rollweave.live.seat import TrainerSeat
 from rollweave.live.trainer_link import TrainerBackend
 from rollweave.policy.scheduling import scheduling
@@ -60,6 +62,7 @@ class World(LiveWorld):
         draws: Draws,
         make_engine: Callable[[EngineSeat, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
+        open_relay: OpenRelay,
         make_episode: MakeEpisode,
         open_predictor: OpenLink,
         progress: Progress,
@@ -75,6 +78,7 @@ class World(LiveWorld):
             make_engine=make_engine,
             make_episode=make_episode,
             keeps_turns=config.rollout.mode is ModeName.DECOUPLED,
+            machines=config.weights.relays,
         )
         self._checkpoints, self._metrics = checkpoints, metrics
         self.ended_at = 0.0
@@ -90,13 +94,25 @@ class World(LiveWorld):
             trace=trace,
             store=store,
             checkpoints=checkpoints,
-            on_published=self.fleet.published,
+            on_published=self.manifests.published,
             on_trained=self._trained,
             on_saved=self._compact,
         )
+        self.relays = Relays(
+            count=config.weights.relays,
+            open_relay=open_relay,
+            transport=config.weights.transport,
+            manifests=self.manifests,
+            tasks=self._tasks,
+            post=self.pump.post,
+            clock=clock.now,
+            trace=trace,
+        )
         self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
         self._predicts = scheduling(config.rollout).predicts
-        self._effects = self._make_effects(seat=self.seat, predictor=self.predictor, draws=draws, listener=self)
+        self._effects = self._make_effects(
+            seat=self.seat, relays=self.relays, predictor=self.predictor, draws=draws, listener=self
+        )
 
     async def run(self, first: Event, *, engines: Sequence[EngineSeat], fresh: bool) -> str:
         """Begin with event `first`, and live until the core says `Finish`; its error, or "" where all went well."""
@@ -104,12 +120,13 @@ class World(LiveWorld):
             try:
                 self.pump.post(first)
                 self.fleet.start(engines)
+                self.relays.start()
                 if fresh:
                     self.seat.start(0)
                 if self._predicts:
                     self.predictor.start()
                 await self.pump.run()
-                await asyncio.gather(self.fleet.close(), self.seat.close())
+                await asyncio.gather(self.fleet.close(), self.relays.close(), self.seat.close())
             finally:
                 await self.predictor.close()
                 self._tasks.cancel_all()

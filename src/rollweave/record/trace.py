@@ -27,10 +27,10 @@ OPENING = b"[\n"
 BUFFER_LINES = 256
 """Lines gathered before they are written."""
 
-ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER = 1, 2, 3, 4
+ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER, RELAYS = 1, 2, 3, 4, 5
 """Process rows of the viewer."""
 
-ROWS = {ENGINES: "engines", ENVIRONMENTS: "environments", TRAINER: "trainer", CONTROLLER: "controller"}
+ROWS = {ENGINES: "engines", ENVIRONMENTS: "environments", TRAINER: "trainer", CONTROLLER: "controller", RELAYS: "relays"}
 
 
 class Trace:

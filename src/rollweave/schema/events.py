@@ -278,6 +278,9 @@ class EngineLost(Tagged, frozen=True, kw_only=True):
 # Relays.
 
 
+RefusalReason = Literal["source", "base", "broken", "room"]
+
+
 class RelayJoined(Tagged, frozen=True, kw_only=True):
     """The process listens. It holds no weights."""
 
@@ -312,7 +315,7 @@ class WeightsRefused(Tagged, frozen=True, kw_only=True):
     epoch: int
     weights_id: int
     try_number: int
-    reason: Literal["source", "base", "broken", "room"]
+    reason: RefusalReason
     error: str
 
 

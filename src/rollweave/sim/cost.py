@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollweave.policy.relay import CHUNK_BYTES
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
@@ -205,6 +206,15 @@ class TrainerCosts(Protocol):
     def load_s(self, *, engines: int, tp: int) -> float:
         """Seconds in which an engine of `tp` GPUs takes them while `engines` do, itself included."""
 
+    def hop_s(self, *, share: float) -> float:
+        """Seconds in which a relay gets `share` of the bytes of new weights from one on another machine."""
+
+    def lag_s(self) -> float:
+        """Seconds that a relay is at least behind the one that it takes from: a chunk."""
+
+    def beside_s(self, *, engines: int, tp: int) -> float:
+        """Seconds in which an engine of `tp` GPUs takes them from its machine's relay, while `engines` there do."""
+
     def checkpoint_s(self) -> float:
         """Seconds in which a checkpoint is written."""
 
@@ -245,6 +255,18 @@ class TrainerCost:
         receiving = self._model.weight_bytes / _bytes_per_s(way, tp)
         sending = engines * self._model.weight_bytes / _bytes_per_s(way, GPUS_PER_MACHINE)
         return way.latency_s + max(receiving, sending)
+
+    def hop_s(self, *, share: float) -> float:
+        """By the fabric between machines, whatever way weights leave the trainer."""
+        return FABRIC.latency_s + share * self._model.weight_bytes / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)
+
+    def lag_s(self) -> float:
+        """A chunk of Laminar's (§7)."""
+        return FABRIC.latency_s + CHUNK_BYTES / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)
+
+    def beside_s(self, *, engines: int, tp: int) -> float:
+        """Over PCIe, from the memory of the host."""
+        return self.load_s(engines=engines, tp=tp, over=link("pcie"))
 
     def checkpoint_s(self) -> float:
         """Writing weights and optimizer state, each machine its share."""

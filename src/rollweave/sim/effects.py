@@ -10,6 +10,7 @@ from rollweave.schema.work import Limits, Task
 from rollweave.sim.clock import Clock
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.predictor import SimPredictor
+from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.trainer import SimTrainer
 
@@ -38,12 +39,14 @@ class Effects:
         rollouts: Rollouts,
         fleet: SimFleet,
         trainer: SimTrainer,
+        relays: SimRelays,
         predictor: SimPredictor,
         limits: Callable[[str], Limits],
         listener: Listener,
         finish: Callable[[str], None],
     ) -> None:
         self._clock, self._post, self._rollouts, self._fleet, self._trainer = clock, post, rollouts, fleet, trainer
+        self._relays = relays
         self._predictor, self._limits, self._listener, self._finish = predictor, limits, listener, finish
         self._timer = 0
 
@@ -77,6 +80,8 @@ class Effects:
                 self._trainer.train(command)
             case c.PublishWeights():
                 self._trainer.publish(command)
+            case c.TakeWeights():
+                self._relays.take(command)
             case c.SaveCheckpoint():
                 self._trainer.save(command)
             case c.RestartTrainer():
@@ -95,6 +100,8 @@ class Effects:
         | c.ResumeEngine
         | c.RestartEngine
         | c.RemoveEngine
+        | c.RestartRelay
+        | c.RemoveRelay
         | c.RecordEvaluation
         | c.MarkBest
         | c.Deliver
@@ -120,6 +127,10 @@ class Effects:
                 self._fleet.restart(command)
             case c.RemoveEngine():
                 self._fleet.remove(command)
+            case c.RestartRelay():
+                self._relays.restart(command)
+            case c.RemoveRelay():
+                self._relays.remove(command)
             case c.RecordEvaluation():
                 self._listener.evaluated(command)
             case c.Deliver(trajectory_id=trajectory_id):  # whoever asked for it takes it at once

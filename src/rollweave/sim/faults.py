@@ -22,7 +22,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.books import Books
-from rollweave.sim.scenarios import KINDS, STORM_S, Failing, rates, scenario
+from rollweave.sim.scenarios import KINDS, RELAY_KINDS, STORM_S, Failing, rates, scenario
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import StuckError, World, workloads_of
 
@@ -139,7 +139,7 @@ class Chaos:
 
         world.post = post  # type: ignore[method-assign]
         world.effects.execute = hooked  # type: ignore[method-assign]
-        for part in (world.fleet, world.rollouts, world.trainer, world.predictor, world.effects):
+        for part in (world.fleet, world.relays, world.rollouts, world.trainer, world.predictor, world.effects):
             part._post = post
         world.each_event = lambda: world.core.check()
 
@@ -187,8 +187,9 @@ class Chaos:
     def _strike(self) -> None:
         if self.world.over is not None or self.world.clock.now > self._rates.until_s:
             return
-        kind = self._random.choices(list(KINDS), weights=list(KINDS.values()))[0]
-        if self._strike_engine(kind) or self._strike_other(kind):
+        kinds = {**KINDS, **RELAY_KINDS} if self._config.weights.relays else KINDS
+        kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
+        if self._strike_engine(kind) or self._strike_relay(kind) or self._strike_other(kind):
             self.faults[kind] += 1
         self._plan_next()
 
@@ -210,6 +211,20 @@ class Chaos:
                 fleet.refusals[engine] = draw.randint(1, 3)
             case _:
                 return False
+        return True
+
+    def _strike_relay(self, kind: str) -> bool:
+        draw, relays = self._random, self.world.relays
+        if kind not in RELAY_KINDS or not relays.nodes:
+            return False
+        relay = draw.choice(list(relays.nodes))
+        match kind:
+            case "relay lost":
+                relays.lose(relay, "injected")
+            case "relay silent":
+                relays.silence(relay)
+            case _:
+                relays.refusals[relay] = draw.randint(1, 3)
         return True
 
     def _strike_other(self, kind: str) -> bool:
@@ -273,7 +288,7 @@ class _Deaf:
 
 def _sender(event: e.Event) -> str:
     """Who says it: messages of one sender arrive in order."""
-    for name in ("trajectory_id", "engine_id", "group_id"):
+    for name in ("trajectory_id", "engine_id", "relay_id", "group_id"):
         found = getattr(event, name, None)
         if found is not None:
             return f"{name}/{found}"

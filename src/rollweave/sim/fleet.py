@@ -17,6 +17,7 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
+from rollweave.sim.relays import SimRelays
 
 RESTART_S = 60.0
 """Seconds until an engine that was started again is ready, without its weights. Assumption: process start and graph capture."""
@@ -55,14 +56,14 @@ class SimFleet:
         post: Callable[[e.Event], None],
         costs: Mapping[int, EngineCosts],
         trainer: TrainerCosts,
+        relays: SimRelays,
         settings: Callable[[EngineId], EngineConfig],
         trace: Trace | None,
     ) -> None:
         self._clock, self._post, self._costs, self._trainer, self._settings = clock, post, costs, trainer, settings
-        self._trace = trace
+        self._relays, self._trace = relays, trace
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
-        self._pulling = 0
         self.refusals: dict[EngineId, int] = {}  # loads that an engine is to refuse
         self.answered: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
         self.gone: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, told: None
@@ -143,10 +144,12 @@ class SimFleet:
         node = self.nodes.get(command.engine_id)
         if node is None or node.engine is None:
             return
-        self._pulling += 1
         node.pulling = True
         node.since = self._clock.now
-        self._later(node, self._trainer.load_s(engines=self._pulling, tp=node.degree), lambda: self._loaded(node, command))
+        machine = self._relays.machine_of(node.id)
+        together = sum(other.pulling and self._relays.machine_of(other.id) == machine for other in self.nodes.values())
+        cost = self._trainer.load_s if machine is None else self._trainer.beside_s
+        self._later(node, cost(engines=together, tp=node.degree), lambda: self._loaded(node, command))
 
     def resume(self, command: c.ResumeEngine) -> None:
         node = self.nodes.get(command.engine_id)
@@ -253,16 +256,15 @@ class SimFleet:
         self._post(e.EngineSuspended(engine_id=node.id, epoch=node.epoch))
 
     def _loaded(self, node: Node, command: c.LoadWeights) -> None:
-        self._pulling -= 1
         node.pulling = False
         assert node.engine is not None, "a lost engine has no ticket"
+        error = "" if self._relays.serves(node.id, command.weights_id) else "the weights are not there any more"
         if self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
-            self._post(
-                e.WeightsLoadFailed(
-                    engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error="the digest differs"
-                )
-            )
+            error = "the digest differs"
+        if error:
+            failed = e.WeightsLoadFailed(engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error=error)
+            self._post(failed)
             return
         node.engine.load(self._clock.now, command.weights_id)
         node.version = command.version
@@ -282,7 +284,6 @@ class SimFleet:
             return
         for ticket in [node.ticket, *node.tickets]:
             self._clock.cancel(ticket)
-        self._pulling -= node.pulling
         if node.engine is not None:
             self.gone(node.id, node.engine.told(self._clock.now))
         node.pulling, node.engine = False, None

@@ -149,5 +149,15 @@ class MeasuredTrainer:
         del engines, tp
         return self._load_s
 
+    def hop_s(self, *, share: float) -> float:
+        """As an engine's load of all of it: relays were not recorded by themselves."""
+        return share * self._load_s
+
+    def lag_s(self) -> float:
+        return 0.0
+
+    def beside_s(self, *, engines: int, tp: int) -> float:
+        return self.load_s(engines=engines, tp=tp)
+
     def checkpoint_s(self) -> float:
         return self._save_s

@@ -39,6 +39,9 @@ A silent process is gone and nobody says so; of an engine whose heartbeat is los
 works on.
 """
 
+RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "take refused": 3}
+"""The same, in runs with relays."""
+
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 PACED = MODES[:-1]
 ALONE = 0.25
@@ -91,6 +94,7 @@ def scenario(seed: int) -> RunConfig:
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
         "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 300.0, "start_s": 120.0, "restarts": 100_000},
     }
+    data["weights"] = _weights(seed, most=data["engines"]["count"] if "allocation" not in data else 2)
     data["rollout"] |= data.pop("scheduling")
     if "allocation" in data:
         del data["engines"]["count"]
@@ -129,6 +133,12 @@ def _scheduling(seed: int) -> dict[str, Any]:
     if draw.random() < 0.3:
         return {"scheduling": chosen, "allocation": {"budget": draw.randint(2, 6), "degrees": [1, 2], "every": 1}}
     return {"scheduling": chosen}
+
+
+def _weights(seed: int, *, most: int) -> dict[str, Any]:
+    """Half of the runs have relays."""
+    draw = random.Random(f"weights/{seed}")
+    return {"relays": min(most, draw.choice([0, 0, 0, 1, 2, 4])), "delta": draw.random() < 0.7}
 
 
 def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:

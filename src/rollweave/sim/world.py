@@ -26,6 +26,7 @@ from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
 from rollweave.sim.predictor import SimPredictor
+from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Serverless
 from rollweave.sim.trainer import SimTrainer
@@ -76,11 +77,15 @@ class World:
         self._journal = journal
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         limits = {task.name: task.limits for task in config.tasks}
+        self.relays = SimRelays(
+            clock=self.clock, post=self.post, cost=trainer_cost, machines=config.weights.relays, trace=trace
+        )
         self.fleet = SimFleet(
             clock=self.clock,
             post=self.post,
             costs=engine_costs,
             trainer=trainer_cost,
+            relays=self.relays,
             settings=config.engine,
             trace=trace,
         )
@@ -103,6 +108,7 @@ class World:
             rollouts=self.rollouts,
             fleet=self.fleet,
             trainer=self.trainer,
+            relays=self.relays,
             predictor=self.predictor,
             limits=limits.__getitem__,
             listener=listener,
@@ -116,8 +122,9 @@ class World:
         self.inbox.append(event)
 
     def start(self) -> None:
-        self.post(e.RunStarted(engines=self.seats))
+        self.post(e.RunStarted(engines=self.seats, relays=self.config.weights.relays))
         self.fleet.start(self.seats)
+        self.relays.start()
         self.trainer.start()
 
     def revive(self, core: Core, journal: Journal) -> None:
@@ -129,12 +136,14 @@ class World:
         self.rollouts.evict(c.Evict(trajectory_ids=tuple(store.keys() - set(known)), reason="world_lost"))
         self.inbox.clear()
         self.fleet.drop_all()
+        self.relays.drop_all()
         self.rollouts.forget_all()
         self.trainer.drop()
         self.predictor.drop()
         self.seats = begun_with(self.config, core.state)
         self.fleet.start(self.seats)
-        self.post(e.WorldLost(engines=self.seats, missing=tuple(missing)))
+        self.relays.start()
+        self.post(e.WorldLost(engines=self.seats, missing=tuple(missing), relays=self.config.weights.relays))
 
     def run(self) -> Core:
         """To the end. Raises StuckError."""

@@ -1,0 +1,185 @@
+"""The simulated relays: they take weights from each other in the time that the links between their machines need.
+
+Invariants: commands and answers are those of `live/relays.py`; a relay is never ahead of the one that it takes from, and ends
+at least a chunk after it (Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is another.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rollweave.record.trace import RELAYS, Trace
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.sim.clock import Clock
+from rollweave.sim.cost import TrainerCosts
+
+RESTART_S = 5.0
+"""Seconds until a relay that was started again listens. Assumption: the start of a small process."""
+
+DELTA_SHARE = 108e6 / 14e9
+"""Bytes of a change for a byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about 1 % of whose elements have changed."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One relay and its machine. Of what it takes, `got` had come at `since`, and the rest takes `seconds` from then on."""
+
+    id: str
+    epoch: int
+    up: bool = False
+    held: set[int] = field(default_factory=set)
+    take: c.TakeWeights | None = None
+    got: float = 0.0  # share
+    began: float = 0.0
+    since: float = 0.0
+    seconds: float = 0.0
+    waits: bool = False  # all that its source had has come
+    ticket: int = 0
+
+
+class SimRelays:
+    """Relays r0, r1, …, one on each of `machines`."""
+
+    def __init__(
+        self, *, clock: Clock, post: Callable[[e.Event], None], cost: TrainerCosts, machines: int, trace: Trace | None
+    ) -> None:
+        self._clock, self._post, self._cost, self._machines, self._trace = clock, post, cost, machines, trace
+        self.nodes: dict[str, Node] = {}
+        self.refusals: dict[str, int] = {}  # takes whose bytes are to come broken
+
+    # The life of a relay.
+
+    def start(self) -> None:
+        """Start all of them: at once, as engines."""
+        for machine in range(self._machines):
+            self._begin(Node(id=f"r{machine}", epoch=0), 0.0)
+
+    def restart(self, command: c.RestartRelay) -> None:
+        self._drop(self.nodes.get(command.relay_id))
+        self._begin(Node(id=command.relay_id, epoch=command.epoch), RESTART_S)
+
+    def remove(self, command: c.RemoveRelay) -> None:
+        self._drop(self.nodes.pop(command.relay_id, None))
+
+    def lose(self, relay_id: str, error: str) -> None:
+        """The process dies, and the weights that it held with it."""
+        node = self.nodes.get(relay_id)
+        if node is not None and node.up:
+            self.silence(relay_id)
+            self._post(e.RelayLost(relay_id=relay_id, epoch=node.epoch, error=error))
+
+    def silence(self, relay_id: str) -> None:
+        """The process dies and nobody says so: what is asked of it from now on is not answered."""
+        self._drop(self.nodes.get(relay_id))
+
+    def drop_all(self) -> None:
+        """The controller is gone, and its children with it."""
+        for node in self.nodes.values():
+            self._drop(node)
+        self.nodes.clear()
+
+    def machine_of(self, engine_id: EngineId) -> int | None:
+        """The machine that the engine is on; None without relays."""
+        return int(engine_id.removeprefix("e")) % self._machines if self._machines else None
+
+    def serves(self, engine_id: EngineId, weights_id: int) -> bool:
+        """The engine can read these weights: from its machine's relay, or without relays from the trainer."""
+        machine = self.machine_of(engine_id)
+        if machine is None:
+            return True
+        node = self.nodes.get(f"r{machine}")
+        return node is not None and weights_id in node.held
+
+    # Weights.
+
+    def take(self, command: c.TakeWeights) -> None:
+        node = self.nodes.get(command.relay_id)
+        if node is None or not node.up:
+            return
+        former, now = node.take, self._clock.now
+        goes_on = former is not None and former.weights_id == command.weights_id
+        node.got = self._share(node) if goes_on else 0.0
+        if not goes_on:
+            node.began = now
+        self._clock.cancel(node.ticket)
+        node.held &= {*command.keep, command.base_id}
+        node.take, node.since, node.waits = command, now, False
+        node.seconds = (1 - node.got) * self._whole_s(command)
+        node.ticket = self._clock.after(node.seconds, lambda: self._came(node))
+
+    def _whole_s(self, command: c.TakeWeights) -> float:
+        """The trainer has handed them to the master already: that is what its publication takes."""
+        if command.source is None:
+            return 0.0
+        return self._cost.hop_s(share=1.0 if command.base_id is None else DELTA_SHARE)
+
+    def _share(self, node: Node) -> float:
+        """How much of what it takes has come."""
+        if not node.seconds:
+            return 1.0
+        return min(1.0, node.got + (1 - node.got) * (self._clock.now - node.since) / node.seconds)
+
+    def _came(self, node: Node) -> None:
+        """All has come that its source has. Where the source is still taking it too, the rest comes a chunk behind."""
+        command = node.take
+        assert command is not None, "a relay that takes nothing has no ticket"
+        source = self.nodes.get(command.source) if command.source is not None else None
+        if command.base_id is not None and command.base_id not in node.held:
+            self._refuse(node, command, "base", f"weights {command.base_id} are not here")
+        elif self.refusals.get(node.id, 0) > 0:
+            self.refusals[node.id] -= 1
+            self._refuse(node, command, "broken", "the digest differs")
+        elif command.source is None or (source is not None and command.weights_id in source.held):
+            self._has(node, command)
+        elif source is not None and source.take is not None and source.take.weights_id == command.weights_id:
+            node.waits = True
+        else:
+            self._refuse(node, command, "source", f"{command.source} does not have weights {command.weights_id}")
+
+    def _has(self, node: Node, command: c.TakeWeights) -> None:
+        node.held.add(command.weights_id)
+        node.take = None
+        if self._trace is not None:
+            name = f"take {command.weights_id} from {command.source or 'the trainer'}"
+            self._trace.span(RELAYS, node.id, name, node.began, self._clock.now)
+        self._post(e.WeightsHeld(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id))
+        self._let_go_on(node)
+
+    def _refuse(self, node: Node, command: c.TakeWeights, reason: e.RefusalReason, error: str) -> None:
+        node.take = None
+        self._post(
+            e.WeightsRefused(
+                relay_id=node.id,
+                epoch=node.epoch,
+                weights_id=command.weights_id,
+                try_number=command.try_number,
+                reason=reason,
+                error=error,
+            )
+        )
+        self._let_go_on(node)
+
+    def _let_go_on(self, source: Node) -> None:
+        """Whoever waited for this one gets the last chunk now; or learns that it will not come."""
+        for node in self.nodes.values():
+            if node.waits and node.take is not None and node.take.source == source.id:
+                node.waits = False
+                node.ticket = self._clock.after(self._cost.lag_s(), lambda node=node: self._came(node))  # type: ignore[misc]
+
+    def _begin(self, node: Node, seconds: float) -> None:
+        self.nodes[node.id] = node
+
+        def joined() -> None:
+            node.up = True
+            self._post(e.RelayJoined(relay_id=node.id, epoch=node.epoch))
+
+        node.ticket = self._clock.after(seconds, joined)
+
+    def _drop(self, node: Node | None) -> None:
+        if node is None:
+            return
+        self._clock.cancel(node.ticket)
+        node.up, node.take, node.waits = False, None, False
+        node.held.clear()
+        self._let_go_on(node)
