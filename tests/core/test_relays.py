@@ -320,11 +320,12 @@ def test_any_world_with_relays_ends_accounted_for(
     delta: bool,
     restarts: int,
 ) -> None:
+    plans = allocation and mode != "decoupled"
     made = config(
         mode,
         rollout=SCHEDULINGS[scheduling],
-        engines={} if allocation else {"count": 5},
-        allocation=ALLOCATION if allocation else None,
+        engines={} if plans else {"count": 5},
+        allocation=ALLOCATION if plans else None,
         weights={"relays": relays, "delta": delta},
         eval={"every": 2},
         watchdog={"restarts": restarts},

@@ -20,7 +20,7 @@ from rollweave.schema.config import RunConfig
 from tests.backends.echo_engine import process_state
 from tests.rollout.worlds import TEMPLATE
 
-FAKES = Programs(engine="tests.backends.echo_engine", trainer="tests.live.fake_trainer")
+FAKES = Programs(engine="tests.backends.echo_engine", trainer="tests.live.fake_trainer", relay="tests.live.fake_relay")
 TASK: dict[str, Any] = {"env": "tests.live.game:Game", "tag": "game", "max_turn_tokens": 4}
 ROOT = Path(__file__).parents[2]
 

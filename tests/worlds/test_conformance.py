@@ -70,6 +70,14 @@ def test_a_fleet_of_several_degrees_keeps_the_contract(world: World, tmp_path: P
     assert referee.owed() == []
 
 
+@pytest.mark.parametrize("mode", ["sync", "bounded"])
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
+    referee = judge(*world(tmp_path, mode, engines={"count": 3}, weights={"relays": 2}))
+    assert [owed for owed in referee.owed() if not owed.startswith("take")] == []  # of the last weights nobody may have need
+    assert {"RelayJoined", "TakeWeights", "WeightsHeld", "WeightsLoaded"} <= referee.seen
+
+
 def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

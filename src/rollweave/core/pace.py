@@ -77,8 +77,7 @@ def _begins(run: Run, engine: Engine) -> bool:
     if not _serves(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
     return engine.begun < batch_of(run, engine) or (
-        engine.weights_id in (run.state.published_id, weights.newest(run, engine))
-        and _other_weights_for(run, engine) is None
+        engine.weights_id in (run.state.published_id, weights.newest(run, engine)) and _other_weights_for(run, engine) is None
     )
 
 

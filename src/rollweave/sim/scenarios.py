@@ -94,12 +94,12 @@ def scenario(seed: int) -> RunConfig:
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
         "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 300.0, "start_s": 120.0, "restarts": 100_000},
     }
-    data["weights"] = _weights(seed, most=data["engines"]["count"] if "allocation" not in data else 2)
     data["rollout"] |= data.pop("scheduling")
     if "allocation" in data:
         del data["engines"]["count"]
     if (alone := random.Random(f"decoupled/{seed}")).random() < ALONE:
         _decouple(data, alone)
+    data["weights"] = _weights(seed, most=data["engines"].get("count", 2))
     return RunConfig.model_validate(data)
 
 
