@@ -1,5 +1,6 @@
 """Each problem that can be known before a run is one failed check that names field, rule and value."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,8 +13,10 @@ import torch
 from rollweave.cli import dryrun
 from rollweave.cli.checks import Status, failures
 from rollweave.codec.config import dumps, loads
+from rollweave.live.launch import train
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
 from rollweave.schema.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
@@ -274,3 +277,19 @@ class TestModelPath:
     @staticmethod
     def edit(path: Path, **changes: object) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(tmp_path: Path) -> None:
+    relays = config(tmp_path, "weights.relays=2", "engines.count=2")
+    said = {check.name: check.detail for check in dryrun.examine(relays, deep=False)}
+    assert said["relays"] == "2 processes on 127.0.0.2 to 127.0.0.3 over tcp"
+    assert "relays" not in {check.name for check in dryrun.examine(config(tmp_path), deep=False)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
+def test_a_transport_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
+    relays = config(tmp_path, "weights.relays=1", 'weights.transport="nixl"')
+    found = next(check for check in failures(dryrun.examine(relays, deep=False)) if check.name == "weights.transport")
+    assert "rollweave[nixl]" in found.detail
+    with pytest.raises(ConfigError, match="nixl must be installed"):
+        train(relays)

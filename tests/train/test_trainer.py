@@ -206,6 +206,16 @@ def test_publishing_names_the_version_and_stopping_takes_it_away(model_dir: Path
         read_tensors(reply.manifest)
 
 
+def test_what_is_published_may_have_another_number_format(model_dir: Path, tmp_path: Path) -> None:
+    made = make_config()
+    half = made.model_copy(update={"weights": made.weights.model_copy(update={"dtype": "bfloat16"})})
+    whole, rounded = (
+        weights_of(new_trainer(model_dir, tmp_path / "a")),
+        weights_of(new_trainer(model_dir, tmp_path / "b", half)),
+    )
+    assert same({name: tensor.bfloat16() for name, tensor in whole.items()}, rounded)
+
+
 def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_path: Path) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     values = trained(trainer, make_batch(0, step=0, version=5))

@@ -15,6 +15,7 @@ from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
 from rollweave.codec.config import load
 from rollweave.core.seats import first_seats
+from rollweave.live.relays import host_of, missing_extra
 from rollweave.live.sinks import missing_sinks
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
@@ -30,7 +31,7 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
         checks += found
         if domain is not None:
             domains.append(domain)
-    return [*checks, *_cpu(config), *examine_model(config, domains)]
+    return [*checks, *_cpu(config), *_relays(config), *examine_model(config, domains)]
 
 
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool) -> list[Check]:
@@ -76,6 +77,23 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield fail("run.sinks", f"{name} must be installed (pip install 'rollweave[{name}]'), got none")
         else:
             yield ok("run.sinks", name)
+
+
+def _relays(config: RunConfig) -> Iterator[Check]:
+    weights = config.weights
+    if not weights.relays:
+        return
+    if (extra := missing_extra(weights)) is not None:
+        yield fail("weights.transport", f"{extra} must be installed (pip install 'rollweave[{extra}]'), got none")
+    try:
+        for machine in range(weights.relays):
+            with socket.socket() as probe:
+                probe.bind((host_of(machine), 0))
+    except OSError as error:
+        yield fail("weights.relays", f"must each have a loopback address of its own, {host_of(machine)} cannot be had: {error}")
+    else:
+        first, last = host_of(0), host_of(weights.relays - 1)
+        yield ok("relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}")
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:

@@ -25,6 +25,7 @@ from rollweave.live.predictor import in_process as predict_in_process
 from rollweave.live.predictor import in_thread as predict_in_thread
 from rollweave.live.recover import Beginning, recover
 from rollweave.live.relay_link import in_process as relay_in_process
+from rollweave.live.relays import missing_extra
 from rollweave.live.signals import on_ending_signals
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
@@ -37,7 +38,7 @@ from rollweave.record.trace import Trace
 from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import DiskError
+from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSeat
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.sections import ModeName
@@ -72,6 +73,8 @@ def train(
     Raises `ConfigError` for what the user must change, and `DiskError` where the run's files cannot be written: what is written
     stays good, and `resume` goes on from it. What else goes wrong in the run itself is in the summary's `error`.
     """
+    if (extra := missing_extra(config.weights)) is not None:
+        raise ConfigError(f"weights.transport {extra} must be installed (pip install 'rollweave[{extra}]'), got none")
     with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:

@@ -6,6 +6,7 @@ engines in `live/fleet.py`: a relay has at most one living process, that of its 
 """
 
 import asyncio
+import importlib.util
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,10 +18,26 @@ from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema.commands import RemoveRelay, RestartRelay, TakeWeights
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.events import Event, RefusalReason, RelayJoined, RelayLost, WeightsHeld, WeightsRefused
+from rollweave.schema.sections import WeightsConfig
 from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, TransportName, WeightManifest
 
 FIRST_HOST = ipaddress.IPv4Address("127.0.0.2")
 """Machines are loopback addresses from here on: each looks like a host of its own, and `tc` can tell them apart."""
+
+
+MODULES: dict[TransportName, str] = {"mooncake": "mooncake", "nixl": "nixl"}
+"""What a transport needs to be installed, by the name of its extra."""
+
+
+def missing_extra(config: WeightsConfig) -> str | None:
+    """The extra that these relays lack; None if they lack none."""
+    module = MODULES.get(config.transport) if config.relays else None
+    return config.transport if module is not None and importlib.util.find_spec(module) is None else None
+
+
+def host_of(machine: int) -> str:
+    """The address that its relay listens on."""
+    return str(FIRST_HOST + machine)
 
 
 @dataclass(slots=True)
@@ -110,8 +127,8 @@ class Relays:
                 return
             started = self._clock()
             try:
-                host = str(FIRST_HOST + seat.machine)
-                seat.link = self._open(RelaySpec(id=relay_id, host=host, transport=self._transport))
+                spec = RelaySpec(id=relay_id, host=host_of(seat.machine), transport=self._transport)
+                seat.link = self._open(spec)
                 seat.address = (await seat.link.ready()).address
             except (WeightsError, OSError) as error:
                 self._lost(relay_id, seat, str(error))

@@ -28,7 +28,7 @@ class Node:
     id: str
     epoch: int
     up: bool = False
-    held: set[int] = field(default_factory=set)
+    held: dict[int, float] = field(default_factory=dict)  # weights → since when
     take: c.TakeWeights | None = None
     got: float = 0.0  # share
     began: float = 0.0
@@ -103,7 +103,7 @@ class SimRelays:
         if not goes_on:
             node.began = now
         self._clock.cancel(node.ticket)
-        node.held &= {*command.keep, command.base_id}
+        node.held = {held: since for held, since in node.held.items() if held in command.keep or held == command.base_id}
         node.take, node.since, node.waits = command, now, False
         node.seconds = (1 - node.got) * self._whole_s(command)
         node.ticket = self._clock.after(node.seconds, lambda: self._came(node))
@@ -130,15 +130,22 @@ class SimRelays:
         elif self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
             self._refuse(node, command, "broken", "the digest differs")
-        elif command.source is None or (source is not None and command.weights_id in source.held):
+        elif command.source is None:
             self._has(node, command)
+        elif source is not None and command.weights_id in source.held:
+            since = source.held[command.weights_id]
+            due = since + self._cost.lag_s() if since > node.since else 0.0  # else all of it was there from the start
+            if self._clock.now < due:
+                node.ticket = self._clock.at(due, lambda: self._came(node))
+            else:
+                self._has(node, command)
         elif source is not None and source.take is not None and source.take.weights_id == command.weights_id:
             node.waits = True
         else:
             self._refuse(node, command, "source", f"{command.source} does not have weights {command.weights_id}")
 
     def _has(self, node: Node, command: c.TakeWeights) -> None:
-        node.held.add(command.weights_id)
+        node.held[command.weights_id] = self._clock.now
         node.take = None
         if self._trace is not None:
             name = f"take {command.weights_id} from {command.source or 'the trainer'}"
@@ -161,11 +168,11 @@ class SimRelays:
         self._let_go_on(node)
 
     def _let_go_on(self, source: Node) -> None:
-        """Whoever waited for this one gets the last chunk now; or learns that it will not come."""
+        """Whoever waited for this one gets its last chunk next; or learns that it will not come."""
         for node in self.nodes.values():
             if node.waits and node.take is not None and node.take.source == source.id:
                 node.waits = False
-                node.ticket = self._clock.after(self._cost.lag_s(), lambda node=node: self._came(node))  # type: ignore[misc]
+                node.ticket = self._clock.after(0.0, lambda node=node: self._came(node))  # type: ignore[misc]
 
     def _begin(self, node: Node, seconds: float) -> None:
         self.nodes[node.id] = node

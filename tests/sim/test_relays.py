@@ -1,0 +1,125 @@
+"""Simulated relays: the time of a chain, of its repair, and what a relay does not have it refuses."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.policy.relay import broadcast_s
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.sim.clock import Clock
+from rollweave.sim.relays import DELTA_SHARE, RESTART_S, SimRelays
+
+CHUNKS = 100
+
+
+class Costs:
+    """A version takes 10 s from relay to relay, in a hundred chunks."""
+
+    def hop_s(self, *, share: float) -> float:
+        return 10.0 * share
+
+    def lag_s(self) -> float:
+        return 10.0 / CHUNKS
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"relays need no {name}")
+
+
+class Stage:
+    def __init__(self, relays: int) -> None:
+        self.clock = Clock()
+        self.said: list[tuple[float, e.Event]] = []
+        self.relays = SimRelays(clock=self.clock, post=self._post, cost=Costs(), machines=relays, trace=None)
+        self.relays.start()
+        self.run()
+
+    def _post(self, event: e.Event) -> None:
+        self.said.append((self.clock.now, event))
+
+    def take(self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None) -> None:
+        name = f"r{source}" if source is not None else None
+        self.relays.take(
+            c.TakeWeights(
+                relay_id=f"r{relay}",
+                weights_id=weights_id,
+                try_number=1,
+                source=name,
+                base_id=base,
+                keep=tuple(range(weights_id)),
+            )
+        )
+
+    def run(self, until: float = 1e9) -> None:
+        over: list[int] = []
+        if until < 1e9:
+            self.clock.at(until, lambda: over.append(1))
+        while not over and self.clock.step():
+            pass
+
+    def held_at(self) -> dict[str, float]:
+        return {event.relay_id: now for now, event in self.said if isinstance(event, e.WeightsHeld)}
+
+
+@given(relays=st.integers(1, 20))
+def test_a_chain_takes_what_the_formula_says(relays: int) -> None:
+    """Laminar App. C, where a chunk takes a hundredth of the whole."""
+    stage = Stage(relays)
+    for relay in range(relays):
+        stage.take(relay, relay - 1 if relay else None)
+    stage.run()
+    closed = broadcast_s(CHUNKS, nodes=relays, chunks=CHUNKS, start_s=0.0, byte_s=0.1)
+    assert max(stage.held_at().values()) == pytest.approx(closed)
+
+
+@given(relays=st.integers(3, 8), lost=st.integers(1, 6), at=st.floats(0.1, 9.9))
+def test_a_repair_sends_nothing_again(relays: int, lost: int, at: float) -> None:
+    lost = min(lost, relays - 2)
+    stage = Stage(relays)
+    for relay in range(relays):
+        stage.take(relay, relay - 1 if relay else None)
+    stage.run(until=at)
+    stage.relays.lose(f"r{lost}", "injected")
+    stage.take(lost + 1, lost - 1)
+    stage.run()
+    held = stage.held_at()
+    assert held.keys() == {f"r{relay}" for relay in range(relays) if relay != lost}
+    assert max(held.values()) <= 10.0 + (relays - 1) * 10.0 / CHUNKS
+
+
+def test_a_change_takes_its_share() -> None:
+    stage = Stage(2)
+    stage.take(0, None, 0)
+    stage.run()
+    stage.take(1, 0, 0)
+    stage.run()
+    began = stage.clock.now
+    stage.take(0, None, 1)
+    stage.take(1, 0, 1, base=0)
+    stage.run()
+    assert stage.held_at()["r1"] - began == pytest.approx(10.0 * DELTA_SHARE)
+
+
+def test_what_is_not_there_is_refused() -> None:
+    stage = Stage(3)
+    stage.take(1, 0)
+    stage.take(2, None, 5, base=4)
+    stage.run()
+    refused = {event.relay_id: event.reason for _, event in stage.said if isinstance(event, e.WeightsRefused)}
+    assert refused == {"r1": "source", "r2": "base"}
+    assert not stage.relays.serves(EngineId("e1"), 0)
+
+
+def test_a_relay_that_comes_back_holds_nothing() -> None:
+    stage = Stage(1)
+    stage.take(0, None)
+    stage.run()
+    assert stage.relays.serves(EngineId("e7"), 0)
+    stage.relays.restart(c.RestartRelay(relay_id="r0", epoch=1, reason="injected"))
+    stage.run()
+    now, event = stage.said[-1]
+    assert (now, event) == (RESTART_S, e.RelayJoined(relay_id="r0", epoch=1))
+    assert not stage.relays.serves(EngineId("e7"), 0)
