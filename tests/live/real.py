@@ -27,6 +27,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import TrainStep
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import StepTrained
+from rollweave.schema.sections import ModeName
 
 ROOT = Path(__file__).parents[2]
 GROUPS, MEMBERS = 2, 4
@@ -67,7 +68,8 @@ class Life:
         file.write_text(dumps(config))
         module = "tests.live.real" if halting else "rollweave.cli.main"
         command = [sys.executable, "-m", module, "train", str(file), *(["--resume"] if resume else [])]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        ours = os.pathsep.join((str(ROOT), str(ROOT / "src")))  # and not what is installed, if that is another checkout
+        env = {**os.environ, "PYTHONPATH": ours, "OMP_NUM_THREADS": "1"}
         self._said = directory / "said"
         with self._said.open("wb") as said:
             self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=said, stderr=said)
@@ -199,7 +201,8 @@ def check_totals(config: RunConfig, found: dict[str, Any]) -> None:
     assert (found["error"], found["steps"]) == ("", config.run.steps)
     assert found["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
     assert found["eval_episodes"] == {"lake": 8}
-    assert found["staleness_max"] <= config.rollout.alpha
+    if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound
+        assert found["staleness_max"] <= config.rollout.alpha
 
 
 class Lineage:

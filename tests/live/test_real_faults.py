@@ -32,6 +32,7 @@ from tests.live.real import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENGINE, TRAINER = "rollweave.live.engine_process", "rollweave.live.trainer_process"
+RELAY = "rollweave.live.relay_process"
 ENVIRONMENT = "rollweave.envs.worker"
 
 
@@ -82,6 +83,36 @@ def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     assert found["watchdog"]["engine_restarted"] >= 1
     told = [line["message"] for line in lines(config, "warning") if "restarted" in line["message"]]
     assert any("without an answer" in message or "stuck" in message for message in told), told
+
+
+# Relays.
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
+@pytest.mark.parametrize("mode", ["bounded", "decoupled"])
+def test_training_goes_on_without_a_relay_and_an_engine(tmp_path: Path, mode: str, hang: bool) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "at": 20},
+        run={"steps": 6},
+        rollout={"mode": mode},
+        engines={"count": 2},
+        weights={"relays": 2},
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        os.kill(life.children(RELAY)[0], signal.SIGSTOP if hang else signal.SIGKILL)
+        os.kill(life.children(ENGINE)[1], signal.SIGKILL)
+        gate.touch()
+        if hang:  # else the run may be over before anybody notices
+            life.until(lambda core: any(relay.epoch for relay in core.state.relays.values()), "a relay that is replaced")
+        found = life.finish()
+    check_totals(config, found)
+    assert found["watchdog"]["engine_restarted"] == 1
+    assert found["watchdog"]["relay_restarted"] == 1
+    told = [line["message"] for line in lines(config, "warning") if "restarted: lost: relay" in line["message"]]
+    assert ("said nothing" if hang else "SIGKILL") in told[0]
 
 
 # The trainer.

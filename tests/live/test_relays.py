@@ -93,6 +93,19 @@ def test_a_relay_that_never_lives_takes_its_machine_along(tmp_path: Path) -> Non
     assert_gone(config)
 
 
+def test_a_run_that_goes_on_starts_its_relays_anew(tmp_path: Path) -> None:
+    config = with_relays(tmp_path, steps=2, rollout={"mode": "sync"})
+    assert run(config).error == ""
+    longer = with_relays(tmp_path, steps=4, rollout={"mode": "sync"})
+    assert run(longer, resume=True).steps == 4
+    events, commands = history(longer)
+    assert isinstance(events[0], e.WorldLost)
+    assert {event.relay_id for event in events if isinstance(event, e.RelayJoined)} == {"r0", "r1"}
+    assert {command.engine_id for command in commands if isinstance(command, c.LoadWeights)} == {E0, E1}
+    assert_trained_once(longer)
+    assert_gone(longer)
+
+
 def manifest(weights_id: int, location: str) -> WeightManifest:
     return WeightManifest(version=weights_id, weights_id=weights_id, location=location, tensors=(), nbytes=0, digest="")
 
