@@ -388,3 +388,61 @@ def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) ->
             replayed = Core.restore(replayed.snapshot(), made)
         assert replayed.handle(now, event) == commands, f"event {place}: {event}"
     assert replayed.snapshot() == world.core.snapshot()
+
+
+def test_a_relay_has_its_time_from_when_its_source_is_done() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.now += 50.0
+    desk.hold("r0", 0)
+    assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(50.0))
+    assert any(isinstance(command, c.RestartRelay) for command in desk.wait(11.0))
+
+
+def test_a_relay_that_lives_from_one_version_to_the_next_is_forgiven() -> None:
+    desk = Desk(2, restarts=1).up()
+    desk.publish()
+    desk.lose("r1")
+    desk.join("r1")
+    desk.hold("r0", 0)
+    desk.hold("r1", 0)
+    assert desk.relay("r1").restarts == 1, "the first may be the last"
+    desk.publish_again()
+    desk.hold("r0", 1)
+    desk.hold("r1", 1)
+    assert [type(command) for command in desk.lose("r1")] == [c.Warn, c.RestartRelay]
+
+
+def test_what_a_relay_has_is_what_changes_are_of_also_where_no_engine_has_it() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    desk.hold("r1", 0)
+    found = [command for command in desk.publish_again() if isinstance(command, c.TakeWeights)]
+    assert [command.keep for command in found] == [(0,), (0,)]
+    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(e.TrainerReady(epoch=2, step=0))
+    published = next(command for command in asked if isinstance(command, c.PublishWeights))
+    assert set(published.keep) >= {0, 1}, "a relay that takes 1 from the trainer, and changes of 0, still need them"
+
+
+def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None:
+    desk = Desk(1).up()
+    desk.publish()
+    desk.engines_up()
+    assert loads(desk.hold("r0", 0)) == [("e0", 0)]
+    failed = e.WeightsLoadFailed(engine_id=EngineId("e0"), epoch=0, weights_id=0, error="not there")
+    assert loads(desk.tell(failed)) == [("e0", 0)]
+    found = {type(command) for command in desk.tell(failed)}
+    assert {c.RestartEngine, c.RestartRelay} <= found
+
+
+def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() -> None:
+    desk = Desk(2).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    restarted: list[str] = []
+    for _ in range(70):
+        if desk.relay("r1").taking >= 0:
+            desk.refuse("r1", "source")
+        restarted += [command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
+    assert sorted(restarted) == ["r0", "r1"]
