@@ -128,8 +128,9 @@ def test_each_version_halves_the_chance() -> None:
 
 
 def test_groups_of_very_old_weights_can_still_be_drawn() -> None:
-    buffer = [experience("a", 0, initiated=0), experience("b", 1, initiated=0)]
-    assert sample(buffer, 2, strategy="staleness", version=10**6, draws=[0.9, 0.9]) == ["b", "a"]
+    """Once no fresher one is left, they are drawn as if they were fresh."""
+    buffer = [experience("a", 0, initiated=0), experience("b", 1, initiated=0), experience("new", 2, initiated=10**6)]
+    assert sample(buffer, 3, strategy="staleness", version=10**6, draws=[0.9, 0.9, 0.9]) == ["new", "b", "a"]
 
 
 # Eviction.
