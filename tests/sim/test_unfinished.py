@@ -23,6 +23,7 @@ from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.kv import Request
 from rollweave.sim.models import model
+from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.workload import Plan, TurnPlan
 from rollweave.sim.world import World
@@ -57,6 +58,7 @@ class Stage:
             post=self.post,
             costs={1: COST},
             trainer=trainer,
+            relays=SimRelays(clock=self.clock, post=self.post, cost=trainer, machines=0, trace=None),
             settings=lambda _: settings,
             trace=None,
         )
