@@ -104,9 +104,8 @@ def test_training_goes_on_without_a_relay_and_an_engine(tmp_path: Path, mode: st
         at_gate(life, gate)
         os.kill(life.children(RELAY)[0], signal.SIGSTOP if hang else signal.SIGKILL)
         os.kill(life.children(ENGINE)[1], signal.SIGKILL)
-        gate.touch()
-        if hang:  # else the run may be over before anybody notices
-            life.until(lambda core: any(relay.epoch for relay in core.state.relays.values()), "a relay that is replaced")
+        life.until(lambda core: any(relay.epoch for relay in core.state.relays.values()), "a relay that is replaced")
+        gate.touch()  # not before: the run might be over when its silence is noticed
         found = life.finish()
     check_totals(config, found)
     assert found["watchdog"]["engine_restarted"] == 1
