@@ -40,10 +40,10 @@ def make_room(run: Run) -> None:
     state, name = run.state, run.config.buffer.evict
     if not run.alone or not state.buffer:
         return
-    places = pace.capacity(run)
-    if len(state.buffer) <= places and FUNCTION not in name:
+    most = pace.most(run)
+    if len(state.buffer) <= most and FUNCTION not in name:
         return
-    gone = _by(run, name, lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=places))
+    gone = _by(run, name, lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=most))
     for group_id in gone:
         state.counters.evicted += 1
         groups.drop(run, state.groups[group_id], "evicted")

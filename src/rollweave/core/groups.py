@@ -56,9 +56,11 @@ def _pool_room(run: Run) -> int:
     return pool_room(
         seats=pace.seats(run),
         waiting=len(state.init_queue) + drawing * size,
+        running=len(state.in_init) + len(state.in_run),
         group_size=size,
-        held=len(state.active_groups) + len(state.buffer),
-        places=pace.capacity(run),
+        active=len(state.active_groups),
+        buffered=len(state.buffer),
+        places=pace.places(run),
         next_version=run.next_version(),
         groups_per_step=rollout.groups_per_step,
         last_step=run.config.run.steps,

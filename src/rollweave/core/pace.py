@@ -8,7 +8,6 @@ waits for the next that is free to load them.
 Invariant: an engine changes its weights only while no trajectory's home is there.
 """
 
-import math
 from collections.abc import Sequence
 
 from rollweave.core import trajectories, weights
@@ -29,26 +28,33 @@ def residents(run: Run, engine: Engine) -> int:
 
 
 def batch_of(run: Run, engine: Engine) -> int:
-    """Trajectories that it has at once, and begins at least under each version."""
-    return run.config.rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots
+    """Trajectories that it has at once, and begins at least under each version: no more than its share of all."""
+    rollout = run.config.rollout
+    share = -(-rollout.max_running // max(1, len(run.state.engines)))
+    return max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share))
 
 
 # What an engine begins.
 
 
 def seats(run: Run) -> int:
-    """Training trajectories that engines would begin now."""
-    return sum(
-        max(0, batch_of(run, engine) - residents(run, engine)) for engine in run.state.engines.values() if _begins(run, engine)
-    )
+    """Training trajectories that engines would begin now, as far as environments may be alive."""
+    engines = [engine for engine in run.state.engines.values() if _begins(run, engine)]
+    free = sum(max(0, batch_of(run, engine) - residents(run, engine)) for engine in engines)
+    alive = len(run.state.in_init) + len(run.state.in_run) + len(run.state.closing)
+    return max(0, min(free, run.config.rollout.max_running - alive))
 
 
-def capacity(run: Run) -> int:
-    """Groups that may be active or buffered."""
-    rollout = run.config.rollout
-    held = sum(batch_of(run, engine) for engine in run.state.engines.values())
-    size = min(run.group_sizes.values())
-    return run.config.buffer.groups or 2 * rollout.groups_per_step + math.ceil(held / size)
+def places(run: Run) -> int:
+    """Groups that may be buffered or on their way: a batch to take, and another or what engines work on at once."""
+    rollout, size = run.config.rollout, min(run.group_sizes.values())
+    held = min(rollout.max_running, sum(batch_of(run, engine) for engine in run.state.engines.values()))
+    return run.config.buffer.groups or rollout.groups_per_step + max(rollout.groups_per_step, -(-held // size))
+
+
+def most(run: Run) -> int:
+    """Groups that may be buffered at all. Each that was begun in time has a place: tails are long, not worth less."""
+    return places(run) + run.config.rollout.max_running
 
 
 def engine_for(run: Run, purpose: Purpose) -> Engine | None:

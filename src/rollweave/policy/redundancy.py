@@ -46,8 +46,10 @@ def pool_room(
     *,
     seats: int,
     waiting: int,
+    running: int,
     group_size: int,
-    held: int,
+    active: int,
+    buffered: int,
     places: int,
     next_version: int,
     groups_per_step: int,
@@ -55,11 +57,13 @@ def pool_room(
 ) -> int:
     """Groups to draw where each engine begins what it can (Laminar §3.2): as many as fill the `seats` that are free.
 
-    `waiting` trajectories are there for them already. `held` groups are active or buffered: each has one of `places` in the
-    experience buffer, so that nothing is rolled out that would have to be evicted; and none is drawn that no step is left for.
+    `waiting` trajectories are there for them already. The experience buffer has `places`, for groups that are `buffered` and for
+    what is on its way, counted by its trajectories: where training is slower than rolling out, more would only get stale, and
+    the last of a long-tailed group holds no place for its siblings. None is drawn that no step is left for.
     """
     wanted = -(-max(0, seats - waiting) // group_size)
-    return max(0, min(wanted, places - held, (last_step - next_version) * groups_per_step - held))
+    free = places - buffered - -(-(waiting + running) // group_size)
+    return max(0, min(wanted, free, (last_step - next_version) * groups_per_step - active - buffered))
 
 
 class Verdict(enum.Enum):

@@ -118,7 +118,7 @@ class RolloutConfig(Section):
     top_k: Count = Field(0, description="Top-k sampling in training; 0 is off.")
     retries: Count = Field(2, description="Times that a turn or an environment start is tried again after a failure.")
     engine_batch: PositiveInt | None = Field(
-        None, description="Trajectories that an engine has at once in mode decoupled; twice its slots if unset."
+        None, description="Trajectories that an engine has at once in mode decoupled; at most twice its slots if unset."
     )
     repack: bool = Field(
         True, description="In mode decoupled, free engines that are down to the tail of their batch by moving it to others."
@@ -244,7 +244,9 @@ class BufferConfig(Section):
     """Groups that are rolled out and not yet trained on, in mode decoupled (Laminar §3.1, §6)."""
 
     groups: PositiveInt | None = Field(
-        None, description="Groups that it holds, those being rolled out included; two batches and what engines hold if unset."
+        None,
+        description="Groups that it holds, with those on their way counted by trajectories; if unset, a batch and what engines "
+        "work on at once, or two batches.",
     )
     sample: str = Field(
         "fifo",
