@@ -57,9 +57,9 @@ def pool_room(
 ) -> int:
     """Groups to draw where each engine begins what it can (Laminar §3.2): as many as fill the `seats` that are free.
 
-    `waiting` trajectories are there for them already. The experience buffer has `places`, for groups that are `buffered` and for
-    what is on its way, counted by its trajectories: where training is slower than rolling out, more would only get stale, and
-    the last of a long-tailed group holds no place for its siblings. None is drawn that no step is left for.
+    `waiting` trajectories are there for them already. The experience buffer has `places`, for groups that are `buffered` and
+    for what is on its way, counted by its trajectories: where training is slower than rolling out, more would only get stale,
+    and the last of a long-tailed group holds no place for its siblings. None is drawn that no step is left for.
     """
     wanted = -(-max(0, seats - waiting) // group_size)
     free = places - buffered - -(-(waiting + running) // group_size)
