@@ -88,6 +88,12 @@ def test_advantages_are_exact_up_to_rounding(buffer: list[Experience]) -> None:
         assert advantage(one) == pytest.approx(float(spread(one)), abs=1e-12)
 
 
+def test_mirrored_rewards_tie() -> None:
+    buffer = [experience("first", 0, rewards=(1.0, 1.0, 0.0)), experience("second", 1, rewards=(0.0, 0.0, 1.0))]
+    assert advantage(buffer[0]) == advantage(buffer[1])
+    assert sample(buffer, 1, strategy="advantage", version=VERSION) == ["first"]
+
+
 @given(buffers(least=1), st.data(), st.sampled_from(get_args(SampleName)))
 def test_batches_are_whole_or_not_at_all(buffer: list[Experience], data: st.DataObject, strategy: SampleName) -> None:
     wanted = data.draw(st.integers(1, len(buffer) + 2))

@@ -45,8 +45,9 @@ Rule = Callable[[Sequence[Experience], int], Sequence[GroupId]]
 
 def advantage(experience: Experience) -> float:
     """Mean |reward - mean of the group|. Divided by the deviation, as GRPO's is, groups would hardly differ."""
-    mean = math.fsum(experience.rewards) / max(1, len(experience.rewards))
-    return math.fsum(abs(reward - mean) for reward in experience.rewards) / max(1, len(experience.rewards))
+    size, total = len(experience.rewards), math.fsum(experience.rewards)
+    # Divided last, so that nothing is rounded before: mirrored rewards, 2 of 3 and 1 of 3, are a tie.
+    return math.fsum(abs(size * reward - total) for reward in experience.rewards) / max(1, size**2)
 
 
 def sample(

@@ -196,7 +196,7 @@ def _window(system: str, engines: int, *, quick: bool) -> tuple[int, int, int]:
     """Steps before those that are measured, these, and those after them, for which ever less is begun."""
     if system == "Laminar":
         held = math.ceil(engines * CONCURRENCY / (PROMPTS * MEMBERS))
-        return (WARM // 2, 2, 1 + held) if quick else (max(WARM, 2 * held), max(MEASURED, 2 * held), 1 + held)
+        return max(WARM, 2 * held), max(MEASURED, 2 * held), 1 + held  # in quick forms too: what a few steps train varies
     window = {"verl": 0, "one-step": 1, "stream": 1}.get(system, ALPHA)
     return 1 + window if window > 1 else min(window, 1), 2 if quick or not window else 4, 1 + window
 
