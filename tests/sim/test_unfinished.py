@@ -308,8 +308,7 @@ class Resuming(World):
             execute(command)
 
         self.effects.execute = resuming  # type: ignore[method-assign]
-        self._journal = self
-        self.each_event = self.core.check
+        self._journal = self  # judges what it is told
         self.kill_s = kill_s
         self.clock.after(kill_s, self.kill)
 
