@@ -336,6 +336,38 @@ async def test_an_abort_while_it_waits_takes_the_start_back() -> None:
     await finished(stage, first, 7)
 
 
+@pytest.mark.parametrize("asks", [False, True])
+async def test_an_answer_that_crosses_the_abort_is_said_again(asks: bool) -> None:
+    """And so is what the attempt has asked for since, if anything: the core has heard of neither."""
+    stage, first, second = await asked()
+    first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
+    assert stage.task is not None
+    await stage.task
+    if asks:
+        following = asyncio.get_running_loop().create_task(stage.turns.turn(1, PROMPT, Sampling()))
+        await turned()
+    stage.abort("e0", 0)
+    stage.events.clear()
+    stage.start("e1", 1, resume=True)
+    assert second.calls == []
+    assert [type(event) for event in stage.events] == [TurnDone, TurnRequested][: 1 + asks]
+    assert (stage.events[0].try_number, stage.events[0].output_tokens) == (1, 20)  # type: ignore[union-attr]
+    if asks:
+        assert stage.events[1].turn == 1  # type: ignore[union-attr]
+        following.cancel()
+        await asyncio.wait({following})
+
+
+async def test_an_answer_that_the_attempt_has_not_taken_yet_is_not_asked_for_again() -> None:
+    stage, first, second = await asked()
+    first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
+    await asyncio.sleep(0)
+    assert stage.turns._open is not None
+    stage.start("e1", 1, resume=True)
+    assert second.calls == []
+    assert [done.try_number for done in stage.of(TurnDone)] == [0, 1]
+
+
 async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))

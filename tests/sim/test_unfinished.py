@@ -32,7 +32,16 @@ from tests.sim.test_world import config
 from tests.worlds.referee import Referee
 
 TURN, PROMPT = 1200, 40
-COST = Linear(kv_tokens=10_000)
+
+
+class Movable(Linear):
+    """KV of a token takes a tenth of a millisecond on its way."""
+
+    def move_s(self, tokens: int) -> float:
+        return 1e-4 * tokens
+
+
+COST = Movable(kv_tokens=10_000)
 
 
 class Long:
@@ -170,6 +179,23 @@ def test_a_turn_that_moves_goes_on_where_it_stood_and_computes_its_prompt_again(
     assert 0 < prefill_s < 0.1 * whole
 
 
+def test_a_turn_that_moves_with_its_kv_computes_nothing_again() -> None:
+    stage, whole = Stage(), alone()
+    stage.start("e0", 0)
+    stage.until(1.0 + whole / 2)
+    stage.abort("e0", 0)
+    attempt = {"trajectory_id": TrajectoryId("g0.0"), "attempt": 0}
+    stage.rollouts.migrate(c.Migrate(number=0, source=EngineId("e0"), target=EngineId("e1"), **attempt))
+    stage.until(stage.clock.now + 1.0)
+    (moved,) = [event for _, event in stage.events if isinstance(event, e.MigrationDone)]
+    half = sampled_by(whole / 2)
+    assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half  # whole blocks; the last token has none
+    stage.start("e1", 1, resume=True)
+    at, done = stage.done()
+    assert at - 1.0 - whole < 1.0 + 0.1
+    assert (done.output_tokens, done.cached_tokens) == (TURN, PROMPT)
+
+
 def test_where_it_goes_on_at_the_same_engine_its_kv_is_there() -> None:
     stage, whole = Stage(), alone()
     stage.start("e0", 0)
@@ -282,8 +308,7 @@ class Resuming(World):
             execute(command)
 
         self.effects.execute = resuming  # type: ignore[method-assign]
-        self._journal = self
-        self.each_event = self.core.check
+        self._journal = self  # judges what it is told
         self.kill_s = kill_s
         self.clock.after(kill_s, self.kill)
 

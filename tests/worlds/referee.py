@@ -28,6 +28,8 @@ class Referee:
         self.turns: dict[Attempt, int] = {}  # turns asked for
         self.asked: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
+        self.answered: dict[Attempt, int] = {}  # attempts → a turn whose answer has crossed its abortion
+        self.with_: dict[Attempt, str] = {}  # attempts → the engine that had their last turn
         self.told: dict[tuple[str, int, int, int], int] = {}  # (attempt, turn, try) → tokens of it that were sampled
         self.aborted: set[tuple[str, int, int, int]] = set()
         self.predicting: dict[Attempt, int] = {}  # attempts → turn before which a prediction was asked for
@@ -77,8 +79,11 @@ class Referee:
                     self.stage[attempt] = "ready"
             case e.TurnRequested():
                 attempt = self._alive(event, "run", "cancel")
-                assert attempt not in self.asked, f"{event} while a turn is open"
-                assert event.turn == self.turns.get(attempt, 0), f"{event} is out of order"
+                if (
+                    self.answered.get(attempt) != event.turn - 1
+                ):  # else it is said before that answer counts, and again after it
+                    assert attempt not in self.asked, f"{event} while a turn is open"
+                    assert event.turn == self.turns.get(attempt, 0), f"{event} is out of order"
                 assert event.context_tokens > 0
                 self.turns[attempt] = event.turn + 1
                 self.asked.add(attempt)
@@ -132,6 +137,8 @@ class Referee:
                 self._engine(event, "load")
             case e.EngineLost():
                 self._engine(event, *({self.engines[event.engine_id][1]}))
+                for attempt in [attempt for attempt in self.open if self.with_[attempt] == event.engine_id]:
+                    self.aborted.add((*attempt, *self.open.pop(attempt)))  # what it still said comes late
             case e.RelayJoined():
                 self._relay(event, "join")
             case e.WeightsHeld() | e.WeightsRefused():
@@ -170,6 +177,8 @@ class Referee:
         else:
             late = (*attempt, event.turn, event.try_number)
             assert late in self.aborted, f"{event} answers nothing"
+            if isinstance(event, e.TurnDone):
+                self.answered[attempt] = event.turn
 
     def _engine(self, event: OfEngine, *owed: str) -> None:
         epoch, owes = self.engines[event.engine_id]
@@ -215,6 +224,7 @@ class Referee:
                 attempt = (str(command.trajectory_id), command.attempt)
                 assert attempt in self.asked, f"{command} was not asked for"
                 self.open[attempt] = (command.turn, command.try_number)
+                self.with_[attempt] = command.engine_id
             case c.AbortTurn():
                 attempt = (str(command.trajectory_id), command.attempt)
                 self.open.pop(attempt, None)
@@ -225,7 +235,7 @@ class Referee:
                 self.predicting[str(command.trajectory_id), command.attempt] = command.turn
             case c.Migrate():
                 attempt = (str(command.trajectory_id), command.attempt)
-                assert attempt not in self.asked, f"{command} while its turn is open"
+                assert attempt not in self.open, f"{command} while an engine has its turn"
                 assert {command.source, command.target} <= self.engines.keys()
                 self.moving[command.number] = attempt
             case c.StartEngine():

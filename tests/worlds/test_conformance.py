@@ -12,7 +12,7 @@ from rollweave.sim.run import directory_of, simulate
 from tests.live.whole import make_config, run, run_dir
 from tests.worlds.referee import Referee
 
-MODES = ("sync", "one_step", "stream", "partial", "bounded")
+MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 
 
 def live(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:

@@ -89,6 +89,7 @@ class Turns:
     ending: bool = False
     """The attempt is being cancelled: nobody has to hear of its open turn."""
     _open: _Open | None = None
+    _done: TurnDone | None = None  # the last one
     _requests: int = 0
 
     @property
@@ -112,7 +113,7 @@ class Turns:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         turn = self._open = _Open(number=number, tokens=tokens, sampling=sampling, answer=answer)
         name, attempt = self.command.trajectory_id, self.command.attempt
-        self.post(TurnRequested(trajectory_id=name, attempt=attempt, turn=number, context_tokens=len(tokens)))
+        self._ask(turn)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -132,8 +133,11 @@ class Turns:
     def start(self, command: StartTurn) -> None:
         """Give the open turn to an engine; where it resumes, once the engine before has let go of it."""
         turn = self._open
-        if turn is None or turn.number != command.turn or turn.generating is not None:
-            return  # the attempt has ended meanwhile, and has said so
+        if turn is None or turn.number != command.turn or turn.answer.done():
+            self._say_again(command)
+            return
+        if turn.generating is not None:
+            return
         turn.try_number = command.try_number
         if not command.resume:
             turn.forget()
@@ -142,6 +146,24 @@ class Turns:
             self._give(turn, command)
         else:
             turn.next = command
+
+    def _say_again(self, command: StartTurn) -> None:
+        """The turn was answered as the core gave it up: it has not heard that, nor what the attempt has asked for since."""
+        if self._done is None or self._done.turn != command.turn:
+            return  # the attempt has ended meanwhile, and has said so
+        self.post(msgspec.structs.replace(self._done, try_number=command.try_number))
+        if self._open is not None and self._open.number != command.turn:
+            self._ask(self._open)
+
+    def _ask(self, turn: _Open) -> None:
+        self.post(
+            TurnRequested(
+                trajectory_id=self.command.trajectory_id,
+                attempt=self.command.attempt,
+                turn=turn.number,
+                context_tokens=len(turn.tokens),
+            )
+        )
 
     def _give(self, turn: _Open, command: StartTurn) -> None:
         backend = self.engine(command.engine_id)
@@ -261,18 +283,17 @@ class Turns:
             self._failed(command, flaw)
             return
         self.spoken = (turn.tokens, result.tokens)
-        self.post(
-            TurnDone(
-                trajectory_id=command.trajectory_id,
-                attempt=command.attempt,
-                turn=command.turn,
-                try_number=command.try_number,
-                output_tokens=len(result.tokens),
-                cached_tokens=result.cached_tokens,
-                version=result.versions[-1].version,
-                queue_s=result.queue_s,
-            )
+        self._done = TurnDone(
+            trajectory_id=command.trajectory_id,
+            attempt=command.attempt,
+            turn=command.turn,
+            try_number=command.try_number,
+            output_tokens=len(result.tokens),
+            cached_tokens=result.cached_tokens,
+            version=result.versions[-1].version,
+            queue_s=result.queue_s,
         )
+        self.post(self._done)
         turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
         # Last: where the trace cannot be written the turn is answered all the same.
         self.spans.episode_span(self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock())

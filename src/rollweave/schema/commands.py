@@ -144,7 +144,8 @@ class FitPredictor(Tagged, frozen=True, kw_only=True):
 class Migrate(Tagged, frozen=True, kw_only=True):
     """Copy the KV of the attempt's context from engine to engine, while its environment works (Heddle §5.3).
 
-    `number` is unique in the run. → MigrationDone
+    Or while its open turn is with no engine: then what is known of that belongs to the context. `number` is unique in the run.
+    → MigrationDone
     """
 
     number: int

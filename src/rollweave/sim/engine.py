@@ -146,8 +146,11 @@ class SimEngine:
             self._cut(now)
 
     def export_kv(self, now: float, key: str, shared_key: str) -> int:
-        """Blocks of a trajectory's prefix that another engine can copy."""
+        """Blocks of a trajectory's prefix that another engine can copy: all of a turn that has just been aborted."""
         self._run_until(now)
+        for turn in self._aborted:
+            if turn.request.key == key and turn.decoding:
+                return (turn.request.context_tokens + self._sampled(turn, self._left) - 1) // self._batch.kv.block_tokens
         return self._batch.kv.kept(key, shared_key)
 
     def import_kv(self, now: float, key: str, shared_key: str, blocks: int) -> int:

@@ -40,6 +40,7 @@ class Attempt:
     engine: EngineId | None = None  # that generates now
     try_number: int = 0
     done: e.TurnDone | None = None  # the last answer
+    waits: bool = False  # for the open turn to be given to an engine
     kept: int = 0  # tokens of the open turn that its engine goes on from, or its next one can
     told: int = -1  # tokens of the open turn's try that the core was told of; -1 before it was looked at
     asked: float = 0.0  # when the open turn was asked for, or the environment's part began
@@ -118,8 +119,11 @@ class Rollouts:
             return
         if command.turn < attempt.turn and attempt.done is not None:  # its answer was given, and has not arrived
             self._post(msgspec.structs.replace(attempt.done, try_number=command.try_number))
+            if attempt.waits:  # nor has what was asked for since
+                self._ask(attempt)
             return
         attempt.engine, attempt.try_number, attempt.told = command.engine_id, command.try_number, -1
+        attempt.waits = False
         if not command.resume:
             attempt.kept = 0
         request = Request(
@@ -262,7 +266,7 @@ class Rollouts:
             )
 
     def _ask(self, attempt: Attempt) -> None:
-        attempt.asked = self._clock.now
+        attempt.asked, attempt.waits = self._clock.now, True
         self._post(
             e.TurnRequested(
                 trajectory_id=attempt.start.trajectory_id,
