@@ -41,8 +41,9 @@ class LiveWorld:
         make_episode: MakeEpisode,
         keeps_turns: bool = False,
         machines: int = 0,
+        silence_s: float | None = None,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`."""
+        """`keeps_turns` as in `rollout/pipeline.py`, `silence_s` as in `live/fleet.py`."""
         self.core, self.clock, self.store = core, clock, store
         self._journal, self._trace = journal, trace
         self._tasks = Tasks()
@@ -56,6 +57,7 @@ class LiveWorld:
             clock=clock.now,
             trace=trace,
             manifests=self.manifests,
+            silence_s=silence_s,
         )
         self.pipeline = Pipeline(
             make_episode=make_episode,

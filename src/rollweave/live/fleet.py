@@ -39,6 +39,14 @@ MIGRATION_S = 10.0
 """Seconds that KV may take from engine to engine: computing it anew takes no longer. Engines keep what they export for more."""
 
 
+BEAT_S = 5.0
+"""Seconds between two heartbeats."""
+SILENCE_S = 10.0
+"""Seconds that an engine has to answer one, which it does between two steps: far more than any step takes."""
+MISSED_BEATS = 2
+"""After so many in a row it hangs. One may be due to the whole machine having stood still."""
+
+
 @dataclass(slots=True)
 class Seat:
     """One epoch of one engine. `backend` is None until its process is started."""
@@ -47,6 +55,7 @@ class Seat:
     degree: int
     backend: EngineBackend | None = None
     ours: bool = False  # we are ending it, so its loss is no news
+    loading: bool = False  # which has a limit of its own
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -67,8 +76,11 @@ class Fleet:
         manifests: Manifests | None = None,
         kv_over: KvOver = "shm",
         migration_s: float = MIGRATION_S,
+        silence_s: float | None = None,
+        beat_s: float = BEAT_S,
     ) -> None:
-        self._kv_over, self._migration_s = kv_over, migration_s
+        """`silence_s` bounds each answer to a heartbeat; None for engines that somebody else watches."""
+        self._kv_over, self._migration_s, self._silence_s, self._beat_s = kv_over, migration_s, silence_s, beat_s
         self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
         self._seats: dict[EngineId, Seat] = {}
         self._manifests = manifests or Manifests()
@@ -164,11 +176,24 @@ class Fleet:
                 profile=ready.profile,
             )
             self._post(joined)
-            self._lost(engine_id, seat, await asyncio.shield(seat.backend.lost))
+            self._lost(engine_id, seat, await self._hear(seat, seat.backend))
         finally:
             if seat.backend is not None:
                 seat.backend.kill()
             seat.closed.set()
+
+    async def _hear(self, seat: Seat, backend: EngineBackend) -> str:
+        """Why the engine is gone, once it is. One that hangs may have no turn that would tell."""
+        missed = 0
+        while missed < MISSED_BEATS:
+            await asyncio.wait([backend.lost], timeout=self._beat_s)
+            if backend.lost.done():
+                return backend.lost.result()
+            if self._silence_s is None or seat.loading or await _answers(backend, self._silence_s):
+                missed = 0
+            else:
+                missed += 1
+        return f"no answer to {MISSED_BEATS} heartbeats in a row"
 
     def _lost(self, engine_id: EngineId, seat: Seat, error: str) -> None:
         if not seat.ours:
@@ -192,6 +217,7 @@ class Fleet:
             return
         manifest = self._manifests.of_engine(engine_id, weights_id)
         started = self._clock()
+        seat.loading = True
         try:
             if manifest is None:
                 raise WeightsError(f"weights {weights_id} are not there any more")
@@ -201,6 +227,8 @@ class Fleet:
             return
         except EngineError:
             return
+        finally:
+            seat.loading = False
         self._trace.span(ENGINES, engine_id, f"load v{command.version}", started, self._clock())
         self._post(WeightsLoaded(engine_id=engine_id, epoch=seat.epoch, version=command.version, weights_id=weights_id))
 
@@ -242,3 +270,15 @@ class Fleet:
         if self.backend(command.target) is not target or target.lost.done():
             raise KvError(f"{command.target} has ended meanwhile")
         return moved
+
+
+async def _answers(backend: EngineBackend, silence_s: float) -> bool:
+    """False where it is silent. What is gone says so by itself."""
+    try:
+        async with asyncio.timeout(silence_s):
+            await backend.stats()
+    except TimeoutError:
+        return False
+    except EngineError:
+        pass
+    return True

@@ -14,6 +14,7 @@ from rollweave.live.base import LiveWorld
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.effects import Draws
+from rollweave.live.fleet import SILENCE_S
 from rollweave.live.metrics import Metrics, Progress
 from rollweave.live.predictor import OpenLink, PredictorSeat
 from rollweave.live.relay_link import OpenRelay
@@ -78,6 +79,7 @@ class World(LiveWorld):
             make_engine=make_engine,
             make_episode=make_episode,
             keeps_turns=config.rollout.mode is ModeName.DECOUPLED,
+            silence_s=SILENCE_S,
             machines=config.weights.relays,
         )
         self._checkpoints, self._metrics = checkpoints, metrics
