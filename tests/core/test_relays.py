@@ -127,6 +127,21 @@ def test_without_delta_all_is_whole() -> None:
     assert bases(desk.publish_again()) == {"r0": None, "r1": None}
 
 
+def test_the_form_that_all_had_sooner_is_sent() -> None:
+    """Whole first, since nobody has a base; then changes; then whatever was quicker."""
+    desk = Desk(2).up()
+    forms = []
+    for seconds in (1.0, 3.0, 1.0, 1.0):
+        found = desk.publish() if not forms else desk.publish_again()
+        forms.append("whole" if bases(found)["r1"] is None else "changes")
+        weights_id = desk.core.state.published_id
+        desk.hold("r0", weights_id)
+        desk.wait(seconds)
+        desk.hold("r1", weights_id)
+    assert forms == ["whole", "changes", "whole", "whole"]
+    assert desk.core.state.broadcast_s == {"whole": 1.0, "changes": 3.0}
+
+
 @settings(max_examples=60, deadline=None)
 @given(relays=st.integers(2, 6), data=st.data())
 def test_only_the_successor_of_a_lost_relay_gets_another_source(relays: int, data: st.DataObject) -> None:

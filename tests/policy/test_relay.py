@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from rollweave.policy.relay import (
     CHUNK_BYTES,
     LEAST_CHUNK_BYTES,
+    PROBE,
     broadcast_s,
     chain,
     chunk_bytes,
     chunk_count,
     master,
     repair,
+    sends_changes,
     sources,
-    whole_or_delta,
 )
 
 NAMES = st.lists(st.integers(0, 30).map("r{}".format), min_size=1, max_size=12, unique=True)
@@ -82,7 +83,6 @@ def test_the_successor_of_a_lost_master_takes_from_the_trainer() -> None:
         (lambda: broadcast_s(1, nodes=1, chunks=0, start_s=0, byte_s=0), "chunks must be at least 1, got 0"),
         (lambda: chunk_count(-1, nodes=2, start_s=0, byte_s=0), "nbytes must be at least 0"),
         (lambda: chunk_bytes(1, nodes=2, start_s=float("nan"), byte_s=0), "start_s must be at least 0"),
-        (lambda: whole_or_delta(1, -1, encode_s=0, apply_s=0, byte_s=0, streamed=True), "delta_bytes must be at least 0"),
     ],
 )
 def test_what_means_nothing_is_refused(call: object, message: str) -> None:
@@ -149,23 +149,17 @@ def test_a_large_model_to_many_relays_takes_little_more_than_to_one() -> None:
 # Whole or delta.
 
 
-@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 2), st.floats(0, 2), st.floats(0, 2), st.booleans())
-def test_the_sooner_of_both_is_sent(
-    nbytes: int, changed: float, encode_s: float, apply_s: float, byte_s: float, streamed: bool
+@pytest.mark.parametrize(
+    ("whole_s", "changes_s", "chosen"),
+    [(None, None, True), (2.0, None, True), (None, 1.0, False), (2.0, 1.0, True), (1.0, 2.0, False), (1.0, 1.0, True)],
+)
+def test_the_sooner_form_is_sent_and_the_other_one_is_tried_now_and_then(
+    whole_s: float | None, changes_s: float | None, chosen: bool
 ) -> None:
-    delta_bytes = int(nbytes * changed)
-    kind = whole_or_delta(nbytes, delta_bytes, encode_s=encode_s, apply_s=apply_s, byte_s=byte_s, streamed=streamed)
-    parts = [encode_s * nbytes, byte_s * delta_bytes, apply_s * nbytes]
-    delta_s = max(parts) if streamed else parts[0] + parts[1] + parts[2]
-    assert kind == ("delta" if delta_s < nbytes * byte_s else "whole")
-
-
-def test_deltas_are_for_slow_links() -> None:
-    """Measured as for a codec of 1 GB/s and 3 % changed: sooner over 10 Gb/s, not over 400 Gb/s."""
-    size = 16 * 10**9
-    codec = {"encode_s": 1 / 2e9, "apply_s": 1 / 2e9}
-    assert whole_or_delta(size, size // 33, byte_s=8 / 10e9, streamed=True, **codec) == "delta"
-    assert whole_or_delta(size, size // 33, byte_s=8 / 400e9, streamed=True, **codec) == "whole"
+    sent = [sends_changes(whole_s, changes_s, number=number) for number in range(3 * PROBE)]
+    known = whole_s is not None and changes_s is not None
+    assert sent.count(not chosen) == (3 if known else 0)
+    assert sent[0] is chosen
 
 
 def test_chunk_counts_are_those_of_brute_force_on_links_as_they_are() -> None:

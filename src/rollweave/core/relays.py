@@ -11,7 +11,7 @@ from bisect import insort
 from rollweave.core import engines, pace, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Relay, RelayStatus
-from rollweave.policy.relay import repair
+from rollweave.policy.relay import repair, sends_changes
 from rollweave.policy.retry import Failover, failover
 from rollweave.schema.commands import RestartRelay, TakeWeights
 from rollweave.schema.events import RelayJoined, RelayLost, WeightsHeld, WeightsRefused
@@ -44,6 +44,7 @@ def on_held(run: Run, event: WeightsHeld) -> None:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
     relay.refused, relay.whole, relay.missing_since, relay.blames = [], False, None, None
     _stop(run, relay)
+    _measure(run)
     for other in run.state.relays.values():
         if other.source == relay.id:
             other.since = run.now  # from now on it alone is to blame
@@ -164,17 +165,34 @@ def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
 def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     """Where both ends hold the same weights, only what has changed since the newest of these travels."""
     base = None
-    if source is not None and run.config.weights.delta and not relay.whole:
+    if source is not None and run.config.weights.delta and not relay.whole and _sends_changes(run):
         both = {*relay.held} & {*run.state.relays[source].held} - {wanted}
         base = max(both, default=None)
     if relay.taking < 0:
         _enter(run, relay, RelayStatus.TAKING)
     relay.taking, relay.source, relay.base, relay.since = wanted, source, base, run.now
     relay.tries += 1
+    if source is not None and wanted == run.state.published_id:
+        form = "whole" if base is None else "changes"
+        run.state.broadcast[form] = run.state.broadcast.get(form, 0) + 1
     newest = relay.held[-1:]  # until there is a newer one: a change is of it, here and at whoever takes from here
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.held = [held for held in relay.held if held in keep or held == base]
     run.emit(TakeWeights(relay_id=relay.id, weights_id=wanted, try_number=relay.tries, base_id=base, source=source, keep=keep))
+
+
+def _sends_changes(run: Run) -> bool:
+    seconds = run.state.broadcast_s
+    return sends_changes(seconds.get("whole"), seconds.get("changes"), number=run.state.published_id)
+
+
+def _measure(run: Run) -> None:
+    """All have the published weights: what that took, if they travelled in one form."""
+    state = run.state
+    if len(state.broadcast) == 1 and all(state.published_id in state.relays[one].held for one in state.chain):
+        (form,) = state.broadcast
+        state.broadcast_s[form] = run.now - state.published_at
+        state.broadcast = {}
 
 
 def _stop(run: Run, relay: Relay) -> None:

@@ -349,6 +349,8 @@ class State(msgspec.Struct):
     published_version: int = -1
     published_id: int = -1
     published_at: float = 0.0
+    broadcast: dict[str, int] = {}  # takes of the published weights from another relay, by form: whole, changes
+    broadcast_s: dict[str, float] = {}  # seconds from a publication until all relays had it, by form
     next_weights_id: int = 0
     next_group: int = 0
     drawn: dict[str, int] = {}

@@ -34,6 +34,7 @@ def published(run: Run, version: int, weights_id: int) -> None:
     """A new version may be loaded; of the earlier ones the needed may."""
     state = run.state
     state.published_version, state.published_id, state.published_at = version, weights_id, run.now
+    state.broadcast = {}
     for relay in state.relays.values():
         relay.refused, relay.whole = [], False
     keep = needed(run)

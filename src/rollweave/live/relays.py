@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from rollweave.live.manifests import Manifests
 from rollweave.live.relay_link import OpenRelay, RelayLink
 from rollweave.live.tasks import Tasks
+from rollweave.policy.relay import chunk_bytes
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema.commands import RemoveRelay, RestartRelay, TakeWeights
 from rollweave.schema.errors import WeightsError
@@ -24,6 +25,11 @@ from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, 
 FIRST_HOST = ipaddress.IPv4Address("127.0.0.2")
 """Machines are loopback addresses from here on: each looks like a host of its own, and `tc` can tell them apart."""
 
+
+START_S = 1e-3
+"""Seconds that a chunk costs beyond its bytes: its frame, its digest, and waking whoever waits for it."""
+BYTE_S = 1e-9
+"""Seconds of a byte until one has travelled: 1 GB/s, about what TCP does on one machine."""
 
 MODULES: dict[TransportName, str] = {"mooncake": "mooncake", "nixl": "nixl"}
 """What a transport needs to be installed, by the name of its extra."""
@@ -70,6 +76,7 @@ class Relays:
         self._count, self._open, self._transport, self._manifests = count, open_relay, transport, manifests
         self._tasks, self._post, self._clock, self._trace = tasks, post, clock, trace
         self._seats: dict[str, Seat] = {}
+        self._byte_s = BYTE_S
 
     def start(self) -> None:
         """Start epoch 0 of each: a world begins."""
@@ -87,7 +94,8 @@ class Relays:
             return
         kept = (*command.keep, command.base_id) if command.base_id is not None else command.keep
         self._manifests.keep(seat.machine, kept)
-        answer = seat.link.take(Take(manifest=manifest, base_id=command.base_id, source=source, keep=kept))
+        chunk = chunk_bytes(manifest.nbytes, nodes=len(self._seats), start_s=START_S, byte_s=self._byte_s)
+        answer = seat.link.take(Take(manifest=manifest, base_id=command.base_id, source=source, keep=kept, chunk_bytes=chunk))
         self._tasks.spawn(self._taken(command, seat, answer), f"take {command.weights_id} {command.relay_id}")
 
     def restart(self, command: RestartRelay) -> None:
@@ -173,6 +181,8 @@ class Relays:
         if isinstance(found, TakeFailed):
             self._post(_refused(command, seat, found.reason, found.error))
             return
+        if command.source is not None and command.base_id is None and found.nbytes:
+            self._byte_s = found.seconds / found.nbytes
         if not seat.ours:
             self._manifests.hold(seat.machine, found.manifest)
         held = WeightsHeld(relay_id=command.relay_id, epoch=seat.epoch, weights_id=command.weights_id)

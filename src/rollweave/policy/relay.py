@@ -9,7 +9,6 @@ A chain is the ids of its relays, each once, the master first.
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from rollweave.schema.base import Noun
 
@@ -106,20 +105,19 @@ def chunk_bytes(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> in
     return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-nbytes // best)))
 
 
-def whole_or_delta(
-    nbytes: int, delta_bytes: int, *, encode_s: float, apply_s: float, byte_s: float, streamed: bool
-) -> Literal["whole", "delta"]:
-    """What is sooner there: the `nbytes` of a version as they are, or the `delta_bytes` that have changed (ROSE §4.2).
+PROBE = 16
+"""One publication of so many goes the other way, so that what it would take is known."""
 
-    All seconds are measured, and for a byte: `byte_s` of the link, `encode_s` and `apply_s` of the whole, since both go through
-    all of it. `streamed`: blocks are encoded, sent and applied side by side, so that the slowest of the three counts, else
-    their sum. On a fast link the whole is sooner, however little has changed. Raises ValueError for negative sizes and times.
+
+def sends_changes(whole_s: float | None, changes_s: float | None, *, number: int) -> bool:
+    """Whether publication `number` travels as what has changed, rather than whole (ROSE §4.2).
+
+    By what either took last, from the publication until all relays had it; None: not known yet. On a fast link the whole is
+    sooner, however little has changed, since encoding goes through all of it.
     """
-    for name, value in (("delta_bytes", delta_bytes), ("encode_s", encode_s), ("apply_s", apply_s)):
-        _at_least_0(name, value)
-    _check(nbytes, 1, 0.0, byte_s)
-    stages = (nbytes * encode_s, delta_bytes * byte_s, nbytes * apply_s)
-    return "delta" if (max(stages) if streamed else sum(stages)) < nbytes * byte_s else "whole"
+    if whole_s is None or changes_s is None:
+        return changes_s is None
+    return (changes_s <= whole_s) is not (number % PROBE == PROBE - 1)
 
 
 def _check(nbytes: int, nodes: int, start_s: float, byte_s: float) -> None:
