@@ -31,7 +31,10 @@ LATENCY = ("faults.latency_s=0.02", "faults.latency_sigma=1.5")
 """Median 20 ms, mean 62 ms, one answer in a hundred beyond 0.65 s: a tool call on a busy machine."""
 
 EVALUATION = ("eval.every=4", "eval.episodes=48", "eval.temperature=1.0", "eval.final_episodes=0", f"eval.stop_at={TARGET}")
-COMMON = (*LATENCY, *EVALUATION, "run.steps=100", "run.name=modes")
+ENGINES = ("engines.count=4", "engines.max_slots=16")
+"""As many slots as the example's one engine has: engines that take weights alone need others that go on meanwhile."""
+
+COMMON = (*LATENCY, *EVALUATION, *ENGINES, "run.steps=100", "run.name=modes")
 QUICK = ("run.steps=4", "eval.every=0", "warmup.steps=5")
 
 
