@@ -201,7 +201,11 @@ def test_any_world_ends_accounted_for(
         eval={"every": every},
         trainer={"minibatches": parts},
         watchdog={"restarts": 100},
-        **({"buffer": {"max_age": alpha, "sample": "staleness"}} if mode == "decoupled" and batch else {}),
+        **(
+            {"buffer": {"max_age": alpha, "sample": "staleness" if parts == 1 else "ratio"}}
+            if mode == "decoupled" and batch
+            else {}
+        ),
     )
     world = World(settings_, seed, failure=failure, hang=hang)
     finish = world.run()

@@ -19,7 +19,7 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
 class Hand:
-    """A world that answers at once what is not studied, and leaves turns, transfers, training and saving to the test."""
+    """A world that answers at once what is not studied, and leaves turns, transfers, training and its restarts to the test."""
 
     def __init__(self, made: RunConfig, *, slots: int = 2, **rules: object) -> None:
         self.slots = slots
@@ -28,6 +28,8 @@ class Hand:
         self.turns: dict[TrajectoryId, c.StartTurn] = {}
         self.moves: list[c.Migrate] = []
         self.steps: list[c.TrainStep] = []
+        self.measures: list[c.MeasureRatios] = []
+        self.restarts: list[c.RestartTrainer] = []
         self.evaluations: list[c.RecordEvaluation] = []
         self.loads: list[c.LoadWeights] = []
         self.finish: c.Finish | None = None
@@ -85,6 +87,10 @@ class Hand:
                 return [e.CheckpointSaved(epoch=self.core.state.trainer.epoch, step=command.step)]
             case c.TrainStep():
                 self.steps.append(command)
+            case c.MeasureRatios():
+                self.measures.append(command)
+            case c.RestartTrainer():
+                self.restarts.append(command)
             case c.Migrate():
                 self.moves.append(command)
             case c.RestartEngine():
@@ -176,7 +182,7 @@ def made(engines: int = 2, *, batch: int = 2, steps: int = 20, groups: int = 1, 
         engines={"count": engines, "max_slots": 2},
         eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
         run={"checkpoint_every": 0},
-        watchdog={"turn_s": 1e6, "weights_s": 1e6, "start_s": 1e6, "train_s": 1e6},
+        watchdog={"turn_s": 1e6, "weights_s": 1e6, "start_s": 1e6, "train_s": 1e6, **sections.pop("watchdog", {})},
         **sections,
     )
 

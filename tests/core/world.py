@@ -334,6 +334,17 @@ class World:
                 if command.part == command.parts - 1:
                     self.trainer_step += 1
                 self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
+            case c.MeasureRatios():
+                assert command.step == self.trainer_step
+                if self.fails():
+                    failed = e.TrainFailed(epoch=self.trainer_epoch, step=command.step, error="out of memory", nonfinite=False)
+                    self.later(failed)
+                    return
+                ratios = [e.GroupRatio(id=ref.id, ratio=self.random.choice([0.5, 0.9, 1.0, 1.2])) for ref in command.groups]
+                done = e.RatiosMeasured(epoch=self.trainer_epoch, step=command.step, part=command.part, ratios=tuple(ratios))
+                self.later(done)
+                if self.fails():  # and late, once more
+                    self.later(done, self.spread * 5)
             case c.PublishWeights():
                 assert len(command.keep) <= MOST
                 assert command.from_checkpoint in {None, *self.checkpoints}, "weights of a checkpoint that is not there"

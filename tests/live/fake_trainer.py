@@ -1,18 +1,24 @@
 """A fake trainer without a model. Also a process: `python -m tests.live.fake_trainer`.
 
-It trains by counting; `run_dir` ending in "broken" cannot start, in "refused" never can; a batch whose step is CRASH
-kills the process; FAIL fails; NAN is not finite. Publications are empty payloads.
+It trains by counting, and measures that what came last is nearest to the policy. A file `hold` in the model's directory says
+how many scored trajectories there must be before a step ends. `run_dir` ending in "broken" cannot start, in "refused" never
+can; a batch whose step is CRASH kills the process; FAIL fails; NAN is not finite. Publications are empty payloads.
 """
 
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 from rollweave.live.trainer_link import TrainerSpec
 from rollweave.live.trainer_server import serve
+from rollweave.record.rundir import RunDir
+from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
+    Measure,
+    Measured,
     Publish,
     Published,
     Restore,
@@ -44,7 +50,7 @@ class FakeTrainer:
             raise RuntimeError("the fake trainer cannot start")
         if spec.run_dir.endswith("refused") or (Path(spec.model) / "refused").exists():
             raise NonFiniteLossError("the fake warm-up is not finite")
-        self._rank, self._model = spec.rank, spec.model
+        self._rank, self._model, self._run = spec.rank, spec.model, Path(spec.run_dir)
         self.step = 0
 
     def _take_faults(self, step: int) -> None:
@@ -53,6 +59,14 @@ class FakeTrainer:
         if take_fault(self._model, f"kill-controller-{step}"):
             os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()
+
+    def _hold(self) -> None:
+        hold = Path(self._model) / "hold"
+        while hold.exists():
+            entries = TrajectoryReader(RunDir(self._run).trajectories).entries
+            if sum(entry.score is not None for entry in entries) >= int(hold.read_text()):
+                break
+            time.sleep(0.01)
 
     def _log(self, batch: Batch) -> None:
         ids = [trajectory.id for group in batch.groups for trajectory in group.trajectories]
@@ -71,10 +85,20 @@ class FakeTrainer:
                 self._take_faults(batch.step)
                 if batch.step in (FAIL, NAN) or take_fault(self._model, f"nan-{batch.step}"):
                     return TrainFailed(error="no luck", nonfinite=batch.step != FAIL)
+                self._hold()
                 self._log(batch)
                 self.step = batch.step + 1
                 metrics = TrainMetrics(values={"loss": 0.5, "rank": float(self._rank)}, tokens=1, train_s=0.0)
                 return Trained(step=batch.step, part=batch.part, metrics=metrics)
+            case Measure(step=step, groups=groups):
+                assert step == self.step
+                assert all(trajectory.sequences for group in groups for trajectory in group.trajectories)
+                self._take_faults(step)
+                if take_fault(self._model, f"nan-measure-{step}"):
+                    return TrainFailed(error="no number", nonfinite=True)
+                if take_fault(self._model, f"fail-measure-{step}"):
+                    return TrainFailed(error="no luck")
+                return Measured(ratios=tuple(1.0 / (len(groups) - place) for place in range(len(groups))))
             case Publish(version=version, weights_id=weights_id):
                 manifest = WeightManifest(
                     version=version, weights_id=weights_id, location="", tensors=(), nbytes=0, digest="good"

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from rollweave.schema.training import (
+    Measure,
+    Measured,
     Publish,
     Published,
     Restore,
@@ -36,7 +38,7 @@ def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
 
 
 def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Weights after three steps, the last of them repeated after going back to a checkpoint."""
+    """Weights after three steps, the last of them repeated after going back to a checkpoint; ratios that were measured."""
     trainer = Trainer(make_config(**CASE), model_dir, out, rank=rank, world=world)  # type: ignore[arg-type]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
     assert isinstance(refused, TrainFailed)
@@ -49,12 +51,15 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
         assert isinstance(reply, Trained), reply
         figures = reply.metrics.values
     first = weights_of(trainer, 3)
+    measured = trainer.handle(Measure(step=3, part=0, groups=make_batch(9, groups=4, size=2).groups))
+    assert isinstance(measured, Measured), measured
+    first["ratios"] = torch.tensor(measured.ratios, dtype=torch.float64)
     impossible = trainer.handle(Save(path="/proc/nowhere/c"))
     assert type(impossible).__name__ == "SaveFailed", impossible
     assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
     assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)
     again = weights_of(trainer, 4)
-    assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in first), "a restored trainer goes on the same way"
+    assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), "a restored trainer goes on the same way"
     if world > 1:
         torch.distributed.barrier()  # rank 0's publication ends with it
     assert trainer.handle(StopTrainer()) is None

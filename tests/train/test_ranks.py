@@ -60,6 +60,7 @@ def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
         assert found.keys() == alone.keys()
         for name, tensor in alone.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    assert torch.equal(both[0]["ratios"], both[1]["ratios"])
     exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
     wanted = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")
     for name, tensor in wanted.items():

@@ -3,6 +3,7 @@
 Written from the comments of `schema/commands.py`, without a look at either world.
 """
 
+import math
 from collections.abc import Iterable
 
 from rollweave.schema import commands as c
@@ -37,6 +38,7 @@ class Referee:
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
         self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
         self.trainer: tuple[int, str] = (0, "start")
+        self.measured: list[str] = []  # groups that the trainer is to measure
         self.timer = False
         self.seen: set[str] = set()
 
@@ -147,8 +149,14 @@ class Referee:
                 self._relay(event, *({self.relays[event.relay_id][1]}))
             case e.TrainerReady():
                 self._trainer(event, "start")
-            case e.StepTrained() | e.TrainFailed():
+            case e.StepTrained():
                 self._trainer(event, "train")
+            case e.RatiosMeasured(ratios=ratios):
+                self._trainer(event, "measure")
+                assert [found.id for found in ratios] == self.measured, f"{event} is not of what was asked"
+                assert all(0 < found.ratio < math.inf for found in ratios)
+            case e.TrainFailed():
+                self._trainer(event, "train", "measure")
             case e.WeightsPublished():
                 self._trainer(event, "publish")
             case e.CheckpointSaved() | e.CheckpointFailed():
@@ -192,10 +200,10 @@ class Referee:
             assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
             self.relays[event.relay_id] = (epoch, "")
 
-    def _trainer(self, event: Event, owed: str) -> None:
+    def _trainer(self, event: Event, *owed: str) -> None:
         epoch, owes = self.trainer
         if getattr(event, "epoch", epoch) == epoch:
-            assert owes == owed, f"{event} while the trainer owes {owes or 'nothing'}"
+            assert owes in owed, f"{event} while the trainer owes {owes or 'nothing'}"
             self.trainer = (epoch, "")
 
     def _gone(self, attempt: Attempt) -> None:
@@ -260,6 +268,9 @@ class Referee:
                 del self.relays[command.relay_id]
             case c.TrainStep():
                 self.trainer = (self.trainer[0], "train")
+            case c.MeasureRatios(groups=groups):
+                self.trainer = (self.trainer[0], "measure")
+                self.measured = [group.id for group in groups]
             case c.PublishWeights():
                 self.trainer = (self.trainer[0], "publish")
             case c.SaveCheckpoint():

@@ -9,7 +9,7 @@ import pytest
 from rollweave.record.journal import Replay
 from rollweave.schema.config import RunConfig
 from rollweave.sim.run import directory_of, simulate
-from tests.live.whole import make_config, run, run_dir
+from tests.live.whole import make_config, make_model, run, run_dir
 from tests.worlds.referee import Referee
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
@@ -76,6 +76,18 @@ def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path:
     referee = judge(*world(tmp_path, mode, engines={"count": 3}, weights={"relays": 2}))
     assert [owed for owed in referee.owed() if not owed.startswith("take")] == []  # of the last weights nobody may have need
     assert {"RelayJoined", "TakeWeights", "WeightsHeld", "WeightsLoaded"} <= referee.seen
+
+
+@pytest.mark.parametrize("world", [live, simulated])
+def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: Path) -> None:
+    """The live trainer waits until there is a choice. One engine: nothing is repacked."""
+    make_model(tmp_path / "model")
+    (tmp_path / "model" / "hold").write_text("14")
+    rollout = {"groups_per_step": 1, "engine_batch": 16}
+    buffer = {"sample": "ratio", "groups": 8}
+    referee = judge(*world(tmp_path, "decoupled", steps=12, rollout=rollout, buffer=buffer, engines={"count": 1}))
+    assert referee.owed() == []
+    assert {"MeasureRatios", "RatiosMeasured", "StepTrained"} <= referee.seen
 
 
 def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import TrajectoryReader
@@ -52,7 +53,7 @@ class _Taken(msgspec.Struct):
 
 def read_rollouts(journal: Path, config: RunConfig) -> list[Rollout]:
     """One for each training step. Raises ConfigError for a compacted journal and for one that replays otherwise."""
-    replay, reader = Replay(journal, config), _Reader()
+    replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.tell(reader)
     if replay.differing:
         raise ConfigError(f"{journal} must replay to what was decided, {replay.differing} events do not")

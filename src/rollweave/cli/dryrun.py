@@ -15,15 +15,19 @@ from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
 from rollweave.codec.config import load
 from rollweave.core.seats import first_seats
+from rollweave.envs.rules import named, rule
 from rollweave.live.relays import host_of, missing_extra
 from rollweave.live.sinks import missing_sinks
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
 
 
 def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True) -> list[Check]:
     """All checks. `deep` also resets an environment of each domain with a task: that may take time, and open what it opens."""
-    checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config)]
+    with contextlib.chdir("."):
+        rules = list(_rules(config))
+    checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config), *rules]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
         with contextlib.chdir("."):  # back to where we were, wherever the user's code goes
@@ -94,6 +98,16 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     else:
         first, last = host_of(0), host_of(weights.relays - 1)
         yield ok("relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}")
+
+
+def _rules(config: RunConfig) -> Iterator[Check]:
+    for knob, name in named(config):
+        try:
+            rule(name)
+        except ConfigError as error:
+            yield fail(knob, str(error))
+        else:
+            yield ok(knob, f"function {name}")
 
 
 def _cpu(config: RunConfig) -> Iterator[Check]:

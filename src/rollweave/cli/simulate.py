@@ -31,6 +31,7 @@ CAUSES = {
     "weights": "taking new weights",
     "starting": "starting",
     "batch": "waiting for a batch",
+    "measuring": "measuring what is in the buffer",
     "publishing": "publishing weights",
     "saving": "saving a checkpoint",
     "evaluation": "evaluation and end",

@@ -1,10 +1,12 @@
 """Invariants of the whole state. Tests check them after every event; production code never does."""
 
+import math
+
 from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, GroupStatus, RelayStatus, Stage
+from rollweave.core.state import EngineStatus, GroupStatus, RelayStatus, Stage, TrainerStatus
 from rollweave.core.weights import MOST, machine_of, needed
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
@@ -92,6 +94,7 @@ def _check_groups(run: Run) -> None:
     assert by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
     assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
     assert by_status[GroupStatus.TAKEN] == set(state.trainer.taken)
+    _check_measured(run)
     in_lineage = [group_id for groups in state.lineage.values() for group_id in groups]
     assert len(in_lineage) == len(set(in_lineage)), "a group was trained twice in one lineage"
     assert by_status[GroupStatus.TRAINED] == set(in_lineage)
@@ -101,6 +104,19 @@ def _check_groups(run: Run) -> None:
     for group_id in state.buffer if state.swept_at == version else ():
         for member in state.groups[group_id].chosen:
             assert acceptable(state.trajectories[member].initiated, version, run.mode.window), group_id
+
+
+def _check_measured(run: Run) -> None:
+    """Nothing is measured that need not be, and nothing else is done meanwhile."""
+    trainer = run.state.trainer
+    assert (trainer.status is TrainerStatus.MEASURING) == bool(trainer.measuring), trainer
+    assert len(trainer.measuring) == len(set(trainer.measuring)), trainer
+    assert not (trainer.measuring and trainer.taken), trainer
+    assert not trainer.measuring or (run.alone and run.config.buffer.sample == "ratio"), trainer
+    for group in run.state.groups.values():
+        assert (group.ratio is None) == (group.ratio_id < 0), group
+        assert group.ratio is None or 0 < group.ratio < math.inf, group
+        assert group.ratio_id < run.state.next_weights_id, group
 
 
 def _check_pace(run: Run) -> None:

@@ -171,6 +171,7 @@ def _route_rare(
     | e.WeightsRefused
     | e.TrainerReady
     | e.TrainerLost
+    | e.RatiosMeasured
     | e.TrainFailed
     | e.CheckpointSaved
     | e.CheckpointFailed,
@@ -204,6 +205,8 @@ def _route_rare(
             training.on_ready(run, event)
         case e.TrainerLost():
             training.on_lost(run, event)
+        case e.RatiosMeasured():
+            training.on_measured(run, event)
         case e.TrainFailed():
             training.on_train_failed(run, event)
         case e.CheckpointSaved():

@@ -29,6 +29,23 @@ def chosen(run: Run, wanted: int) -> list[GroupId]:
     return _by(run, name, lambda rule: sample(_views(run), wanted, strategy=rule, version=run.next_version(), draws=draws))
 
 
+def unmeasured(run: Run, wanted: int) -> list[GroupId]:
+    """The groups whose ratios the next (mini-)batch waits for: where there is a choice, and too few are measured to make it.
+
+    What arrives while others are measured is left for the next step: a step is held up once.
+    """
+    state = run.state
+    if not run.alone or run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
+        return []
+    left = [group_id for group_id in state.buffer if ratio(run, state.groups[group_id]) is None]
+    return left if len(state.buffer) - len(left) < wanted else []
+
+
+def ratio(run: Run, group: Group) -> float | None:
+    """As measured under the weights that the trainer has now; None if that was not done."""
+    return group.ratio if group.ratio_id == run.state.published_id else None
+
+
 def arrived(run: Run, group: Group) -> None:
     """The group is complete, and in the buffer unless it was dropped."""
     if group.id in run.state.buffer:
@@ -68,7 +85,8 @@ def _views(run: Run) -> list[Experience]:
     state = run.state
     found = []
     for arrived, group_id in enumerate(state.buffer):
-        members = [state.trajectories[member] for member in state.groups[group_id].chosen]
+        group = state.groups[group_id]
+        members = [state.trajectories[member] for member in group.chosen]
         found.append(
             Experience(
                 id=group_id,
@@ -76,6 +94,7 @@ def _views(run: Run) -> list[Experience]:
                 initiated=min(member.initiated for member in members),
                 rewards=tuple(member.reward or 0.0 for member in members),
                 tokens=sum(member.tokens for member in members),
+                ratio=ratio(run, group),
             )
         )
     return found

@@ -43,6 +43,8 @@ def _trainer_cause(run: Run) -> str:
     match run.state.trainer.status:
         case TrainerStatus.STARTING:
             return "starting"
+        case TrainerStatus.MEASURING:
+            return "measuring"
         case TrainerStatus.TRAINING:
             return "busy"
         case TrainerStatus.PUBLISHING:

@@ -107,6 +107,8 @@ class Group(msgspec.Struct):
     chosen: list[TrajectoryId] = []  # scored members that go into the batch
     decoding: Decoding = Decoding()
     lost: bool = False  # tokens of a chosen member are gone: it can never be trained on again
+    ratio: float | None = None  # of the policy that was measured to the one that sampled it
+    ratio_id: int = -1  # weights under which it was measured
 
 
 class EngineStatus(enum.StrEnum):
@@ -205,6 +207,7 @@ class Partition(msgspec.Struct):
 class TrainerStatus(enum.StrEnum):
     STARTING = "starting"
     IDLE = "idle"
+    MEASURING = "measuring"  # ratios of groups in the buffer
     TRAINING = "training"
     PUBLISHING = "publishing"
     SAVING = "saving"
@@ -216,6 +219,7 @@ class Trainer(msgspec.Struct):
     step: int = 0  # steps trained; the version of the weights that the trainer holds
     parts_done: int = 0  # mini-batches of the current step that are trained
     taken: list[GroupId] = []
+    measuring: list[GroupId] = []  # they stay in the buffer, and may go meanwhile
     since: float = 0.0
     restarts: int = 0
 

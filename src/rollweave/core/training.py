@@ -1,4 +1,4 @@
-"""Training: batches taken from the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
+"""Training: what is measured and taken of the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
 
 Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint but one stay in
 `lineage`, so that a restored trainer's lost steps give their groups back (DESIGN §12.3), even where the last checkpoint turns
@@ -7,12 +7,21 @@ out to be damaged. A version is published once its step is whole.
 
 from rollweave.core import allocation, evaluation, experience, groups, repacking, weights
 from rollweave.core.run import Run
-from rollweave.core.state import GroupStatus, Phase, TrainerStatus
+from rollweave.core.state import Group, GroupStatus, Phase, TrainerStatus
 from rollweave.policy.staleness import acceptable, staleness
-from rollweave.schema.commands import FitPredictor, GroupRef, PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
+from rollweave.schema.commands import (
+    FitPredictor,
+    GroupRef,
+    MeasureRatios,
+    PublishWeights,
+    RestartTrainer,
+    SaveCheckpoint,
+    TrainStep,
+)
 from rollweave.schema.events import (
     CheckpointFailed,
     CheckpointSaved,
+    RatiosMeasured,
     StepTrained,
     TrainerLost,
     TrainerReady,
@@ -22,7 +31,10 @@ from rollweave.schema.events import (
 
 
 def _enter(run: Run, status: TrainerStatus) -> None:
-    run.state.trainer.status, run.state.trainer.since = status, run.now
+    trainer = run.state.trainer
+    trainer.status, trainer.since = status, run.now
+    if status is not TrainerStatus.MEASURING:
+        trainer.measuring = []
 
 
 def on_ready(run: Run, event: TrainerReady) -> None:
@@ -63,17 +75,40 @@ def take_batch(run: Run) -> None:
     groups.sweep_doomed(run)
     if len(state.buffer) < wanted:
         return
-    refs = []
-    for group_id in experience.chosen(run, wanted):
-        group = state.groups[group_id]
-        del state.buffer[group_id]
-        group.status = GroupStatus.TAKEN
-        trainer.taken.append(group_id)
-        refs.append(GroupRef(id=group_id, name=group.name, trajectory_ids=tuple(group.chosen)))
-    if not refs:
+    if unmeasured := experience.unmeasured(run, wanted):
+        trainer.measuring = unmeasured
+        refs = _refs([state.groups[group_id] for group_id in unmeasured])
+        run.emit(MeasureRatios(step=trainer.step, part=trainer.parts_done, groups=refs))
+        _enter(run, TrainerStatus.MEASURING)
         return
-    run.emit(TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=tuple(refs)))
+    taken = [state.groups[group_id] for group_id in experience.chosen(run, wanted)]
+    if not taken:
+        return
+    for group in taken:
+        del state.buffer[group.id]
+        group.status = GroupStatus.TAKEN
+        trainer.taken.append(group.id)
+    run.emit(TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=_refs(taken)))
     _enter(run, TrainerStatus.TRAINING)
+
+
+def _refs(found: list[Group]) -> tuple[GroupRef, ...]:
+    return tuple(GroupRef(id=group.id, name=group.name, trajectory_ids=tuple(group.chosen)) for group in found)
+
+
+def on_measured(run: Run, event: RatiosMeasured) -> None:
+    """The ratios hold for as long as these weights do. What has left the buffer meanwhile has no use for its own."""
+    state, trainer = run.state, run.state.trainer
+    expected = (trainer.epoch, trainer.step, trainer.parts_done)
+    if trainer.status is not TrainerStatus.MEASURING or (event.epoch, event.step, event.part) != expected:
+        return
+    if [found.id for found in event.ratios] != trainer.measuring:
+        return  # the answer to an earlier question, twice
+    for found in event.ratios:
+        if found.id in state.buffer:
+            group = state.groups[found.id]
+            group.ratio, group.ratio_id = found.ratio, state.published_id
+    _enter(run, TrainerStatus.IDLE)
 
 
 def on_trained(run: Run, event: StepTrained) -> None:
@@ -113,13 +148,14 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     """A non-finite loss ends the run with the last good checkpoint; any other error restarts the trainer."""
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step)
-    if trainer.status is not TrainerStatus.TRAINING or (event.epoch, event.step) != expected:
+    working = trainer.status in (TrainerStatus.MEASURING, TrainerStatus.TRAINING)
+    if not working or (event.epoch, event.step) != expected:
         return
+    names = ", ".join(trainer.taken or trainer.measuring)
     taken, trainer.taken = trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
-        names = ", ".join(taken)
         state.error = state.error or (
             f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: step {state.checkpoint}"
         )

@@ -34,6 +34,9 @@ class Trains(Protocol):
     def train(self, command: c.TrainStep) -> None:
         """Train a mini-batch."""
 
+    def measure(self, command: c.MeasureRatios) -> None:
+        """Measure ratios of groups in the buffer."""
+
     def publish(self, command: c.PublishWeights) -> None:
         """Publish the trainer's weights."""
 
@@ -163,6 +166,8 @@ class Effects:
                 self._timer.set(at)
             case c.TrainStep():
                 self._seat.train(command)
+            case c.MeasureRatios():
+                self._seat.measure(command)
             case c.PublishWeights():
                 self._seat.publish(command)
             case c.TakeWeights():

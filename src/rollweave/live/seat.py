@@ -12,20 +12,34 @@ from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.tasks import Tasks
 from rollweave.live.trainer_link import TrainerBackend, TrainerLostError, TrainerRefusedError
 from rollweave.record.trace import TRAINER, Trace
-from rollweave.rollout.store import StoreError, TrajectoryStore
-from rollweave.schema.commands import PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
+from rollweave.rollout.store import Entry, StoreError, TrajectoryStore
+from rollweave.schema.commands import GroupRef, MeasureRatios, PublishWeights, RestartTrainer, SaveCheckpoint, TrainStep
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
     CheckpointFailed,
     CheckpointSaved,
     Event,
+    GroupRatio,
+    RatiosMeasured,
     StepTrained,
     TrainerLost,
     TrainerReady,
     TrainFailed,
     WeightsPublished,
 )
-from rollweave.schema.training import Publish, Published, Restore, Restored, Save, Saved, Trained, TrainMetrics, TrainOn
+from rollweave.schema.training import (
+    Measure,
+    Measured,
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    Trained,
+    TrainMetrics,
+    TrainOn,
+)
 from rollweave.schema.training import TrainFailed as Failed
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch, ScoredGroup
@@ -82,6 +96,14 @@ class TrainerSeat:
 
     def train(self, command: TrainStep) -> None:
         self._tasks.spawn(self._train(self._epoch, command), f"train {command.step}.{command.part}")
+
+    def measure(self, command: MeasureRatios) -> None:
+        try:
+            places = self._places(command.groups)  # now: what is in the buffer may be evicted before the task begins
+        except StoreError as error:
+            self._post(TrainFailed(epoch=self._epoch, step=command.step, error=str(error), nonfinite=False))
+            return
+        self._tasks.spawn(self._measure(self._epoch, command, places), f"measure {command.step}.{command.part}")
 
     def publish(self, command: PublishWeights) -> None:
         self._tasks.spawn(self._publish(self._epoch, command), f"publish {command.version}")
@@ -160,18 +182,45 @@ class TrainerSeat:
             self._on_trained(command, batch, reply.metrics)
             self._post(StepTrained(epoch=epoch, step=step, part=part))
         else:
-            nonfinite = isinstance(reply, Failed) and reply.nonfinite
-            self._post(TrainFailed(epoch=epoch, step=step, error=_error(reply), nonfinite=nonfinite))
+            self._failed(epoch, step, reply)
+
+    async def _measure(self, epoch: int, command: MeasureRatios, places: Sequence[Entry]) -> None:
+        backend = self._backend
+        if backend is None:
+            return
+        step, part = command.step, command.part
+        try:
+            groups = await self._groups(command.groups, places)
+            started = self._clock()
+            reply = await backend.ask(Measure(step=step, part=part, groups=groups))
+        except TrainerLostError:
+            return
+        self._trace.span(TRAINER, "trainer", f"measure {step}.{part}", started, self._clock(), groups=len(groups))
+        if isinstance(reply, Measured):
+            ratios = [GroupRatio(id=group.id, ratio=ratio) for group, ratio in zip(groups, reply.ratios, strict=True)]
+            self._post(RatiosMeasured(epoch=epoch, step=step, part=part, ratios=tuple(ratios)))
+        else:
+            self._failed(epoch, step, reply)
+
+    def _failed(self, epoch: int, step: int, reply: object) -> None:
+        nonfinite = isinstance(reply, Failed) and reply.nonfinite
+        self._post(TrainFailed(epoch=epoch, step=step, error=_error(reply), nonfinite=nonfinite))
 
     async def _batch(self, command: TrainStep) -> Batch:
-        """The batch with its tokens, read off the loop."""
-        places = self._store.find([member for group in command.groups for member in group.trajectory_ids])
-        trajectories = iter(await asyncio.to_thread(self._store.read, places))
-        groups = tuple(
-            ScoredGroup(id=group.id, env=group.name, trajectories=tuple(next(trajectories) for _ in group.trajectory_ids))
-            for group in command.groups
-        )
+        """The batch with its tokens."""
+        groups = await self._groups(command.groups, self._places(command.groups))
         return Batch(step=command.step, version=command.step, part=command.part, parts=command.parts, groups=groups)
+
+    def _places(self, groups: Sequence[GroupRef]) -> list[Entry]:
+        return self._store.find([member for group in groups for member in group.trajectory_ids])
+
+    async def _groups(self, groups: Sequence[GroupRef], places: Sequence[Entry]) -> tuple[ScoredGroup, ...]:
+        """Read off the loop."""
+        trajectories = iter(await asyncio.to_thread(self._store.read, places))
+        return tuple(
+            ScoredGroup(id=group.id, env=group.name, trajectories=tuple(next(trajectories) for _ in group.trajectory_ids))
+            for group in groups
+        )
 
     async def _publish(self, epoch: int, command: PublishWeights) -> None:
         backend = self._backend

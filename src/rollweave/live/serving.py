@@ -97,7 +97,7 @@ class _Nobody:
     def _never(self, *commands: object) -> NoReturn:
         raise AssertionError(f"a service does not train: {commands}")
 
-    train = publish = save = restart = take = remove = predict = harvest = fit = draw = _never
+    train = measure = publish = save = restart = take = remove = predict = harvest = fit = draw = _never
 
 
 class _Listener:

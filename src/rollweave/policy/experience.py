@@ -22,7 +22,7 @@ class Experience(Noun, frozen=True, kw_only=True):
     """A group in the buffer. `arrived` grows with each arrival; `initiated` is the oldest version that its members started on.
 
     `tokens` are those of all members. `ratio` is the mean importance ratio of the current policy to the one that sampled it,
-    where one was measured.
+    where one was measured: by strategy `ratio` alone.
     """
 
     id: GroupId

@@ -19,6 +19,7 @@ ENGINE_CAUSES = {
 TRAINER_CAUSES = {
     "busy": "--green",
     "batch": "--blue",
+    "measuring": "--cyan",
     "publishing": "--purple",
     "saving": "--orange",
     "evaluation": "--red",

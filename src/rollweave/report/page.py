@@ -126,6 +126,7 @@ LEGENDS = {
     "weights": "taking new weights",
     "starting": "starting and warm-up",
     "batch": "waiting for a batch",
+    "measuring": "measuring what is in the buffer",
     "publishing": "publishing weights",
     "saving": "saving a checkpoint",
     "evaluation": "final evaluation and end",

@@ -23,6 +23,7 @@ KINDS = {
     "init": "--purple",
     "eval": "--orange",
     "train": "--dim",
+    "measure": "--cyan",
     "publish": "--purple",
     "load": "--purple",
     "save": "--gray",

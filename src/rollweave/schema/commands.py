@@ -255,6 +255,17 @@ class TrainStep(Tagged, frozen=True, kw_only=True):
     groups: tuple[GroupRef, ...]
 
 
+class MeasureRatios(Tagged, frozen=True, kw_only=True):
+    """How far the trainer's weights, before mini-batch `part` of step `step`, are from those that sampled these groups.
+
+    → RatiosMeasured | TrainFailed | TrainerLost
+    """
+
+    step: int
+    part: int
+    groups: tuple[GroupRef, ...]
+
+
 class PublishWeights(Tagged, frozen=True, kw_only=True):
     """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where given. Others than `keep` may go.
 
@@ -354,6 +365,7 @@ Command = (
     | RestartRelay
     | RemoveRelay
     | TrainStep
+    | MeasureRatios
     | PublishWeights
     | SaveCheckpoint
     | RestartTrainer

@@ -339,8 +339,27 @@ class StepTrained(Tagged, frozen=True, kw_only=True):
     part: int
 
 
+class GroupRatio(Noun, frozen=True, kw_only=True):
+    """The mean importance ratio of a group: above 0 and finite (`train/ratios.py`)."""
+
+    id: GroupId
+    ratio: float
+
+
+class RatiosMeasured(Tagged, frozen=True, kw_only=True):
+    """Of every group that `MeasureRatios` named, in its order."""
+
+    epoch: int
+    step: int
+    part: int
+    ratios: tuple[GroupRatio, ...]
+
+
 class TrainFailed(Tagged, frozen=True, kw_only=True):
-    """The step left weights and optimizer as they were. `nonfinite`: the loss or the gradient was NaN or infinite."""
+    """The step, or the measurement before it, left weights and optimizer as they were.
+
+    `nonfinite`: the loss, the gradient or a log-prob was NaN or infinite.
+    """
 
     epoch: int
     step: int
@@ -409,6 +428,7 @@ Event = (
     | WeightsRefused
     | TrainerReady
     | StepTrained
+    | RatiosMeasured
     | TrainFailed
     | WeightsPublished
     | CheckpointSaved

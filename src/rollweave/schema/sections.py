@@ -250,9 +250,10 @@ class BufferConfig(Section):
     )
     sample: str = Field(
         "fifo",
-        description="Which are trained on first (policy/experience.py): fifo, newest, advantage (greatest first), staleness "
-        "(drawn by chance, fresher ones more often), or `package.module:function`.",
-        pattern=r"^(fifo|newest|advantage|staleness|[\w.]+:\w+)$",
+        description="Which are trained on first (policy/experience.py): fifo, newest, advantage (greatest first), ratio "
+        "(nearest to 1; costs a forward pass over all that is held, before each step that can choose), staleness (drawn by "
+        "chance, fresher ones more often), or `package.module:function`.",
+        pattern=r"^(fifo|newest|advantage|ratio|staleness|[\w.]+:\w+)$",
     )
     evict: str = Field(
         "age",
@@ -304,7 +305,7 @@ class WatchdogConfig(Section):
     start_s: Positive = Field(120.0, description="An engine, relay or trainer process to become ready.")
     turn_s: Positive = Field(60.0, description="One turn on an engine, after which it is aborted and tried elsewhere.")
     weights_s: Positive = Field(60.0, description="An engine to suspend, load or resume; a relay to take a version.")
-    train_s: Positive = Field(600.0, description="One training step, publication or checkpoint.")
+    train_s: Positive = Field(600.0, description="One training step, measurement, publication or checkpoint.")
     restarts: Count = Field(3, description="Restarts of one engine, relay or the trainer before it is given up.")
 
 

@@ -2,13 +2,24 @@
 
 from rollweave.schema.base import Noun, Tagged
 from rollweave.schema.weights import WeightManifest
-from rollweave.schema.work import Batch
+from rollweave.schema.work import Batch, ScoredGroup
 
 
 class TrainOn(Tagged, frozen=True, kw_only=True):
     """Train on one (mini-)batch: the optimizer steps, the version does not. Answered by `Trained` or `TrainFailed`."""
 
     batch: Batch
+
+
+class Measure(Tagged, frozen=True, kw_only=True):
+    """How far the current weights are from those that sampled these groups, before mini-batch `part` of step `step`.
+
+    Nothing changes. Answered by `Measured` or `TrainFailed`.
+    """
+
+    step: int
+    part: int
+    groups: tuple[ScoredGroup, ...]
 
 
 class Publish(Tagged, frozen=True, kw_only=True):
@@ -40,7 +51,7 @@ class StopTrainer(Tagged, frozen=True, kw_only=True):
     pass
 
 
-TrainerCommand = TrainOn | Publish | Save | Restore | StopTrainer
+TrainerCommand = TrainOn | Measure | Publish | Save | Restore | StopTrainer
 
 
 class TrainerReady(Tagged, frozen=True, kw_only=True):
@@ -59,6 +70,12 @@ class Trained(Tagged, frozen=True, kw_only=True):
     step: int
     part: int
     metrics: TrainMetrics
+
+
+class Measured(Tagged, frozen=True, kw_only=True):
+    """The mean importance ratio of each group, in their order (`train/ratios.py`)."""
+
+    ratios: tuple[float, ...]
 
 
 class TrainFailed(Tagged, frozen=True, kw_only=True):
@@ -91,4 +108,4 @@ class Restored(Tagged, frozen=True, kw_only=True):
     step: int
 
 
-TrainerReply = TrainerReady | Trained | TrainFailed | Published | Saved | SaveFailed | Restored
+TrainerReply = TrainerReady | Trained | Measured | TrainFailed | Published | Saved | SaveFailed | Restored

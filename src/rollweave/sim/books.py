@@ -35,6 +35,8 @@ class Books:
         match command:
             case c.TrainStep():
                 self._begins(command)
+            case c.MeasureRatios():
+                self._measures(command)
             case c.SaveCheckpoint():
                 assert command.step == self._position[0], f"step {command.step} is saved at {self._position}"
                 self._saving = command
@@ -64,6 +66,16 @@ class Books:
         assert ids, f"step {command.step} is empty"
         assert len(ids) == len(set(ids)), f"a group comes twice in step {command.step}"
         self._hand = command
+
+    def _measures(self, command: c.MeasureRatios) -> None:
+        assert self._hand is None, f"ratios are asked for while {self._hand} is trained on"
+        assert (command.step, command.part) == self._position, f"{command.step}.{command.part} at {self._position}"
+        trained = {group_id for groups in self._lineage.values() for group_id in groups}
+        assert command.groups, "ratios of nothing are asked for"
+        for group in command.groups:
+            assert group.id not in trained, f"{group.id} is to be measured, and was trained on"
+            lacks = [member for member in group.trajectory_ids if member not in self._scored]
+            assert not lacks, f"{lacks} are to be measured and not in the store"
 
     def said(self, event: e.Event) -> None:
         """The trainer says that it is done. Call it before the message may be lost."""

@@ -78,6 +78,8 @@ class Effects:
                 self._timer = self._clock.at(at, lambda: self._post(e.TimerFired()))
             case c.TrainStep():
                 self._trainer.train(command)
+            case c.MeasureRatios():
+                self._trainer.measure(command)
             case c.PublishWeights():
                 self._trainer.publish(command)
             case c.TakeWeights():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -50,7 +51,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 def read_timings(journal: Path, config: RunConfig) -> Timings:
     """Read the journal of a run of `config`. Raises ConfigError for one that was compacted, CorruptJournalError."""
-    replay, reader = Replay(journal, config), _Reader()
+    replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.tell(reader)
     reader.timings.events = replay.events
     return reader.timings

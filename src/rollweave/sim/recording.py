@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rollweave.codec.config import load
+from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.schema import events as e
@@ -63,7 +64,8 @@ def read(path: Path) -> list[Attempt]:
 
 
 def _attempts(journal: Path, config: Path) -> list[Attempt]:
-    replay, found = Replay(journal, load(config)), dict[Key, Attempt]()
+    settings, found = load(config), dict[Key, Attempt]()
+    replay = Replay(journal, settings, rules=rules_of(settings))
     for now, event, commands in replay:
         if replay.differing:
             raise ConfigError(

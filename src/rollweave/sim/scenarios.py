@@ -112,7 +112,7 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}
     data["buffer"] = {
         "groups": draw.choice([None, 4, 8]),
-        "sample": draw.choice(["fifo", "newest", "advantage", "staleness"]),
+        "sample": draw.choice(["fifo", "newest", "advantage", "ratio", "staleness"]),
         "evict": draw.choice(["age", "size"]),
         "max_age": draw.choice([None, None, 1, 2]),
     }

@@ -1,5 +1,7 @@
 """The simulated trainer: steps, publications and checkpoints take the time that their cost model says."""
 
+import math
+import random
 from collections.abc import Callable, Mapping
 
 from rollweave.record.trace import TRAINER, Trace
@@ -12,6 +14,12 @@ from rollweave.sim.rollouts import Scored
 
 RESTART_S = 120.0
 """Seconds until a trainer that was started again has its checkpoint. Assumption: process start and reading of the shards."""
+
+FORWARD_SHARE = 1 / 3
+"""Of a step's seconds, those of its forward pass: the backward pass has twice its FLOPs. The update's share is too much."""
+
+RATIO_SIGMA = 0.05
+"""Spread of the logarithm of a group's ratio for each version that it is old, and one for the engine's arithmetic. Assumed."""
 
 
 class SimTrainer:
@@ -45,14 +53,32 @@ class SimTrainer:
         self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
 
     def train(self, command: c.TrainStep) -> None:
-        lengths = [self._scored[member].tokens for group in command.groups for member in group.trajectory_ids]
-        seconds = self._cost.step_s(tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths))
+        seconds = self._step_s(command.groups)
         self.trained(command, seconds)
-        done: e.Event = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
-        if self.refuse_step:
-            self.refuse_step = False
-            done = e.TrainFailed(epoch=self.epoch, step=command.step, error="out of memory", nonfinite=False)
-        self._do(f"train {command.step}.{command.part}", seconds, done)
+        done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
+        self._do(f"train {command.step}.{command.part}", seconds, self._refused(command.step) or done)
+
+    def measure(self, command: c.MeasureRatios) -> None:
+        """Ratios are drawn, the farther from 1 the older a group is."""
+        ratios = tuple(e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step)) for group in command.groups)
+        done = e.RatiosMeasured(epoch=self.epoch, step=command.step, part=command.part, ratios=ratios)
+        seconds = FORWARD_SHARE * self._step_s(command.groups)
+        self._do(f"measure {command.step}.{command.part}", seconds, self._refused(command.step) or done)
+
+    def _step_s(self, groups: tuple[c.GroupRef, ...]) -> float:
+        lengths = [self._scored[member].tokens for group in groups for member in group.trajectory_ids]
+        return self._cost.step_s(tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths))
+
+    def _ratio(self, group: c.GroupRef, step: int) -> float:
+        age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)
+        return math.exp(random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age)))
+
+    def _refused(self, step: int) -> e.TrainFailed | None:
+        """What is said instead of an answer, once, where a fault asks for it."""
+        if not self.refuse_step:
+            return None
+        self.refuse_step = False
+        return e.TrainFailed(epoch=self.epoch, step=step, error="out of memory", nonfinite=False)
 
     def publish(self, command: c.PublishWeights) -> None:
         done = e.WeightsPublished(epoch=self.epoch, version=command.version, weights_id=command.weights_id)

@@ -16,6 +16,8 @@ import torch
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
+    Measure,
+    Measured,
     Publish,
     Published,
     Restore,
@@ -39,7 +41,8 @@ from rollweave.train.optimizer import Snapshot, load_optimizer_tensors, new_opti
 from rollweave.train.passes import Passes
 from rollweave.train.publishing import Outlet
 from rollweave.train.ranks import join, leave, shard
-from rollweave.train.rows import batch_rows
+from rollweave.train.ratios import group_ratios
+from rollweave.train.rows import Row, batch_rows
 from rollweave.train.update import Update
 from rollweave.train.warmup import warm_up
 from rollweave.train.weights import copies, named, put_named, swapped
@@ -88,6 +91,9 @@ class Trainer:
         match command:
             case TrainOn():
                 return self._answered(lambda: self._train(command.batch), command.batch)
+            case Measure(step=step, part=part, groups=groups):
+                batch = Batch(step=step, version=step, part=part, parts=part + 1, groups=groups)
+                return self._answered(lambda: self._measure(batch), batch)
             case Publish():
                 return self._answered(lambda: self._publish(command))
             case Save():
@@ -117,15 +123,7 @@ class Trainer:
 
     def _train(self, batch: Batch) -> Trained:
         began = time.perf_counter()
-        if (batch.step, batch.part) != (self._step, self._parts_done):
-            raise TrainerError(
-                f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of step {batch.step}"
-            )
-        rows = batch_rows(batch, self._config.algorithm)
-        vocabulary = self._model.shape.vocab
-        for row in rows:
-            if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
-                raise TrainerError(f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}")
+        rows = self._rows(batch)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = copies(self._model)
         update = Update(self._config, self._passes, self._optimizer, batch=batch, rows=rows, reference=self._reference)
@@ -142,6 +140,24 @@ class Trainer:
             self._step, self._parts_done = self._step + 1, 0
         metrics = TrainMetrics(values=values, tokens=sum(row.tokens for row in rows), train_s=train_s)
         return Trained(step=batch.step, part=batch.part, metrics=metrics)
+
+    def _measure(self, batch: Batch) -> Measured:
+        """A forward pass without gradients over all of it."""
+        ratios = group_ratios(self._passes, self._rows(batch), batch.groups, temperature=self._config.rollout.temperature)
+        return Measured(ratios=ratios)
+
+    def _rows(self, batch: Batch) -> list[Row]:
+        """Raises `TrainerError` for a batch that is not the next, or of another vocabulary."""
+        if (batch.step, batch.part) != (self._step, self._parts_done):
+            raise TrainerError(
+                f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of step {batch.step}"
+            )
+        rows = batch_rows(batch, self._config.algorithm)
+        vocabulary = self._model.shape.vocab
+        for row in rows:
+            if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
+                raise TrainerError(f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}")
+        return rows
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:

@@ -1,0 +1,156 @@
+"""Functions of the user's beside the configuration decide what is trained on; one that is wrong ends in one clear line."""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import CONFIG, say
+
+Written = Callable[[str], str]
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
+    """Writes a module of the user's beside his configuration, small.toml, and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])  # children are of `tests`, too
+    (tmp_path / "small.toml").write_text(CONFIG)
+
+    def write(code: str) -> str:
+        name = f"rules_of_mine_{next(NUMBERS)}"  # a module is imported once
+        (tmp_path / f"{name}.py").write_text(code)
+        return name
+
+    return write
+
+
+def train(*arguments: str, sample: str = "fifo", evict: str = "age") -> tuple[int, str, list[str]]:
+    decoupled = ("--mode", "decoupled", "--set", "run.steps=3", "--set", "run.checkpoint_every=1")
+    knobs = ("--set", f"buffer.sample={sample}", "--set", f"buffer.evict={evict}")
+    return say("train", "small.toml", *decoupled, *knobs, *arguments)
+
+
+RIGHT = """
+import json
+
+def newest(experiences, version):
+    with open("seen.jsonl", "a") as file:
+        for one in experiences:
+            print(json.dumps([version, one.id, one.arrived, one.initiated, one.rewards, one.tokens, one.ratio]), file=file)
+    return [one.id for one in reversed(experiences)]
+
+def nothing(experiences, version):
+    return ()
+"""
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_function_decides(written: Written, tmp_path: Path, processes: bool) -> None:
+    name = written(RIGHT)
+    code, text, errors = train(*([] if processes else ["--inproc"]), sample=f"{name}:newest", evict=f"{name}:nothing")
+    assert code == 0, (text, errors)
+    seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
+    assert {version for version, *_ in seen} == {0, 1, 2}
+    for version, _, arrived, initiated, rewards, tokens, ratio in seen:
+        assert 0 <= initiated <= version
+        assert arrived >= 0
+        assert len(rewards) == 2
+        assert tokens > 0
+        assert ratio is None
+    summary = json.loads((tmp_path / "runs/small/summary.json").read_text())
+    assert (summary["steps"], summary["error"]) == (3, "")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+@pytest.mark.parametrize("knob", ["sample", "evict"])
+@pytest.mark.parametrize(
+    ("code", "function", "words"),
+    [
+        (None, "no_such_module:pick", "cannot import no_such_module: ModuleNotFoundError"),
+        ("raise RuntimeError('not today')", "pick", "RuntimeError: not today"),
+        ("def picks(experiences, version): ...", "pick", "has no pick (did you mean picks?)"),
+        ("pick = 7", "pick", "must be a function, got int"),
+        ("async def pick(experiences, version): ...", "pick", "must be a function, got a coroutine function"),
+        ("def pick(experiences): ...", "pick", "must take the experiences and the version: too many positional arguments"),
+    ],
+)
+def test_what_is_no_function_is_told_before_anything_starts(
+    written: Written, tmp_path: Path, code: str | None, function: str, words: str, knob: str, dry: bool
+) -> None:
+    name = function if code is None else f"{written(code)}:{function}"
+    exit_code, _, errors = train(*(["--dry-run"] if dry else []), **{knob: name})
+    assert exit_code == 2
+    (error,) = errors
+    assert error.startswith(f"error: buffer.{knob}: function '{name}'")
+    assert words in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_function_that_is_none_is_told_at_once(written: Written) -> None:
+    exit_code, _, errors = train(sample="none:pick", evict=f"{written('pick = 7')}:pick")
+    assert exit_code == 2
+    assert [error.split(": ")[1] for error in errors] == ["buffer.sample", "buffer.evict"]
+
+
+def test_a_dry_run_names_the_functions(written: Written) -> None:
+    name = written(RIGHT)
+    code, text, _ = train("--dry-run", sample=f"{name}:newest")
+    assert code == 0
+    assert f"function {name}:newest" in text
+
+
+WRONG = """
+def misbehave(experiences, version):
+    {body}
+
+def later(experiences, version):
+    return misbehave(experiences, version) if version == 1 else [one.id for one in experiences]
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise LookupError('no idea')", "LookupError: no idea"),
+        ("return ['g99', *[one.id for one in experiences]]", "a strategy must name groups of the buffer, got 'g99'"),
+        ("return [one.id for one in experiences] * 2", "a strategy must name each group once, got 'g"),
+        ("return 5", "a strategy must give a list of group ids, got 5"),
+        ("return experiences", "a strategy must name groups of the buffer, got Experience("),
+    ],
+)
+def test_a_function_that_goes_wrong_ends_the_run_with_its_name(written: Written, tmp_path: Path, body: str, words: str) -> None:
+    name = f"{written(WRONG.format(body=body))}:later"
+    code, text, errors = train("--inproc", sample=name)
+    assert code == 1, (text, errors)
+    (error,) = [line for line in errors if line.startswith("error: ")]
+    assert error.startswith(f"error: buffer function {name} failed: ")
+    assert words in error
+    run = tmp_path / "runs/small"
+    summary = json.loads((run / "summary.json").read_text())
+    assert error == f"error: {summary['error']}"
+    assert summary["steps"] == 1
+    assert (run / "checkpoints/step-000001").is_dir()
+    account = summary["account"]
+    assert account["in_flight"] == 0
+    assert f"{account['started']} started = " in text
+
+
+def test_a_function_of_the_writers_that_goes_wrong_ends_the_run_too(written: Written, tmp_path: Path) -> None:
+    name = f"{written(WRONG.format(body='raise LookupError(1)'))}:misbehave"
+    code, text, errors = train("--inproc", evict=name)
+    assert code == 1, (text, errors)
+    assert errors[-1] == f"error: buffer function {name} failed: LookupError: 1"
+    assert (tmp_path / "runs/small/checkpoints/step-000000").is_dir()
+
+
+def test_a_run_goes_on_once_the_function_is_mended(written: Written, tmp_path: Path) -> None:
+    name = written(WRONG.format(body="raise LookupError('no idea')"))
+    assert train("--inproc", sample=f"{name}:later")[0] == 1
+    code, text, errors = train("--inproc", "--resume", sample="newest")
+    assert code == 0, (text, errors)
+    assert json.loads((tmp_path / "runs/small/summary.json").read_text())["steps"] == 3

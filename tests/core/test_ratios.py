@@ -1,0 +1,298 @@
+"""Strategy `ratio`: the trainer measures what is in the buffer before a step that can choose, whatever happens meanwhile."""
+
+import math
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.state import TrainerStatus
+from rollweave.policy.experience import Experience
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId, GroupId
+from rollweave.schema.config import RunConfig
+from tests.core.test_core import config, restart_controller
+from tests.core.test_pace import E0, Hand, made
+from tests.core.world import World
+
+
+def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
+    buffer = {"sample": "ratio", "groups": 8, **sections.pop("buffer", {})}
+    return made(engines=1, batch=8, groups=groups, buffer=buffer, **sections)
+
+
+def full(hand: Hand, count: int) -> list[GroupId]:
+    """Wait until so many groups are in the buffer, while the first step runs."""
+    while len(hand.core.state.buffer) < count:
+        hand.end(hand.on(E0)[0])
+    return list(hand.core.state.buffer)
+
+
+def next_one(hand: Hand) -> GroupId:
+    """Wait until another group has come."""
+    before = set(hand.core.state.buffer)
+    while not (new := hand.core.state.buffer.keys() - before):
+        hand.end(hand.on(E0)[0])
+    return new.pop()
+
+
+def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
+    """The ratios of the groups that were asked for, in their order."""
+    found = tuple(e.GroupRatio(id=ref.id, ratio=ratio) for ref, ratio in zip(command.groups, ratios, strict=True))
+    return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=found)
+
+
+def asked(command: c.MeasureRatios) -> list[GroupId]:
+    return [ref.id for ref in command.groups]
+
+
+def measuring(count: int = 3, **sections: dict[str, object]) -> Hand:
+    """Step 0 is trained, and so many groups are measured for step 1."""
+    hand = Hand(by_ratio(**sections))
+    waiting = full(hand, count)
+    assert hand.measures == [], "the first step had no choice"
+    hand.train()
+    (measure,) = hand.measures
+    assert asked(measure) == waiting
+    assert (measure.step, measure.part) == (1, 0)
+    assert all(len(ref.trajectory_ids) == 2 for ref in measure.groups)
+    return hand
+
+
+def test_the_step_takes_what_is_nearest_to_one() -> None:
+    hand = measuring(4)
+    waiting = list(hand.core.state.buffer)
+    hand.feed(answer(hand.measures[0], 3.0, 0.5, 1.5, 0.6))
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[2]], "1.5 is nearer than 0.6: they are ratios"
+    assert list(hand.core.state.buffer) == [waiting[0], waiting[1], waiting[3]]
+
+
+def test_a_ratio_holds_for_one_version() -> None:
+    hand = measuring(3)
+    first, second, third = hand.core.state.buffer
+    hand.feed(answer(hand.measures[0], 0.9, 1.0, 0.8))
+    assert [ref.id for ref in hand.steps[1].groups] == [second]
+    hand.train()
+    assert asked(hand.measures[1]) == [first, third]
+    assert hand.measures[1].step == 2
+    hand.feed(answer(hand.measures[1], 0.5, 0.8))
+    assert [ref.id for ref in hand.steps[2].groups] == [third]
+    hand.train()
+    assert [ref.id for ref in hand.steps[3].groups] == [first], "one is wanted and one is there: nothing to choose"
+    assert len(hand.measures) == 2
+
+
+def test_what_arrives_meanwhile_waits_its_turn() -> None:
+    hand = measuring(3)
+    waiting = full(hand, 5)
+    hand.feed(answer(hand.measures[0], 20.0, 30.0, 40.0))
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[0]], "nobody knows the others' ratios"
+    hand.train()
+    assert asked(hand.measures[1]) == waiting[1:]
+
+
+def test_what_is_evicted_meanwhile_is_not_trained_on() -> None:
+    let_go: list[GroupId] = []
+
+    def named(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
+        return [one.id for one in experiences if one.id in let_go]
+
+    hand = Hand(by_ratio(buffer={"evict": "mine:named"}), **{"mine:named": named})
+    first, second, third = full(hand, 3)
+    hand.train()
+    let_go += [second]
+    fourth = next_one(hand)
+    hand.feed(answer(hand.measures[0], 2.0, 1.0, 0.4))
+    assert hand.core.state.counters.evicted == 1
+    assert [ref.id for ref in hand.steps[1].groups] == [first]
+    assert list(hand.core.state.buffer) == [third, fourth]
+
+
+def test_where_too_few_are_left_the_rest_is_measured_too() -> None:
+    let_go: list[GroupId] = []
+
+    def named(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
+        return [one.id for one in experiences if one.id in let_go]
+
+    hand = Hand(by_ratio(groups=2, buffer={"evict": "mine:named"}), **{"mine:named": named})
+    first, second, third = full(hand, 3)
+    hand.train()
+    let_go += [first, second]
+    fourth, fifth = next_one(hand), next_one(hand)
+    assert list(hand.core.state.buffer) == [third, fourth, fifth]
+    hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
+    assert asked(hand.measures[1]) == [fourth, fifth]
+    hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
+    assert hand.core.state.trainer.status is TrainerStatus.MEASURING, "the first answer again is not the second"
+    hand.feed(answer(hand.measures[1], 5.0, 1.0))
+    assert [ref.id for ref in hand.steps[1].groups] == [fifth, third]
+
+
+def test_a_lost_trainer_measures_anew_and_late_answers_count_for_nothing() -> None:
+    hand = measuring(3)
+    state, late = hand.core.state, answer(hand.measures[0], 1.0, 2.0, 3.0)
+    hand.feed(e.TrainerLost(epoch=0, error="killed"))
+    assert state.trainer.status is TrainerStatus.STARTING
+    hand.feed(late)
+    assert state.trainer.status is TrainerStatus.STARTING
+    hand.feed(e.TrainerReady(epoch=1, step=hand.restarts[0].step or 0))
+    assert len(hand.steps) == 1
+    again = hand.measures[1]
+    assert again.step == 0, "the checkpoint is of step 0"
+    assert len(again.groups) == 4, "the group of the lost step is back"
+    for stale in (late, answer(again, *[1.0] * 4), answer(again, *[1.0] * 4, epoch=2)):
+        hand.feed(stale)
+        assert len(hand.steps) == 1
+    hand.feed(answer(again, 3.0, 2.0, 1.0, 4.0, epoch=1))
+    assert [ref.id for ref in hand.steps[1].groups] == [again.groups[2].id]
+
+
+def test_a_measurement_that_fails_restarts_the_trainer() -> None:
+    hand = measuring(3)
+    failed = e.TrainFailed(epoch=0, step=1, error="out of memory", nonfinite=False)
+    hand.feed(failed)
+    assert [restart.epoch for restart in hand.restarts] == [1]
+    assert hand.restarts[0].reason == "step 1 failed: out of memory"
+    hand.feed(failed)
+    assert len(hand.restarts) == 1
+    assert len(hand.core.state.buffer) == 3
+
+
+def test_log_probs_that_are_no_numbers_end_the_run_and_name_the_groups() -> None:
+    hand = measuring(3)
+    hand.feed(e.TrainFailed(epoch=0, step=1, error="log-probs of group g1: nan", nonfinite=True))
+    assert hand.finish is not None
+    names = ", ".join(asked(hand.measures[0]))
+    assert hand.finish.error == (
+        f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step {hand.core.state.checkpoint}"
+    )
+
+
+def test_a_measurement_that_takes_too_long_restarts_the_trainer() -> None:
+    hand = measuring(3, watchdog={"train_s": 50.0})
+    hand.wait(49.0)
+    assert hand.restarts == []
+    hand.wait(2.0)
+    assert hand.restarts[0].reason == "stuck measuring for 51 s"
+
+
+def test_a_run_that_is_stopped_waits_for_the_answer() -> None:
+    hand = measuring(3)
+    hand.feed(e.StopRequested())
+    assert hand.finish is None
+    hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.0))
+    assert hand.finish == c.Finish(error="")
+    assert len(hand.steps) == 1
+    assert hand.core.account().buffered == 6
+
+
+def test_a_lost_controller_measures_anew() -> None:
+    hand = measuring(3)
+    hand.core = Core.restore(hand.core.snapshot(), by_ratio())
+    hand.turns.clear()
+    hand.epochs.clear()
+    hand.feed(e.WorldLost(engines=(e.EngineSeat(id=EngineId("e0")),)))
+    hand.join(E0)
+    hand.feed(e.TrainerReady(epoch=1, step=0))
+    assert len(hand.measures) == 2
+    hand.feed(answer(hand.measures[1], 1.0, 2.0, 3.0, 4.0, epoch=1))
+    assert len(hand.steps) == 2
+
+
+def test_evaluations_and_measurements_do_not_hold_each_other_up() -> None:
+    hand = Hand(by_ratio(eval={"every": 1, "episodes": 2}))
+    state = hand.core.state
+    full(hand, 3)
+    assert [found.version for found in hand.evaluations] == [0], "it began while the first step ran"
+    hand.train()
+    assert state.evaluation is not None
+    measure = hand.measures[0]
+    while len(hand.evaluations) == 1:
+        hand.end(hand.on(E0)[0])
+    assert state.trainer.status is TrainerStatus.MEASURING
+    hand.feed(answer(measure, *[1.0] * len(measure.groups)))
+    assert len(hand.steps) == 2
+
+
+@pytest.mark.parametrize("sample", ["fifo", "staleness"])
+def test_other_strategies_measure_nothing(sample: str) -> None:
+    hand = Hand(by_ratio(buffer={"sample": sample}))
+    full(hand, 3)
+    hand.train()
+    assert hand.measures == []
+    assert len(hand.steps) == 2
+
+
+class Judge(World):
+    """Chooses for itself, from what it answered, what each step must be of."""
+
+    choices = 0
+
+    def later(self, event: e.Event, delay: float | None = None) -> None:
+        """Training is slow, so that the buffer fills up."""
+        super().later(event, 20.0 if isinstance(event, e.StepTrained) else delay)
+
+    def feed(self, event: e.Event) -> None:
+        before = list(self.core.state.buffer)
+        super().feed(event)
+        for step in [command for command in self.commands[-1] if isinstance(command, c.TrainStep)]:
+            taken, left = [ref.id for ref in step.groups], list(self.core.state.buffer)
+            if not isinstance(event, e.RatiosMeasured):
+                assert left == [], "there was a choice, and it was not by ratio"
+                continue
+            self.choices += 1
+            measured = {found.id: abs(math.log(found.ratio)) for found in event.ratios if found.id in before}
+            assert taken == sorted(measured, key=lambda name: (measured[name], before.index(name)))[: len(taken)]
+
+
+SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
+
+
+@settings(max_examples=40, deadline=None)
+@example(seed=1, failure=0.0, hang=0.0, groups=4, max_age=None, evict="age", kills=[])
+@given(
+    seed=st.integers(0, 10_000),
+    failure=st.sampled_from([0.0, 0.02, 0.1]),
+    hang=st.sampled_from([0.0, 0.0, 0.01]),
+    groups=st.sampled_from([None, 4, 8]),
+    max_age=st.sampled_from([None, 1]),
+    evict=st.sampled_from(["age", "size"]),
+    kills=st.lists(st.integers(5, 300), max_size=2),
+)
+def test_any_world_is_accounted_for_and_trained_by_ratio(
+    seed: int, failure: float, hang: float, groups: int | None, max_age: int | None, evict: str, kills: list[int]
+) -> None:
+    buffer = {"sample": "ratio", "groups": groups, "max_age": max_age, "evict": evict}
+    world = Judge(
+        config("decoupled", steps=6, rollout=SETTINGS, buffer=buffer, eval={"every": 2}, watchdog={"restarts": 100}),
+        seed,
+        failure=failure,
+        hang=hang,
+    )
+    world.start()
+    for kill in kills:
+        for _ in range(kill):
+            if world.finish is None:
+                world.step()
+        restart_controller(world)
+    while world.finish is None:
+        assert world.handled < 50_000
+        world.step()
+    assert world.finish.error == "" or "checkpoint" in world.finish.error
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    if not world.finish.error:
+        assert sorted(world.trained) == list(range(6))
+
+
+def test_random_worlds_do_choose() -> None:
+    """Or the property above would say nothing."""
+    buffer = {"sample": "ratio", "groups": 8}
+    rollout = {"mode": "decoupled", "groups_per_step": 1}
+    worlds = [Judge(config("decoupled", steps=6, rollout=rollout, buffer=buffer), seed) for seed in range(5)]
+    for world in worlds:
+        assert world.run().error == ""
+    assert sum(world.choices for world in worlds) >= 10
