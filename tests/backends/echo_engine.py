@@ -38,6 +38,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    LoadSaved,
     Piece,
     Progress,
     Ready,
@@ -105,6 +106,9 @@ class EchoLoop:
                 case Load(manifest=manifest):
                     self._version = manifest.version
                     self._reply(Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
+                case LoadSaved(version=version):
+                    self._version = version
+                    self._reply(Loaded(version=version, load_s=0.0, recompute_tokens=0))
                 case Stats():
                     stats = EngineStats(
                         version=self._version, running=len(self._held), waiting=0, kv_used_tokens=0, kv_total_tokens=1000

@@ -28,6 +28,7 @@ from rollweave.schema.serving import (
     GenerateRequest,
     GenerateResult,
     KvOver,
+    LoadSaved,
     Partial,
     Piece,
     Progress,
@@ -321,6 +322,8 @@ async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None
     await client.ready()
     await client.load(manifest(7))
     assert (await client.generate(request("r0", 5))).versions[0].version == 7
+    await client.load(LoadSaved(version=6, weights_id=6, directory="", dtype="float32"))
+    assert (await client.generate(request("r1", 5))).versions[0].version == 6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import pytest
 from rollweave.backends.http import HttpEngine, HttpSpec
 from rollweave.backends.probe import Logprobs
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
-from rollweave.schema.serving import DialectName, Finish, GenerateRequest, Sampling
+from rollweave.schema.serving import DialectName, Finish, GenerateRequest, LoadSaved, Sampling
 from rollweave.schema.weights import WeightManifest
 from tests.backends.echo_engine import kv_manifest
 from tests.backends.wire import HANG, Exchange, Handle, Wire, prorl, serving
@@ -116,6 +116,8 @@ async def test_what_is_its_owners_raises_clearly() -> None:
             await engine.suspend()
         with pytest.raises(WeightsError, match="cannot be given weights from here"):
             await engine.load(weights)
+        with pytest.raises(WeightsError, match="cannot be given weights from here"):
+            await engine.load(LoadSaved(version=1, weights_id=1, directory="", dtype="float32"))
         with pytest.raises(KvError, match="cannot be asked for its KV from here"):
             await engine.export_kv([5], "tcp")
         with pytest.raises(KvError, match="cannot be given KV from here"):

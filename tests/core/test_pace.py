@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 
 from rollweave.core.core import Core
+from rollweave.core.engines import LOAD_TRIES
 from rollweave.core.repacking import REPACK_S
 from rollweave.core.state import EngineStatus, Stage
 from rollweave.policy.experience import Experience
@@ -34,6 +35,9 @@ class Hand:
         self.loads: list[c.LoadWeights] = []
         self.finish: c.Finish | None = None
         self.refused: set[int] = set()
+        self.damaged: set[int] = set()  # checkpoints
+        self.silent = False  # checkpoints are read, and not to the end
+        self.saves: list[c.SaveCheckpoint] = []
         self.epochs: dict[EngineId, int] = {}
         seats = tuple(e.EngineSeat(id=EngineId(f"e{n}")) for n in range(made.engines[0].count))
         self.feed(e.RunStarted(engines=seats))
@@ -77,13 +81,17 @@ class Hand:
                 self.loads.append(command)
                 epoch, weights_id = self.epochs[command.engine_id], command.weights_id
                 key = {"engine_id": command.engine_id, "epoch": epoch, "weights_id": weights_id}
-                if weights_id in self.refused:
+                from_memory = command.from_checkpoint is None
+                if self.silent and not from_memory:
+                    return []
+                if (from_memory and weights_id in self.refused) or command.from_checkpoint in self.damaged:
                     return [e.WeightsLoadFailed(**key, error="nobody has them")]
                 return [e.WeightsLoaded(**key, version=command.version)]
             case c.PublishWeights():
                 epoch = self.core.state.trainer.epoch
                 return [e.WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id)]
             case c.SaveCheckpoint():
+                self.saves.append(command)
                 return [e.CheckpointSaved(epoch=self.core.state.trainer.epoch, step=command.step)]
             case c.TrainStep():
                 self.steps.append(command)
@@ -148,6 +156,12 @@ class Hand:
             del self.turns[name]
         self.feed(e.EngineLost(engine_id=engine_id, epoch=self.epochs[engine_id], error="killed"))
 
+    def lose_trainer(self) -> None:
+        self.feed(e.TrainerLost(epoch=self.core.state.trainer.epoch, error="killed"))
+
+    def restore_trainer(self, step: int) -> None:
+        self.feed(e.TrainerReady(epoch=self.core.state.trainer.epoch, step=step))
+
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.feed(e.TimerFired())
@@ -181,7 +195,7 @@ def made(engines: int = 2, *, batch: int = 2, steps: int = 20, groups: int = 1, 
         tasks=[{"env": "a"}],
         engines={"count": engines, "max_slots": 2},
         eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
-        run={"checkpoint_every": 0},
+        run={"checkpoint_every": 0, **sections.pop("run", {})},
         watchdog={"turn_s": 1e6, "weights_s": 1e6, "start_s": 1e6, "train_s": 1e6, **sections.pop("watchdog", {})},
         **sections,
     )
@@ -298,14 +312,104 @@ def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> 
     assert state.engines[E1].version == 1
 
 
-def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
-    hand = Hand(made())
+def apart(hand: Hand) -> list[TrajectoryId]:
+    """Engine 0 has version 1, engine 1 has version 0: those on engine 1, which alone has it. A checkpoint holds version 0."""
     state = hand.core.state
     hand.train_without(hand.on(E1))
     while state.engines[E0].version == 0:
         hand.end(hand.on(E0)[0])
-    orphans = hand.on(E1)
+    assert [engine.version for engine in state.engines.values()] == [1, 0]
+    assert state.saved[0] == 0
+    return hand.on(E1)
+
+
+def test_a_version_that_a_checkpoint_alone_holds_is_loaded_from_there() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    orphans = apart(hand)
+    hand.lose_trainer()
+    assert state.kept == {}
+    hand.lose(E1)
+    hand.join(E1)
+    load = hand.loads[-1]
+    assert (load.engine_id, load.version, load.weights_id, load.from_checkpoint) == (E1, 0, 0, 0)
+    assert set(hand.on(E1)) == set(orphans)
+    assert {state.trajectories[name].attempt for name in orphans} == {0}
+    assert state.counters.retried == {}
+
+
+def test_a_version_that_memory_refuses_is_loaded_from_its_checkpoint() -> None:
+    hand = Hand(made())
+    orphans = apart(hand)
     hand.refused = {0}
+    hand.lose(E1)
+    hand.join(E1)
+    assert [load.from_checkpoint for load in hand.loads[-2:]] == [None, 0]
+    assert set(hand.on(E1)) == set(orphans)
+
+
+def test_a_damaged_checkpoint_is_tried_once_and_costs_no_engine() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    orphans = apart(hand)
+    hand.damaged = {0}
+    hand.lose_trainer()
+    for _ in range(LOAD_TRIES):
+        hand.lose(E1)
+        hand.join(E1)
+    assert [load.from_checkpoint for load in hand.loads if load.weights_id == 0].count(0) == 1
+    assert state.saved == {}
+    assert state.counters.retried == {StopReason.ENGINE_FAILURE: len(orphans)}
+
+
+def test_what_is_read_after_its_checkpoint_has_changed_counts_for_nothing() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    orphans = apart(hand)
+    hand.lose_trainer()
+    hand.lose(E1)
+    hand.silent = True
+    hand.join(E1)
+    assert state.engines[E1].status is EngineStatus.LOADING
+    state.saved.clear()  # as when the trainer finds it damaged
+    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
+    assert state.engines[E1].version == -1
+    assert not set(orphans) & set(hand.on(E1))
+
+
+def test_a_checkpoint_covers_what_its_trainer_publishes_after_a_restart_and_until_it_is_pruned() -> None:
+    hand = Hand(made(run={"checkpoint_every": 1}))
+    state = hand.core.state
+    hand.train_without([], version=2)
+    assert state.saved == {1: 1, 2: 2}, "version 0 was neither the last nor the best"
+    hand.lose_trainer()
+    hand.restore_trainer(2)
+    assert (state.published_version, state.published_id) == (2, 3)
+    assert state.saved == {1: 1, 2: 2, 3: 2}
+    hand.lose_trainer()
+    hand.restore_trainer(1)
+    assert state.saved == {1: 1, 4: 1}, "what comes now as version 2 is another one"
+
+
+def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
+    hand = Hand(made(run={"checkpoint_every": 1}))
+    state = hand.core.state
+    orphans = apart(hand)
+    hand.refused, hand.silent = {0}, True
+    hand.lose(E1)
+    hand.join(E1)
+    hand.train_without([], version=3)
+    assert [save.keep for save in hand.saves] == [(), (0,), (0, 1), (0, 2)]
+    hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
+    assert set(hand.on(E1)) == set(orphans)
+    assert {state.trajectories[name].attempt for name in orphans} == {0}
+
+
+def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
+    hand = Hand(made())
+    state = hand.core.state
+    orphans = apart(hand)
+    hand.refused, hand.damaged = {0}, {0}
     hand.lose(E1)
     hand.join(E1)
     assert state.engines[E1].version == 1, "it took the newest instead"

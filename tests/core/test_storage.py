@@ -29,8 +29,8 @@ def saving(world: World, step: int) -> None:
             break
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.CheckpointSaved)]
     heapq.heapify(world.heap)
-    world.checkpoints.remove(step)
-    world.checkpoints.add(0)  # a save that fails removes nothing
+    del world.checkpoints[step]
+    world.checkpoints[0] = 0  # a save that fails removes nothing
 
 
 def fail_save(world: World, step: int) -> None:

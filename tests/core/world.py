@@ -45,7 +45,10 @@ class World:
         self.engine_version: dict[str, int] = {}
         self.trainer_epoch = 0
         self.trainer_step = 0
-        self.checkpoints: set[int] = set()
+        self.checkpoints: dict[int, int] = {}  # step → the numbers that it holds
+        self.numbers = 0  # that the trainer has: each (mini-)batch makes others
+        self.batches = 0
+        self.published: dict[int, int] = {}  # weights id → numbers
         self.evaluations: list[c.RecordEvaluation] = []
         self.warnings: list[c.Warn] = []
         self.turns_of: dict[tuple[str, int], int] = {}
@@ -291,7 +294,11 @@ class World:
                 self.forget_relay(command.relay_id)
                 del self.relay_epoch[command.relay_id]
             case c.LoadWeights():
-                if self.told:
+                if command.from_checkpoint is not None:
+                    found = self.checkpoints.get(command.from_checkpoint)
+                    assert found == self.published[command.weights_id], f"{command} of a checkpoint that holds {found}"
+                    assert command.version == command.from_checkpoint
+                elif self.told:
                     machine = f"r{int(command.engine_id[1:]) % len(self.told)}"
                     assert command.weights_id in self.told[machine], f"{command} of what {machine} does not hold"
                 key = {
@@ -333,6 +340,8 @@ class World:
                         self.trained_versions.append((command.step, self.initiated[member]))
                 if command.part == command.parts - 1:
                     self.trainer_step += 1
+                self.batches += 1
+                self.numbers = self.batches
                 self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
             case c.MeasureRatios():
                 assert command.step == self.trainer_step
@@ -347,14 +356,17 @@ class World:
                     self.later(done, self.spread * 5)
             case c.PublishWeights():
                 assert len(command.keep) <= MOST
-                assert command.from_checkpoint in {None, *self.checkpoints}, "weights of a checkpoint that is not there"
+                if command.from_checkpoint is not None:
+                    self.numbers = self.checkpoints[command.from_checkpoint]
+                self.published[command.weights_id] = self.numbers
                 self.later(e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id))
             case c.SaveCheckpoint():
                 if self.fails():
                     self.later(e.CheckpointFailed(epoch=self.trainer_epoch, step=command.step, error="disk full"))
                 else:
-                    self.checkpoints.add(command.step)
-                    self.checkpoints &= {command.step, *command.keep}
+                    self.checkpoints[command.step] = self.numbers
+                    kept = {command.step, *command.keep}
+                    self.checkpoints = {step: numbers for step, numbers in self.checkpoints.items() if step in kept}
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
                 assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"
@@ -363,7 +375,8 @@ class World:
                 assert command.fallback in {None, *self.checkpoints} or newer, "a fallback that was pruned"
                 damaged = command.fallback in self.checkpoints and (self.damaged_checkpoint or self.fails())
                 self.trainer_epoch = command.epoch
-                self.trainer_step = (command.fallback if damaged else command.step) or 0
+                restored = command.fallback if damaged else command.step
+                self.trainer_step, self.numbers = restored or 0, 0 if restored is None else self.checkpoints[restored]
                 self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
             case _:

@@ -22,6 +22,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    LoadSaved,
     Ready,
     Rerank,
     Resume,
@@ -30,6 +31,8 @@ from rollweave.schema.serving import (
     Suspended,
 )
 from rollweave.schema.weights import WeightManifest
+from rollweave.train.checkpoint import Checkpoint
+from rollweave.train.checkpoint import save as save_checkpoint
 from rollweave.weights.store import Publisher
 
 from .models import (
@@ -338,6 +341,31 @@ def test_a_load_that_does_not_match_leaves_everything_as_it_was(
     assert outcome.of(Loaded) == []
     assert {i: outcome.results[str(i)].tokens for i in range(5)} == {i: alone[i].tokens for i in range(5)}
     assert outcome.stats[-1].recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("fate", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"])
+def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
+    model: torch.nn.Module, other: torch.nn.Module, path: str, tmp_path: Path, fate: str
+) -> None:
+    saved = tmp_path / "c"
+    state = dict(build("llama").state_dict() if fate == "of another model" else other.state_dict())
+    checkpoint = Checkpoint(step=4 if fate == "of another step" else 3, model=state, optimizer={}, rng={})
+    save_checkpoint(saved, checkpoint, export_dtype=torch.float32)
+    file = saved / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    if fate in ("flipped", "truncated"):
+        whole[-5] ^= 1
+        file.write_bytes(whole[:-40] if fate == "truncated" else whole)
+    elif fate == "gone":
+        file.unlink()
+    load = LoadSaved(version=3, weights_id=9, directory=str(saved), dtype="float32")
+    requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
+    outcome = drive(spec(path), requests, at={6: [load]})
+    assert [message.version for message in outcome.of(LoadFailed if fate != "whole" else Loaded)] == [3]
+    versions = {-1: model, 3: other} if fate == "whole" else {-1: model}
+    for i, prompt in enumerate(PROMPTS):
+        assert {span.version for span in outcome.results[str(i)].versions} == versions.keys()
+        check_versions(prompt, outcome.results[str(i)], versions)
 
 
 @pytest.mark.parametrize("kind", ["llama_biased_llama3_rope", "llama_linear_rope_tied", "qwen2"])

@@ -15,18 +15,21 @@ from rollweave.schema.work import Task
 class Lake(FrozenLake):
     """`gate` names a file without which no step returns after the first `at`; `<gate>.reached` appears when one waits.
 
-    Counted are the steps of training, or with `held_out` those of evaluations.
+    Counted are the steps of training, or with `held_out` those of evaluations. With `first` only the first episode is held.
     """
 
     steps: ClassVar[int] = 0
+    begun: ClassVar[bool] = False
 
-    def __init__(self, *, gate: str = "", at: int = 0, held_out: bool = False) -> None:
+    def __init__(self, *, gate: str = "", at: int = 0, held_out: bool = False, first: bool = False) -> None:
         super().__init__(maps="fixed")
-        self._gate, self._at, self._held_out = gate, at, held_out
+        self._gate, self._at, self._held_out, self._first = gate, at, held_out, first
         self._counted = False
 
     def reset(self, task: Task) -> Observation:
         self._counted = (payload_of(task)["split"] != Split.TRAIN) == self._held_out
+        if self._counted and self._first:
+            self._counted, Lake.begun = not Lake.begun, True
         return super().reset(task)
 
     async def step(self, action: str) -> Step:  # type: ignore[override]

@@ -9,7 +9,7 @@ from rollweave.live.manifests import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSeat
-from rollweave.schema.serving import EngineStats
+from rollweave.schema.serving import EngineStats, LoadSaved
 from rollweave.schema.weights import WeightManifest
 from tests.live.test_migration import A, B, staged
 from tests.rollout.worlds import OneWordEngine
@@ -34,7 +34,7 @@ class Beating(OneWordEngine):
             self.heard.set()
         return EngineStats(version=0, running=0, waiting=0, kv_used_tokens=0, kv_total_tokens=1)
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
         self.silent = None
         await asyncio.Event().wait()
 

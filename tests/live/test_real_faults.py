@@ -13,6 +13,10 @@ import pytest
 
 from rollweave.core.core import Core
 from rollweave.core.state import TrainerStatus
+from rollweave.record.journal import Replay
+from rollweave.rollout.store import TrajectoryReader
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import LoadWeights
 from tests.live.real import (
     Life,
     Lineage,
@@ -112,6 +116,57 @@ def test_training_goes_on_without_a_relay_and_an_engine(tmp_path: Path, mode: st
     assert found["watchdog"]["relay_restarted"] == 1
     told = [line["message"] for line in lines(config, "warning") if "restarted: lost: relay" in line["message"]]
     assert ("said nothing" if hang else "SIGKILL") in told[0]
+
+
+# A version that a checkpoint alone holds.
+
+
+def waiting_alone(core: Core) -> TrajectoryId | None:
+    """The one trajectory that is left of version 0, where its engine has nothing else, and every other one newer weights."""
+    state = core.state
+    left = [one for one in (*state.in_init, *state.in_run) if state.trajectories[one].weights_id == 0]
+    newer = [engine for engine in state.engines.values() if engine.weights_id > 0]
+    alone = len(left) == 1 and len(newer) == len(state.engines) - 1 and state.saved.get(0) == 0 and state.evaluation is None
+    return left[0] if alone and state.trajectories[left[0]].home is not None else None
+
+
+def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
+    """The first episode waits at the gate, its version long gone: but for the checkpoint, which is kept as the best."""
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "first": True},
+        run={"steps": 12, "checkpoint_every": 1},
+        rollout={"mode": "decoupled"},
+        engines={"count": 2},
+        eval={"every": 100},
+    )
+    with living(config) as life:
+        core = life.until(waiting_alone, "one trajectory of version 0")
+        held = waiting_alone(core)
+        assert held is not None
+        home = core.state.trajectories[held].home
+        os.kill(life.child(TRAINER), signal.SIGKILL)
+        life.until(lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.kept, "the trainer's loss")
+        (victim,) = [pid for pid in life.children(ENGINE) if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/{home}.log")]
+        os.kill(victim, signal.SIGKILL)
+        core = life.until(lambda core: again(core, held), "version 0 on an engine")
+        gate.touch()
+        found = life.finish()
+    check_totals(config, found)
+    loads = [one for _, _, out in Replay(run_dir(config) / "journal.bin", config) for one in out if isinstance(one, LoadWeights)]
+    assert [load.weights_id for load in loads if load.from_checkpoint == 0] == [0]
+    assert (found["watchdog"]["trainer_restarted"], found["watchdog"]["engine_restarted"]) == (1, 1)
+    assert found["retried"] == {}, "nobody was begun anew"
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    (entry,) = [entry for entry in reader.entries if entry.trajectory_id == held]
+    assert (entry.attempt, reader.load(entry).sequences[0].versions()) == (0, (0, 0))
+
+
+def again(core: Core, held: TrajectoryId) -> bool:
+    """It has lost its engine, and has one with its version again."""
+    trajectory, engines = core.state.trajectories[held], core.state.engines
+    return any(engine.epoch for engine in engines.values()) and trajectory.home is not None
 
 
 # The trainer.

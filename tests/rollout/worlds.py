@@ -27,6 +27,7 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvManifest,
     KvOver,
+    LoadSaved,
     Ready,
     Sampling,
     Suspended,
@@ -182,7 +183,7 @@ class OneWordEngine:
     def resume(self) -> None:
         return
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
         return
 
     async def stats(self) -> EngineStats:

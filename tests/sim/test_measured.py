@@ -42,6 +42,9 @@ class Priced:
     def checkpoint_s(self) -> float:
         return 4.0
 
+    def saved_s(self, *, engines: int) -> float:
+        return 2.0 * engines
+
 
 def simulated() -> RunConfig:
     config = core_config("bounded", steps=5, tasks=[{"env": "frozenlake"}], eval={"final_episodes": 0})

@@ -17,6 +17,7 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvManifest,
     KvOver,
+    LoadSaved,
     Piece,
     Ready,
     Suspended,
@@ -71,8 +72,11 @@ class EngineBackend(Protocol):
     def resume(self) -> None:
         """Go on after `suspend`."""
 
-    async def load(self, manifest: WeightManifest) -> None:
-        """Swap the weights in. Raises `WeightsError` if the engine refuses them; it then keeps those that it had."""
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+        """Swap the weights in, from memory or from a checkpoint.
+
+        Raises `WeightsError` if the engine refuses them; it then keeps those that it had.
+        """
 
     async def stats(self) -> EngineStats:
         """A sample of the engine's state."""

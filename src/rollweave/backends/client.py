@@ -31,6 +31,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    LoadSaved,
     Progress,
     Ready,
     ReleaseKv,
@@ -145,8 +146,9 @@ class EngineClient:
     def resume(self) -> None:
         self._link.send(Resume())
 
-    async def load(self, manifest: WeightManifest) -> None:
-        reply = await self._ask(Load(manifest=manifest), self._loading, "load weights")
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+        command = weights if isinstance(weights, LoadSaved) else Load(manifest=weights)
+        reply = await self._ask(command, self._loading, "load weights")
         if isinstance(reply, LoadFailed):
             raise WeightsError(reply.error)
 
@@ -163,7 +165,7 @@ class EngineClient:
     def kill(self) -> None:
         self._link.kill()
 
-    async def _ask(self, command: Suspend | Load | Stats, table: deque[asyncio.Future[T]], what: str) -> T:
+    async def _ask(self, command: Suspend | Load | LoadSaved | Stats, table: deque[asyncio.Future[T]], what: str) -> T:
         self._must_live()
         waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         table.append(waiter)  # a waiter that is cancelled stays, so that its reply is not taken for the next one's

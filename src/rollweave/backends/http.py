@@ -32,6 +32,7 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvManifest,
     KvOver,
+    LoadSaved,
     Ready,
     Suspended,
 )
@@ -174,7 +175,7 @@ class HttpEngine:
     def resume(self) -> None:
         """Nothing: it was never suspended."""
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
         self._not_ours(WeightsError, "given weights")
 
     async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:

@@ -33,6 +33,7 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvManifest,
     KvOver,
+    LoadSaved,
     Ready,
     Suspended,
     VersionSpan,
@@ -138,7 +139,7 @@ class PacedEngine:
     def resume(self) -> None:
         """Nothing: it was never suspended."""
 
-    async def load(self, manifest: WeightManifest) -> None:
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
         self._has_none(WeightsError, "weights")
 
     async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:

@@ -143,6 +143,7 @@ def _check_weights(run: Run) -> None:
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
     assert sorted(state.chain) == sorted(up), f"{state.chain} are in the chain, {up} are up"
     assert len(needed(run)) <= MOST
+    assert not state.saved or (state.checkpoint is not None and max(state.saved.values()) <= state.checkpoint), state.saved
     for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain):
         assert (relay.status is RelayStatus.TAKING) == (relay.taking >= 0), relay
         assert relay.held == sorted(set(relay.held)), relay

@@ -77,6 +77,10 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
         return
+    step = engine.loading_step
+    if step is not None and run.state.saved.get(event.weights_id) != step:
+        _unreadable(run, engine, step, "damaged, or written again meanwhile")
+        return
     if engine.version >= 0:
         engine.restarts = 0  # it lived from one update to the next: earlier failures are forgiven
     else:
@@ -94,6 +98,9 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     engine = find(run, event.engine_id, event.epoch)
     if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
         return
+    if engine.loading_step is not None:
+        _unreadable(run, engine, engine.loading_step, event.error)
+        return
     engine.load_failures += 1
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
     if engine.load_failures >= LOAD_TRIES:
@@ -108,6 +115,14 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         pace.settle(run)
     else:
         _load(run, engine, weights.newest(run, engine))
+
+
+def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
+    """The checkpoint does not give the engine its weights, and nobody is to try it again. That is no fault of the engine."""
+    run.warn(engine.id, f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}", count="load_failed")
+    weights.uncover(run, but={*run.state.saved.values()} - {step})
+    _set_aside(run, engine)
+    pace.settle(run)
 
 
 def on_lost(run: Run, event: EngineLost) -> None:
@@ -217,11 +232,11 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
 def update(run: Run) -> None:
     """Give engines the newest weights that they can load: stale ones at once, serving ones when the mode says so."""
     state = run.state
-    if not state.kept:
-        return  # nothing is published yet, or whoever held it is gone
-    if run.alone:
+    if run.alone and (state.kept or state.saved):
         _update_alone(run)
         return
+    if not state.kept:
+        return  # nothing is published yet, or whoever held it is gone
     if run.fleet.weights_ids <= {state.published_id}:
         return
     outdated = [
@@ -262,10 +277,12 @@ def _update_alone(run: Run) -> None:
 
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     if weights_id is not None and weights_id != engine.weights_id and weights.loadable(run, engine, weights_id):
-        engine.loading_id = weights_id
+        step = None if weights.in_memory(run, engine, weights_id) else run.state.saved[weights_id]
+        engine.loading_id, engine.loading_step = weights_id, step
         pace.loads(run, engine)
         _enter(run, engine, EngineStatus.LOADING)
-        run.emit(LoadWeights(engine_id=engine.id, version=run.state.kept[weights_id], weights_id=weights_id))
+        version = run.state.kept[weights_id] if step is None else step
+        run.emit(LoadWeights(engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step))
     elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
         engine.loading_id = -1
         _enter(run, engine, EngineStatus.SERVING)

@@ -4,7 +4,7 @@ While an evaluation has begun, engines keep its version, and its episodes go fir
 Periodic evaluations choose the best checkpoint and may end the run; the final one, on tasks of its own, is the result.
 """
 
-from rollweave.core import groups, pace, trajectories
+from rollweave.core import groups, pace, trajectories, weights
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, TrainerStatus, Trajectory
 from rollweave.schema.commands import MarkBest, RecordEvaluation
@@ -50,7 +50,7 @@ def holds_weights(run: Run) -> bool:
 def forgo_lost(run: Run) -> None:
     """Each engine at its own pace: give up an evaluation of weights that no engine has, and none can load any more."""
     evaluation = run.state.evaluation
-    if evaluation is None or evaluation.weights_id in run.state.kept or pace.somewhere(run, evaluation.weights_id):
+    if evaluation is None or weights.anywhere(run, evaluation.weights_id) or pace.somewhere(run, evaluation.weights_id):
         return
     run.warn("evaluation", f"of version {evaluation.version} given up: nobody has it any more", count="evaluation_lost")
     abandon(run)
@@ -59,7 +59,7 @@ def forgo_lost(run: Run) -> None:
 def forgo(run: Run, published: int) -> None:
     """Give up an evaluation that has not begun and never will: engines take the published version, the trainer lost its own."""
     evaluation = run.state.evaluation
-    if run.alone and evaluation is not None and evaluation.weights_id in run.state.kept:
+    if run.alone and evaluation is not None and weights.anywhere(run, evaluation.weights_id):
         return  # an engine takes them when it is free
     if evaluation is not None and not evaluation.begun and evaluation.version != published:
         run.warn("evaluation", f"of version {evaluation.version} given up: its weights are lost", count="evaluation_lost")

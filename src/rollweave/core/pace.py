@@ -3,7 +3,7 @@
 A trajectory is bound to the weights that it began with, and to an engine that has them, its home. An engine begins trajectories
 while its weights are the newest, and a whole batch under each version that it has; when the last of them is over, or repack has
 moved the rest away, it takes newer weights, by itself. What a lost engine leaves goes to another one with the same weights, or
-waits for the next that is free to load them.
+waits for the next that is free to load them: from memory, or from a checkpoint (Laminar §3.3).
 
 Invariant: an engine changes its weights only while no trajectory's home is there.
 """
@@ -120,7 +120,7 @@ def other_weights(run: Run) -> int | None:
     state = run.state
     evaluated = [state.evaluation.weights_id] if state.evaluation is not None else []
     bound = sorted(trajectory.weights_id for trajectory in _homeless(run)) if state.homeless else []
-    return next((found for found in (*evaluated, *bound) if found in state.kept and not somewhere(run, found)), None)
+    return next((found for found in (*evaluated, *bound) if weights.anywhere(run, found) and not somewhere(run, found)), None)
 
 
 def _other_weights_for(run: Run, engine: Engine) -> int | None:
@@ -179,9 +179,17 @@ def settle(run: Run) -> None:
     """Whoever has no home finds one, where an engine has his weights now; who can find none any more is begun anew."""
     for trajectory in _homeless(run) if run.state.homeless else ():
         find_home(run, trajectory)
-        lost = trajectory.weights_id not in run.state.kept and not somewhere(run, trajectory.weights_id)
+        lost = not weights.anywhere(run, trajectory.weights_id) and not somewhere(run, trajectory.weights_id)
         if trajectory.home is None and lost:
             trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
+
+
+def checkpoints(run: Run) -> set[int]:
+    """Steps of those that an engine is reading, or that somebody without a home waits for."""
+    state = run.state
+    reading = [engine.loading_step for engine in state.engines.values() if engine.status is EngineStatus.LOADING]
+    waiting = [state.saved.get(trajectory.weights_id) for trajectory in _homeless(run)] if state.homeless else []
+    return {step for step in (*reading, *waiting) if step is not None}
 
 
 def _homeless(run: Run) -> list[Trajectory]:

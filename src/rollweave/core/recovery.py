@@ -69,6 +69,7 @@ def _lose_world(run: Run, event: WorldLost) -> None:
     state.migrations.clear()
     state.homeless.clear()
     state.seats.clear()
+    state.saved.clear()
     engines.start(run, event.engines)
     relays.start(run, event.relays)
     for trajectory in list(state.trajectories.values()):

@@ -118,7 +118,9 @@ def _lacks(run: Run, relay: Relay) -> int | None:
     if not run.alone or relay.id != state.chain[0]:
         return None
     other = pace.other_weights(run)
-    return other if other is not None and not any(other in one.held for one in state.relays.values()) else None
+    if other not in state.kept:
+        return None  # a checkpoint alone has them, or nobody waits
+    return other if not any(other in one.held for one in state.relays.values()) else None
 
 
 def look(run: Run) -> None:

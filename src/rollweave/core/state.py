@@ -139,6 +139,7 @@ class Engine(msgspec.Struct):
     version: int = -1
     weights_id: int = -1
     loading_id: int = -1
+    loading_step: int | None = None  # of the checkpoint that it loads them from; None: from memory
     max_slots: int = 0
     kv_tokens: int = 0
     since: float = 0.0
@@ -349,6 +350,7 @@ class State(msgspec.Struct):
     swept_at: int = 0  # the next_version for which doomed groups were last swept out
     homeless: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
     kept: dict[int, int] = {}  # weights that may be loaded: id → version
+    saved: dict[int, int] = {}  # weights that a checkpoint holds: id → its step, and their version (mode decoupled)
     repacked_at: float = 0.0
     published_version: int = -1
     published_id: int = -1

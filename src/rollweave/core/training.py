@@ -5,7 +5,7 @@ Invariant: a group is taken by one step of the surviving lineage only. Steps sin
 out to be damaged. A version is published once its step is whole.
 """
 
-from rollweave.core import allocation, evaluation, experience, groups, repacking, weights
+from rollweave.core import allocation, evaluation, experience, groups, pace, repacking, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, TrainerStatus
 from rollweave.policy.staleness import acceptable, staleness
@@ -52,6 +52,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         if state.evaluation is not None and state.evaluation.version > event.step:
             state.evaluation.saved = False
         state.checkpoint, state.fallback = event.step, None
+        weights.uncover(run, but=range(event.step + 1))
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
     for step in [step for step in state.lineage if step >= event.step]:
@@ -191,6 +192,8 @@ def on_published(run: Run, event: WeightsPublished) -> None:
     if trainer.status is not TrainerStatus.PUBLISHING or (event.epoch, event.weights_id) != expected:
         return
     weights.published(run, event.version, event.weights_id)
+    if event.version in (state.checkpoint, state.best_step):
+        weights.covered(run, event.version)  # it was restored from there
     evaluation.forgo(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     repacking.now(run)
@@ -209,8 +212,9 @@ def save(run: Run, *, final: bool = False) -> None:
     if state.checkpoint == trainer.step:
         return
     evaluated = state.evaluation.version if state.evaluation is not None else None
-    keep = tuple(sorted({step for step in (state.best_step, state.checkpoint, evaluated) if step is not None}))
-    run.emit(SaveCheckpoint(step=trainer.step, keep=keep, export=final or evaluation.is_due(run, trainer.step)))
+    keep = {step for step in (state.best_step, state.checkpoint, evaluated) if step is not None} | pace.checkpoints(run)
+    weights.uncover(run, but=keep - {trainer.step})
+    run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=final or evaluation.is_due(run, trainer.step)))
     _enter(run, TrainerStatus.SAVING)
 
 
@@ -220,6 +224,7 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
     if trainer.status is not TrainerStatus.SAVING or (event.epoch, event.step) != expected:
         return
     state.checkpoint, state.fallback = event.step, state.checkpoint
+    weights.covered(run, event.step)
     if state.checkpoint_failed_at == event.step:
         state.checkpoint_failed_at = -1
     if state.evaluation is not None and state.evaluation.version == event.step:

@@ -1,9 +1,12 @@
 """Versions of the weights that somebody may still load, and which of them an engine can load now.
 
 Whoever holds the bytes keeps these, and lets go of all others. With relays an engine loads from its own machine's relay alone
-(Laminar §4), so it can have what that one holds. Weights ids only grow. Invariant: `state.kept` has the newest published
-version, and of earlier ones those that are `needed`.
+(Laminar §4), so it can have what that one holds. In mode decoupled any engine can also read a version from a checkpoint that
+holds it (§3.3): all machines see the run's directory. Weights ids only grow. Invariants: `state.kept` has the newest published
+version, and of earlier ones those that are `needed`; `state.saved` has no version that a checkpoint may not hold any more.
 """
+
+from collections.abc import Container
 
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
@@ -48,6 +51,18 @@ def lost(run: Run) -> None:
     state.kept = {kept: version for kept, version in state.kept.items() if kept in held}
 
 
+def covered(run: Run, step: int) -> None:
+    """The checkpoint of this step holds the published weights, if they are of this version."""
+    state = run.state
+    if run.alone and state.published_version == step:
+        state.saved[state.published_id] = step
+
+
+def uncover(run: Run, *, but: Container[int]) -> None:
+    """Checkpoints of other steps than these are gone, damaged, or about to hold other weights."""
+    run.state.saved = {saved: step for saved, step in run.state.saved.items() if step in but}
+
+
 def machine_of(run: Run, engine: Engine) -> int | None:
     """The machine that the engine is on; None without relays."""
     machines = run.state.machines
@@ -60,8 +75,18 @@ def relay_of(run: Run, engine: Engine) -> Relay | None:
     return run.state.relays.get(f"r{machine}") if machine is not None else None
 
 
+def anywhere(run: Run, weights_id: int) -> bool:
+    """Somebody other than an engine has these, or a checkpoint."""
+    return weights_id in run.state.kept or weights_id in run.state.saved
+
+
 def loadable(run: Run, engine: Engine, weights_id: int) -> bool:
     """The engine can load these now."""
+    return in_memory(run, engine, weights_id) or weights_id in run.state.saved
+
+
+def in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
+    """It needs no checkpoint for it."""
     relay = relay_of(run, engine)
     return weights_id in run.state.kept and (not run.state.machines or (relay is not None and weights_id in relay.held))
 

@@ -46,6 +46,7 @@ from rollweave.schema.serving import (
     Load,
     Loaded,
     LoadFailed,
+    LoadSaved,
     Progress,
     Ready,
     ReleaseKv,
@@ -57,7 +58,7 @@ from rollweave.schema.serving import (
     Suspend,
     Suspended,
 )
-from rollweave.schema.weights import WeightManifest
+from rollweave.weights.saved import read_saved
 from rollweave.weights.staging import on_device
 from rollweave.weights.store import read_tensors
 
@@ -184,7 +185,10 @@ class EngineLoop:
                     self._suspended_s += self._clock() - self._suspended_at
                     self._suspended_at = None
             case Load(manifest=manifest):
-                self._load(manifest)
+                self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
+            case LoadSaved(directory=directory, dtype=dtype):
+                step, published = word.version, getattr(torch, dtype)
+                self._load(step, word.weights_id, lambda: read_saved(Path(directory), step=step, dtype=published))
             case Stats():
                 self._reply(Sampled(stats=self._stats()))
             case ExportKv():
@@ -231,23 +235,23 @@ class EngineLoop:
             live.watch = StopStrings(self._tokenizer, sampling.stop)
         return live
 
-    def _load(self, manifest: WeightManifest) -> None:
+    def _load(self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]) -> None:
         """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
         started = self._clock()
         try:
-            tensors = read_tensors(manifest)
+            tensors = read()
             self._runner.model.check(tensors)
             staged = on_device(tensors, self._runner.model.device)
         except (WeightsError, OSError, ValueError, torch.OutOfMemoryError) as error:
-            self._reply(LoadFailed(version=manifest.version, error=str(error)))
+            self._reply(LoadFailed(version=version, error=str(error)))
             return
         self._runner.model.load(staged)
-        self._version = manifest.version
-        recompute = self._batcher.retag(manifest.weights_id)
+        self._version = version
+        recompute = self._batcher.retag(weights_id)
         self._runner.forget(wipe=self._tainted)
         self._tainted = False
         now = self._clock()
-        self._reply(Loaded(version=manifest.version, load_s=now - started, recompute_tokens=recompute))
+        self._reply(Loaded(version=version, load_s=now - started, recompute_tokens=recompute))
 
     # Steps.
 

@@ -18,6 +18,7 @@ from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.commands import Command
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat
+from rollweave.schema.serving import LoadSaved
 
 WAITING_PER_SLOT = 8
 """Rolled-out attempts remembered for each living environment: rewards queue at most about that far behind."""
@@ -42,8 +43,9 @@ class LiveWorld:
         keeps_turns: bool = False,
         machines: int = 0,
         silence_s: float | None = None,
+        saved: Callable[[int, int], LoadSaved] | None = None,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`, `silence_s` as in `live/fleet.py`."""
+        """`keeps_turns` as in `rollout/pipeline.py`, `silence_s` and `saved` as in `live/fleet.py`."""
         self.core, self.clock, self.store = core, clock, store
         self._journal, self._trace = journal, trace
         self._tasks = Tasks()
@@ -58,6 +60,7 @@ class LiveWorld:
             trace=trace,
             manifests=self.manifests,
             silence_s=silence_s,
+            saved=saved,
         )
         self.pipeline = Pipeline(
             make_episode=make_episode,

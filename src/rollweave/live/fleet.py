@@ -33,7 +33,8 @@ from rollweave.schema.events import (
     WeightsLoaded,
     WeightsLoadFailed,
 )
-from rollweave.schema.serving import EngineStats, KvOver
+from rollweave.schema.serving import EngineStats, KvOver, LoadSaved
+from rollweave.schema.weights import WeightManifest
 
 MIGRATION_S = 10.0
 """Seconds that KV may take from engine to engine: computing it anew takes no longer. Engines keep what they export for more."""
@@ -62,6 +63,8 @@ class Seat:
 class Fleet:
     """All engines. `make` starts a process: (engine, epoch) → backend; it may raise OSError. `manifests` has their weights.
 
+    `saved(version, weights_id)` says where a checkpoint has some: on a file system that all machines share.
+
     KV moves through memory of this host, where all engines are today, or through TCP (`kv_over`), within `migration_s`.
     """
 
@@ -74,6 +77,7 @@ class Fleet:
         clock: Callable[[], float],
         trace: Trace,
         manifests: Manifests | None = None,
+        saved: Callable[[int, int], LoadSaved] | None = None,
         kv_over: KvOver = "shm",
         migration_s: float = MIGRATION_S,
         silence_s: float | None = None,
@@ -83,7 +87,7 @@ class Fleet:
         self._kv_over, self._migration_s, self._silence_s, self._beat_s = kv_over, migration_s, silence_s, beat_s
         self._make, self._tasks, self._post, self._clock, self._trace = make, tasks, post, clock, trace
         self._seats: dict[EngineId, Seat] = {}
-        self._manifests = manifests or Manifests()
+        self._manifests, self._saved = manifests or Manifests(), saved
 
     def start(self, seats: Iterable[EngineSeat]) -> None:
         """Start epoch 0 of each: a world begins."""
@@ -215,13 +219,18 @@ class Fleet:
         seat = self._seats.get(engine_id)
         if seat is None or seat.backend is None:
             return
-        manifest = self._manifests.of_engine(engine_id, weights_id)
+        source: WeightManifest | LoadSaved | None
+        if command.from_checkpoint is None:
+            source = self._manifests.of_engine(engine_id, weights_id)
+        else:
+            assert self._saved is not None, "whoever has no trainer has no checkpoints"
+            source = self._saved(command.from_checkpoint, weights_id)
         started = self._clock()
         seat.loading = True
         try:
-            if manifest is None:
+            if source is None:
                 raise WeightsError(f"weights {weights_id} are not there any more")
-            await seat.backend.load(manifest)
+            await seat.backend.load(source)
         except WeightsError as error:
             self._post(WeightsLoadFailed(engine_id=engine_id, epoch=seat.epoch, weights_id=weights_id, error=str(error)))
             return
@@ -229,7 +238,8 @@ class Fleet:
             return
         finally:
             seat.loading = False
-        self._trace.span(ENGINES, engine_id, f"load v{command.version}", started, self._clock())
+        where = "" if command.from_checkpoint is None else " from its checkpoint"
+        self._trace.span(ENGINES, engine_id, f"load v{command.version}{where}", started, self._clock())
         self._post(WeightsLoaded(engine_id=engine_id, epoch=seat.epoch, version=command.version, weights_id=weights_id))
 
     async def _migrate(self, command: Migrate, tokens: Sequence[int]) -> None:

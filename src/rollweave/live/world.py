@@ -5,6 +5,7 @@ before `run` returns; what the user did not ask for and the core did not decide 
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 from rollweave.backends.base import EngineBackend
@@ -30,6 +31,7 @@ from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluati
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.sections import ModeName
+from rollweave.schema.serving import LoadSaved
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
 
@@ -81,6 +83,7 @@ class World(LiveWorld):
             keeps_turns=config.rollout.mode is ModeName.DECOUPLED,
             silence_s=SILENCE_S,
             machines=config.weights.relays,
+            saved=functools.partial(_saved, checkpoints, config.published_dtype),
         )
         self._checkpoints, self._metrics = checkpoints, metrics
         self.ended_at = 0.0
@@ -188,3 +191,8 @@ class World(LiveWorld):
 
     async def _sample_engines(self) -> None:
         self._metrics.sampled(await self.fleet.sample(), self.predictor.stats() if self._predicts else None)
+
+
+def _saved(checkpoints: Checkpoints, dtype: str, version: int, weights_id: int) -> LoadSaved:
+    directory = str(checkpoints.path(version).absolute())
+    return LoadSaved(version=version, weights_id=weights_id, directory=directory, dtype=dtype)

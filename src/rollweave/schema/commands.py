@@ -172,11 +172,15 @@ class SuspendEngine(Tagged, frozen=True, kw_only=True):
 
 
 class LoadWeights(Tagged, frozen=True, kw_only=True):
-    """→ WeightsLoaded | WeightsLoadFailed | EngineLost"""
+    """Load published weights from memory of the engine's host, or from the checkpoint of step `from_checkpoint`.
+
+    → WeightsLoaded | WeightsLoadFailed | EngineLost
+    """
 
     engine_id: EngineId
     version: int
     weights_id: int
+    from_checkpoint: int | None = None
 
 
 class ResumeEngine(Tagged, frozen=True, kw_only=True):

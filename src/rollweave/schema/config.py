@@ -88,6 +88,11 @@ class RunConfig(Section):
         """Trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
 
+    @property
+    def published_dtype(self) -> str:
+        """Number format of published weights, as torch names it."""
+        return self.weights.dtype or self.model.dtype
+
     def strays_from(self, former: "RunConfig") -> list[str]:
         """What a run that began as `former` cannot go on with under this configuration; one line a problem.
 

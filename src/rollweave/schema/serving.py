@@ -249,6 +249,15 @@ class Load(Tagged, frozen=True, kw_only=True):
     manifest: WeightManifest
 
 
+class LoadSaved(Tagged, frozen=True, kw_only=True):
+    """The same with what the trainer's checkpoint of step `version` in `directory` holds, as it was published: as `dtype`."""
+
+    version: int
+    weights_id: int
+    directory: str
+    dtype: str
+
+
 class Stats(Tagged, frozen=True, kw_only=True):
     """Answered by `Sampled`."""
 
@@ -257,7 +266,7 @@ class Shutdown(Tagged, frozen=True, kw_only=True):
     pass
 
 
-EngineCommand = Add | Abort | Rerank | ExportKv | ImportKv | ReleaseKv | Suspend | Resume | Load | Stats | Shutdown
+EngineCommand = Add | Abort | Rerank | ExportKv | ImportKv | ReleaseKv | Suspend | Resume | Load | LoadSaved | Stats | Shutdown
 
 
 # What an engine's loop says.

@@ -42,6 +42,8 @@ class Books:
                 self._saving = command
             case c.PublishWeights(from_checkpoint=step) if step is not None:
                 assert step in self._checkpoints, f"checkpoint {step} is to be published and does not exist"
+            case c.LoadWeights(from_checkpoint=step) if step is not None:
+                assert step in self._checkpoints, f"checkpoint {step} is to be loaded and does not exist"
             case c.MarkBest(step=step):
                 assert step in self._checkpoints, f"checkpoint {step} is the best and does not exist"
             case c.RestartTrainer():

@@ -64,7 +64,10 @@ CHECKPOINT_BYTES = 14
 """Saved per parameter: bf16 weight, float32 weight and two moments."""
 
 CHECKPOINT_BYTES_PER_S = 4e9
-"""Written by each machine, to one NVMe drive: assumption."""
+"""Written by each machine, to one NVMe drive, or read by it: assumption."""
+
+SAVED_WEIGHT_BYTES = 4
+"""Read per parameter by an engine that loads weights from a checkpoint: float32, as `train/checkpoint.py` writes them."""
 
 
 Array = npt.NDArray[np.float64]
@@ -218,6 +221,9 @@ class TrainerCosts(Protocol):
     def checkpoint_s(self) -> float:
         """Seconds in which a checkpoint is written."""
 
+    def saved_s(self, *, engines: int) -> float:
+        """Seconds in which an engine loads weights from a checkpoint while `engines` do, itself included."""
+
 
 class TrainerCost:
     """A trainer sharded over `gpus` GPUs, whose weights leave by `link`. Raises ConfigError where its state does not fit."""
@@ -272,6 +278,10 @@ class TrainerCost:
         """Writing weights and optimizer state, each machine its share."""
         machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
         return CHECKPOINT_BYTES * self._model.parameters / (machines * CHECKPOINT_BYTES_PER_S)
+
+    def saved_s(self, *, engines: int) -> float:
+        """As if one drive had it all."""
+        return engines * SAVED_WEIGHT_BYTES * self._model.parameters / CHECKPOINT_BYTES_PER_S
 
     def _reduce_s(self) -> float:
         """A ring all-reduce of bf16 gradients between machines, each of which holds the model once, a share on each GPU."""

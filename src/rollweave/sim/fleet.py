@@ -3,7 +3,7 @@
 Invariant: commands and answers are those of `live/fleet.py`; what reaches an engine of an earlier epoch changes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -64,6 +64,7 @@ class SimFleet:
         self._relays, self._trace = relays, trace
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
+        self.checkpoints: Callable[[], Container[int]] = tuple  # steps that an engine can read now
         self.refusals: dict[EngineId, int] = {}  # loads that an engine is to refuse
         self.answered: Callable[[EngineId, int, Done], None] = lambda engine_id, version, done: None
         self.gone: Callable[[EngineId, Mapping[str, int]], None] = lambda engine_id, told: None
@@ -146,6 +147,10 @@ class SimFleet:
             return
         node.pulling = True
         node.since = self._clock.now
+        if command.from_checkpoint is not None:
+            readers = sum(other.pulling for other in self.nodes.values())
+            self._later(node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command))
+            return
         machine = self._relays.machine_of(node.id)
         together = sum(other.pulling and self._relays.machine_of(other.id) == machine for other in self.nodes.values())
         cost = self._trainer.load_s if machine is None else self._trainer.beside_s
@@ -258,7 +263,9 @@ class SimFleet:
     def _loaded(self, node: Node, command: c.LoadWeights) -> None:
         node.pulling = False
         assert node.engine is not None, "a lost engine has no ticket"
-        error = "" if self._relays.serves(node.id, command.weights_id) else "the weights are not there any more"
+        step = command.from_checkpoint
+        there = self._relays.serves(node.id, command.weights_id) if step is None else step in self.checkpoints()
+        error = "" if there else "the weights are not there any more"
         if self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
             error = "the digest differs"

@@ -1,4 +1,7 @@
-"""The simulated trainer: steps, publications and checkpoints take the time that their cost model says."""
+"""The simulated trainer: steps, publications and checkpoints take the time that their cost model says.
+
+Invariant: `checkpoints` are the steps that could be read: whole, and not pruned.
+"""
 
 import math
 import random
@@ -38,6 +41,7 @@ class SimTrainer:
         self.epoch = 0
         self._ticket = 0
         self._alive = False
+        self.checkpoints: set[int] = set()
         self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next one fails
         self.trained: Callable[[c.TrainStep, float], None] = lambda command, seconds: None
 
@@ -49,6 +53,7 @@ class SimTrainer:
         step, note = command.step, ""
         if self.refuse_restore and command.fallback is not None:
             step, note = command.fallback, f"checkpoint {command.step} is damaged"
+            self.checkpoints.discard(command.step or 0)
         self.refuse_restore = False
         self._begin(e.TrainerReady(epoch=command.epoch, step=step or 0, note=note), RESTART_S)
 
@@ -89,7 +94,11 @@ class SimTrainer:
         if self.refuse_save:
             self.refuse_save = False
             saved = e.CheckpointFailed(epoch=self.epoch, step=command.step, error="the disk is full")
-        self._do(f"save {command.step}", self._cost.checkpoint_s(), saved)
+        self._do(f"save {command.step}", self._cost.checkpoint_s(), saved, lambda: self._saved(command, saved))
+
+    def _saved(self, command: c.SaveCheckpoint, event: e.Event) -> None:
+        if isinstance(event, e.CheckpointSaved):
+            self.checkpoints = {step for step in self.checkpoints if step in command.keep} | {command.step}
 
     def lose(self, error: str) -> None:
         """The process dies with whatever it was doing."""
@@ -107,7 +116,7 @@ class SimTrainer:
         self.epoch, self._alive = ready.epoch, True
         self._do("start", seconds, ready)
 
-    def _do(self, name: str, seconds: float, event: e.Event) -> None:
+    def _do(self, name: str, seconds: float, event: e.Event, then: Callable[[], None] = lambda: None) -> None:
         if not self._alive:
             return  # nobody is there to hear the command
         start = self._clock.now
@@ -115,6 +124,7 @@ class SimTrainer:
         def done() -> None:
             if self._trace is not None:
                 self._trace.span(TRAINER, "trainer", name, start, self._clock.now)
+            then()
             self._post(event)
 
         self._ticket = self._clock.after(seconds, done)

@@ -101,6 +101,7 @@ class World:
             keeps_turns=keeps_turns or config.rollout.mode is ModeName.DECOUPLED,
         )
         self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
+        self.fleet.checkpoints = lambda: self.trainer.checkpoints
         self.predictor = SimPredictor(clock=self.clock, post=self.post, name=config.rollout.predictor)
         self.effects = Effects(
             clock=self.clock,

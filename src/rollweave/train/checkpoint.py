@@ -13,16 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollweave.schema.errors import TrainerError
 from rollweave.train.files import PARTIAL, new_directory
+from rollweave.weights.saved import DIGESTS, FORMAT, MODEL, STATE
+from rollweave.weights.saved import digest as digest_of
 
-FORMAT = 1
-DIGESTS = "digests.json"
-STATE = "state.json"
 EXPORT = "hf"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -35,7 +33,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-READ_CHUNK = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +61,7 @@ def save(path: Path, checkpoint: Checkpoint, *, export_from: Path | None = None,
         if export_from is not None:
             export(directory / EXPORT, checkpoint.model, source=export_from, dtype=export_dtype)
         files = sorted(file for file in directory.rglob("*") if file.is_file())
-        digests = {str(file.relative_to(directory)): [file.stat().st_size, _digest(file)] for file in files}
+        digests = {str(file.relative_to(directory)): [file.stat().st_size, digest_of(file)] for file in files}
         (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
 
 
@@ -83,7 +80,7 @@ def load(path: Path) -> Checkpoint:
     try:
         return Checkpoint(
             step=step,
-            model=load_file(path / "model.safetensors"),
+            model=load_file(path / MODEL),
             optimizer=load_file(path / "optimizer.safetensors"),
             rng=load_file(path / "rng.safetensors"),
             reference=load_file(reference) if reference.exists() else None,
@@ -110,7 +107,7 @@ def verify(path: Path) -> int:
         digests = json.loads((path / DIGESTS).read_text())
         for name, (size, digest) in digests.items():
             file = path / name
-            if file.stat().st_size != size or _digest(file) != digest:
+            if file.stat().st_size != size or digest_of(file) != digest:
                 raise TrainerError(f"checkpoint {path} is torn: {name} does not match its digest")
         state = json.loads((path / STATE).read_text())
         if state["format"] != FORMAT:
@@ -130,7 +127,7 @@ def export(path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, path / name)
-    _save_tensors({name: tensor.to(dtype) for name, tensor in model.items()}, path / "model.safetensors")
+    _save_tensors({name: tensor.to(dtype) for name, tensor in model.items()}, path / MODEL)
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -138,11 +135,3 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # how the library words a failed write
         raise OSError(f"cannot write {path.name}: {error}") from error
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(READ_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -68,7 +68,7 @@ class Trainer:
         self._optimizer = new_optimizer(self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
-        published: torch.dtype = getattr(torch, config.weights.dtype or config.model.dtype)
+        published: torch.dtype = getattr(torch, config.published_dtype)
         self._outlet = Outlet(self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights")
         self._reference: list[torch.Tensor] | None = None
         self._step = 0

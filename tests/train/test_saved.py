@@ -1,0 +1,75 @@
+"""What an engine reads from a checkpoint is what was published, bit for bit; or nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.training import Publish, Published, Restore, Save, Saved, Trained, TrainOn
+from rollweave.train.checkpoint import Checkpoint, save
+from rollweave.train.trainer import Trainer
+from rollweave.weights.saved import read_saved
+from rollweave.weights.store import read_tensors
+from tests.train.builders import make_batch, make_config, make_model
+
+
+def configured(*, model: str, published: str | None) -> RunConfig:
+    data = make_config().model_dump()
+    return RunConfig.model_validate(data | {"model": data["model"] | {"dtype": model}, "weights": {"dtype": published}})
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        name: (tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "published"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None), ("bfloat16", "float32")]
+)
+def test_a_checkpoint_gives_the_bits_that_were_published(tmp_path: Path, model: str, published: str | None) -> None:
+    """Also what a trainer publishes that was restored from it."""
+    config, directory = configured(model=model, published=published), make_model(tmp_path / "m")
+    trainer = Trainer(config, directory, tmp_path / "run")
+    assert isinstance(trainer.handle(TrainOn(batch=make_batch())), Trained)
+    first = trainer.handle(Publish(version=1, weights_id=7))
+    assert isinstance(first, Published)
+    assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"), export=False)), Saved)
+    trainer.handle(TrainOn(batch=make_batch(1, step=1)))
+    trainer.handle(Restore(path=str(tmp_path / "c")))
+    again = trainer.handle(Publish(version=1, weights_id=8, keep=(7,)))
+    assert isinstance(again, Published)
+    found = bits(read_saved(tmp_path / "c", step=1, dtype=getattr(torch, config.published_dtype)))
+    assert found == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "digests.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
+def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / "c"
+    save(
+        path,
+        Checkpoint(step=2, model={"w": torch.ones(50)}, optimizer={"s": torch.ones(1)}, rng={"cpu": torch.get_rng_state()}),
+        export_dtype=torch.float32,
+    )
+    assert torch.equal(read_saved(path, step=2, dtype=torch.float32)["w"], torch.ones(50))
+    with pytest.raises(WeightsError, match="must be of step 3"):
+        read_saved(path, step=3, dtype=torch.float32)
+    file = path / name
+    whole = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    else:
+        whole[whole.find(b"model.safetensors") if name == "digests.json" else len(whole) // 2] ^= 1
+        file.write_bytes({"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage])
+    with pytest.raises(WeightsError, match="torn"):
+        read_saved(path, step=2, dtype=torch.float32)
+
+
+def test_a_checkpoint_that_is_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="torn or none"):
+        read_saved(tmp_path / "c", step=0, dtype=torch.float32)
