@@ -154,7 +154,8 @@ def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path
         gate.touch()
         found = life.finish()
     check_totals(config, found)
-    loads = [one for _, _, out in Replay(run_dir(config) / "journal.bin", config) for one in out if isinstance(one, LoadWeights)]
+    replay = Replay(run_dir(config) / "journal.bin", config)
+    loads = [one for _, _, out in replay for one in out if isinstance(one, LoadWeights)]
     assert [load.weights_id for load in loads if load.from_checkpoint == 0] == [0]
     assert (found["watchdog"]["trainer_restarted"], found["watchdog"]["engine_restarted"]) == (1, 1)
     assert found["retried"] == {}, "nobody was begun anew"
