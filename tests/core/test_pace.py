@@ -15,6 +15,7 @@ from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.core.test_core import config
+from tests.core.world import World
 
 E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
@@ -403,6 +404,27 @@ def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
     hand.feed(e.WeightsLoaded(engine_id=E1, epoch=hand.epochs[E1], weights_id=0, version=0))
     assert set(hand.on(E1)) == set(orphans)
     assert {state.trajectories[name].attempt for name in orphans} == {0}
+
+
+def test_worlds_in_which_everything_dies_read_checkpoints_that_hold_what_they_want() -> None:
+    """The world asserts that a checkpoint has the numbers that were published, also after another lineage has written it."""
+    read = 0
+    for seed in range(12):
+        rollout = {"groups_per_step": 2, "group_size": 2, "max_running": 12}
+        settings = made(
+            engines=3,
+            steps=5,
+            rollout=rollout,
+            run={"checkpoint_every": 1},
+            eval={"every": 2, "episodes": 2},
+            watchdog={"turn_s": 60.0, "weights_s": 60.0, "start_s": 60.0, "train_s": 60.0, "restarts": 50},
+            weights={"relays": 2 * (seed % 2)},
+        )
+        world = World(settings, seed, failure=0.06, spread=2.0)
+        world.run()
+        loads = [command for out in world.commands for command in out if isinstance(command, c.LoadWeights)]
+        read += sum(load.from_checkpoint is not None for load in loads)
+    assert read > 3
 
 
 def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:

@@ -1,0 +1,63 @@
+"""Simulated engines read weights from checkpoints that are there, in the time that the drive needs, and from no others."""
+
+from pathlib import Path
+
+from rollweave.core.state import EngineStatus
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.events import Event
+from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.world import World
+from tests.sim.test_world import config
+
+E0, E1 = EngineId("e0"), EngineId("e1")
+
+
+def begun(directory: Path) -> World:
+    """A run in mode decoupled whose engines have weights, and a first checkpoint."""
+    world = World(config(directory, mode="decoupled"), listener=SimMetrics())
+    world.start()
+    state = world.core.state
+    while state.checkpoint is None or any(engine.status is not EngineStatus.SERVING for engine in state.engines.values()):
+        world.step()
+    return world
+
+
+def load(world: World, engine_id: EngineId, step: int) -> None:
+    world.fleet.load(c.LoadWeights(engine_id=engine_id, version=step, weights_id=0, from_checkpoint=step))
+
+
+def answers(world: World, count: int) -> list[tuple[float, Event]]:
+    """What becomes of loads, with the core looking away."""
+    found: list[tuple[float, Event]] = []
+    while len(found) < count:
+        assert world.clock.step()
+        loads = [event for event in world.inbox if isinstance(event, e.WeightsLoaded | e.WeightsLoadFailed)]
+        found += [(world.clock.now, event) for event in loads]
+        world.inbox.clear()
+    return found
+
+
+def test_a_checkpoint_that_is_there_is_read_by_all_from_one_drive(tmp_path: Path) -> None:
+    world = begun(tmp_path)
+    assert world.trainer.checkpoints == {0}
+    world.inbox.clear()
+    began = world.clock.now
+    load(world, E0, 0)
+    load(world, E1, 0)
+    first, second = answers(world, 2)
+    assert isinstance(first[1], e.WeightsLoaded)
+    assert isinstance(second[1], e.WeightsLoaded)
+    # float32 from a drive of 4 GB/s: 8.2 B parameters take 8 s, and twice that where two read.
+    alone = first[0] - began
+    assert 8.0 < alone < 8.5
+    assert abs(second[0] - began - 2 * alone) < 1e-6
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    world = begun(tmp_path)
+    world.inbox.clear()
+    load(world, E0, 3)
+    ((_, event),) = answers(world, 1)
+    assert isinstance(event, e.WeightsLoadFailed)
