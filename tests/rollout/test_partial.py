@@ -245,11 +245,14 @@ async def finished(stage: Stage, puppet: Puppet, resumed: int) -> None:
     assert stage.turns._open is None
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("resume", [False, True])
-async def test_a_lost_engine_loses_what_it_has_not_told(resume: bool) -> None:
+async def test_a_lost_engine_loses_what_it_has_not_told(resume: bool, at_once: bool) -> None:
+    """Also where the core gives the turn on before anybody else has heard of the loss."""
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
-    await turned()
+    if not at_once:
+        await turned()
     first.calls[0][2](piece(4, 6))  # from beyond
     stage.start("e1", 1, resume=resume)
     assert second.resumed == (partial(6) if resume else None)

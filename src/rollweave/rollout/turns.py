@@ -137,7 +137,10 @@ class Turns:
             self._say_again(command)
             return
         if turn.generating is not None:
-            return
+            if not _was_lost(turn.generating):
+                return
+            turn.generating = None  # the core has heard of its loss before we have
+            self._left()
         turn.try_number = command.try_number
         if not command.resume:
             turn.forget()
@@ -308,6 +311,10 @@ class Turns:
                 error=error,
             )
         )
+
+
+def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
+    return future.done() and not future.cancelled() and isinstance(future.exception(), EngineLostError)
 
 
 def _flaw(result: GenerateResult, purpose: Purpose, resumed: Partial | None) -> str:
