@@ -10,6 +10,9 @@ from rollweave.schema.base import Noun
 
 Figure = float | int | list[float] | None
 
+PROMISES = ("violations", "escapes", "mismatches", "unaccounted", "trained_twice", "mixed_versions", "leftovers")
+"""Figures that have to be 0: else the bench has failed."""
+
 
 class Result(Noun, frozen=True, kw_only=True):
     """Of one bench. `conditions` is JSON."""
@@ -17,6 +20,11 @@ class Result(Noun, frozen=True, kw_only=True):
     bench: str
     figures: dict[str, Figure]
     conditions: dict[str, Any]
+
+    @property
+    def broken(self) -> list[str]:
+        """Promises that do not hold."""
+        return [promise for promise in PROMISES if self.figures.get(promise)]
 
 
 def json_line(result: Result, machine: dict[str, Any]) -> str:

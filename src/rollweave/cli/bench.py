@@ -14,10 +14,10 @@ from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-UNTRAINED = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta")
-"""Benches in which nothing is learned, so that seeds mean nothing to them."""
+SEEDLESS = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta", "soak")
+"""Benches in which nothing is learned, or once, so that seeds mean nothing to them."""
 
-NAMES = (*SEEDED, *UNTRAINED)
+NAMES = (*SEEDED, *SEEDLESS)
 
 
 def bench(
@@ -26,8 +26,8 @@ def bench(
     """Run bench `name`; with `profile`, measure an engine's step times into that file. Raises ConfigError for a wrong name."""
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
-    if name in UNTRAINED and seeds is not None:
-        raise ConfigError(f"--seeds must be left out for bench {name}, which trains nothing, got {seeds}")
+    if name in SEEDLESS and seeds is not None:
+        raise ConfigError(f"--seeds must be left out for bench {name}, which has no use for seeds, got {seeds}")
     if name != "engine" and profile is not None:
         raise ConfigError(f"--profile must be left out for bench {name}: only engine measures step times, got {profile}")
     if profile is None and model is not None:
@@ -44,7 +44,7 @@ def bench(
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
         sys.stdout.write(json_line(result, describe()) + "\n")
-    if any(result.figures.get(broken) for broken in ("violations", "escapes", "mismatches")):
+    if result.broken:
         raise typer.Exit(FAILED)
 
 
@@ -92,6 +92,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.delta import bench_delta
 
         return bench_delta(quick=quick, say=say)
+    if name == "soak":
+        from rollweave.bench.soak import bench_soak
+
+        return bench_soak(quick=quick, say=say)
     if name == "modes":
         from rollweave.bench.modes import bench_modes
 
