@@ -51,6 +51,15 @@ def part(number: int, env: str, *trajectories: Trajectory) -> tuple[TrainStep, B
     )
 
 
+def test_weights_of_a_lost_lineage_are_as_far_away_as_later_ones_are_from_a_step(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
+    metrics.trained(*part(0, "lake", trajectory("a", 1.0, version=5), trajectory("b", 0.0, version=1)))
+    metrics.trained(*part(1, "lake", trajectory("c", 0.5, version=3)))
+    metrics.close()
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(line)["staleness"] == {"0": 1, "2": 2}
+
+
 def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
     state, sink, times = State(), ListSink(), iter([10.0, 14.0, 15.0])
     state.counters.output_tokens = 100

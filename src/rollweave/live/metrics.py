@@ -15,6 +15,7 @@ import msgspec
 
 from rollweave.codec.disk import AppendFile, writing
 from rollweave.core.state import State
+from rollweave.policy.staleness import staleness
 from rollweave.record.steps import Cumulated
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
@@ -188,7 +189,7 @@ def _outcome(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str
 def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, int]:
     """How many trajectories by steps between the weights that started them and the step."""
     ages = Counter(
-        command.step - trajectory.initiated_version
+        staleness(trajectory.initiated_version, command.step)
         for command, batch, _ in parts
         for group in batch.groups
         for trajectory in group.trajectories
