@@ -66,6 +66,13 @@ def test_a_function_decides(written: Written, tmp_path: Path, processes: bool) -
     assert (summary["steps"], summary["error"]) == (3, "")
 
 
+def test_the_function_of_the_manual_works(written: Written) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "DECOUPLED.md").read_text()
+    (example,) = manual.split("```python\n")[1:]
+    code, text, errors = train("--inproc", sample=f"{written(example.split('```')[0])}:hardest")
+    assert code == 0, (text, errors)
+
+
 @pytest.mark.parametrize("dry", [True, False])
 @pytest.mark.parametrize("knob", ["sample", "evict"])
 @pytest.mark.parametrize(
