@@ -1,6 +1,8 @@
 """Mode decoupled, by hand: engines begin and update alone, what they began keeps to its weights, the buffer chooses."""
 
+import itertools
 from collections import deque
+from collections.abc import Iterator
 
 import pytest
 
@@ -517,6 +519,28 @@ def test_a_function_of_the_users_that_fails_ends_the_run_with_its_name() -> None
         hand.end(hand.on(E0)[0])
     assert hand.finish is not None
     assert hand.finish.error == "buffer function mine:broken failed: KeyError: 'oops'"
+
+
+def test_a_function_of_the_users_that_leaves_the_program_does_not() -> None:
+    def leaves(experiences: tuple[Experience, ...], version: int) -> list[GroupId]:
+        raise SystemExit(7)
+
+    hand = Hand(made(engines=1, buffer={"sample": "mine:leaves"}), **{"mine:leaves": leaves})
+    for _ in range(2):
+        hand.end(hand.on(E0)[0])
+    assert hand.finish is not None
+    assert hand.finish.error == "buffer function mine:leaves failed: SystemExit: 7"
+
+
+def test_a_function_of_the_users_that_names_groups_for_ever_is_stopped() -> None:
+    def endless(experiences: tuple[Experience, ...], version: int) -> Iterator[GroupId]:
+        return itertools.repeat(experiences[0].id)
+
+    hand = Hand(made(engines=1, buffer={"sample": "mine:endless"}), **{"mine:endless": endless})
+    for _ in range(2):
+        hand.end(hand.on(E0)[0])
+    assert hand.finish is not None
+    assert "a strategy must name each group once" in hand.finish.error
 
 
 def test_nothing_is_begun_beyond_the_places_of_the_buffer() -> None:

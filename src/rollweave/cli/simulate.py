@@ -27,7 +27,7 @@ CAUSES = {
     "environment": "waiting for environments",
     "stragglers": "waiting for stragglers",
     "reward": "waiting for rewards",
-    "window": "held back by the staleness bound",
+    "window": "nothing to begin: enough is on its way",
     "weights": "taking new weights",
     "starting": "starting",
     "batch": "waiting for a batch",

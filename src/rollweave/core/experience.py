@@ -71,7 +71,7 @@ def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[Gro
         return choose(name)
     try:
         return choose(run.rules[name])
-    except Exception as error:  # the user's code may do anything
+    except (Exception, SystemExit) as error:  # the user's code may do anything
         run.state.error = run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
         return []
 

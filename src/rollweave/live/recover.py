@@ -51,7 +51,11 @@ def recover(config: RunConfig, run: RunDir, store: TrajectoryStore) -> Beginning
     former = load(run.config)
     if strays := config.strays_from(former):
         raise ConfigError("\n".join(strays))
-    replay = Replay(run.journal, former, rules=rules_of(former))
+    try:
+        rules = rules_of(former)
+    except ConfigError as error:
+        raise ConfigError(f"what has happened was decided by the configuration that the run began with: {error}") from error
+    replay = Replay(run.journal, former, rules=rules)
     core = replay.finish()
     at = core.state.idle.clock
     if at is None:  # killed before its first event

@@ -8,7 +8,7 @@ as are wanted, or none; equal inputs give equal choices (what is drawn is handed
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal
 
 from rollweave.policy.staleness import staleness
@@ -137,7 +137,7 @@ def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
     answer = rule(tuple(buffer), version)
     known = {one.id for one in buffer}
     try:
-        named = list(answer)
+        named = list(islice(answer, len(buffer) + 1))  # one more is one twice, or unknown
         unknown = [name for name in named if name not in known]
     except TypeError as error:
         raise ValueError(f"a strategy must give a list of group ids, got {answer!r}") from error

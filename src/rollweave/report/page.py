@@ -122,7 +122,7 @@ LEGENDS = {
     "environment": "waiting for environments",
     "stragglers": "waiting for turns on other engines",
     "reward": "waiting for rewards",
-    "window": "held back by the staleness bound",
+    "window": "nothing to begin: enough is on its way",
     "weights": "taking new weights",
     "starting": "starting and warm-up",
     "batch": "waiting for a batch",

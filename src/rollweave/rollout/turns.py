@@ -9,6 +9,7 @@ be the reason.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Protocol
@@ -22,7 +23,7 @@ from rollweave.rollout.partial import Unfinished
 from rollweave.rollout.telling import Telling
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
-from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.errors import DiskError, EngineError, EngineLostError
 from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Partial, Piece, Sampling
 from rollweave.schema.work import Purpose, StopReason
@@ -298,8 +299,9 @@ class Turns:
         )
         self.post(self._done)
         turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
-        # Last: where the trace cannot be written the turn is answered all the same.
-        self.spans.episode_span(self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock())
+        # A trace that cannot be written is told by whoever writes next: here is nobody to tell.
+        with contextlib.suppress(DiskError):
+            self.spans.episode_span(self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock())
 
     def _failed(self, command: StartTurn, error: str) -> None:
         self.post(

@@ -162,6 +162,10 @@ class RunConfig(Section):
         if rollout.mode is not ModeName.DECOUPLED:
             if self.buffer != BufferConfig():
                 raise ValueError(f"buffer must be left out unless rollout.mode is decoupled, got mode {rollout.mode.value}")
+            if rollout.engine_batch is not None:
+                raise ValueError(
+                    f"rollout.engine_batch must be left out unless rollout.mode is decoupled, got {rollout.engine_batch}"
+                )
             return
         must = {
             "placement": (rollout.placement, (None, "pinned")),
