@@ -119,8 +119,8 @@ class RolloutConfig(Section):
     retries: Count = Field(2, description="Times that a turn or an environment start is tried again after a failure.")
     engine_batch: PositiveInt | None = Field(
         None,
-        description="Trajectories that an engine has at once in mode decoupled, at most its share of max_running; twice its slots "
-        "if unset.",
+        description="Trajectories that an engine has at once in mode decoupled, at most its share of max_running; twice its "
+        "slots if unset.",
     )
     repack: bool = Field(
         True, description="In mode decoupled, free engines that are down to the tail of their batch by moving it to others."
