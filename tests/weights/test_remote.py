@@ -14,8 +14,8 @@ from rollweave.schema.weights import RelayAddress, Taken, WeightManifest
 from rollweave.weights.pushpull import Changed, Transfer, pull, push, split, transfer_cost
 from rollweave.weights.remote import RemoteStore
 from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Body
-from rollweave.weights.words import Base, Push, Range, Raw, TakeError, Wanted
+from rollweave.weights.transport import Body, Channel
+from rollweave.weights.words import Base, Pieces, Push, Range, Raw, TakeError, Wanted
 from tests.weights.host import KIB, SHAPES, Memory, changed, hosts, tensors_of, versions
 from tests.weights.wires import wired
 
@@ -121,6 +121,62 @@ def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
                 assert bytes((await read(address, new.manifest))[0]) == new.payload
 
         asyncio.run(all_of_them())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    edges=st.lists(st.integers(0, 130_007 * 4), max_size=30).map(sorted),
+    bytewise=st.tuples(st.integers(0, 500_000), st.integers(0, 300)),
+    early=st.booleans(),
+)
+def test_any_ranges_are_read(edges: list[int], bytewise: tuple[int, int], early: bool) -> None:
+    """Long and short ones, before the bytes are there or after: those bytes come, and no others."""
+    start, count = bytewise
+    ranges = [*itertools.pairwise(edges)][::2] or [(start + 2 * number, start + 2 * number + 1) for number in range(count)]
+
+    async def both() -> tuple[bytearray, bytes]:
+        with versions(1, tensors=tensors_of(40_000, 7, 90_000)) as (memory,):
+            async with stored() as (_, address):
+                if early:
+                    reading = asyncio.create_task(read(address, memory.manifest, ranges))
+                    await sent(address, memory)
+                    data, moved = await reading
+                else:
+                    await sent(address, memory)
+                    data, moved = await read(address, memory.manifest, ranges)
+                assert sum(one.nbytes for one in moved) == sum(stop - start for start, stop in ranges)
+                return data, memory.payload
+
+    data, payload = asyncio.run(both())
+    expected = bytearray(len(payload))
+    for low, high in ranges:
+        expected[low:high] = payload[low:high]
+    assert data == expected
+
+
+async def test_short_ranges_travel_together() -> None:
+    """A column of a matrix is thousands of ranges, and not as many messages."""
+    with versions(1) as (memory,):
+        async with stored() as (_, address):
+            await sent(address, memory)
+            ranges = [(start, start + 100) for start in range(0, 500_000, 200)]
+            data, moved = await read(address, memory.manifest, ranges)
+            assert len(moved) <= 3
+            assert all(data[start:stop] == memory.payload[start:stop] for start, stop in ranges)
+
+
+@pytest.mark.parametrize("ranges", [((0, 4), (2, 6)), ((4, 8), (0, 4)), ((0, 4), (4, 4), (4, 8)), ((8, 12), (12, 16))])
+async def test_pieces_that_nobody_asked_for(ranges: tuple[Range, ...]) -> None:
+    async def lie(channel: Channel) -> None:
+        await channel.receive()
+        await channel.send(Pieces(ranges=ranges), Body.of(bytes(8)))
+
+    listener = await Tcp(silent_s=5.0).listen("127.0.0.1", lie)
+    with versions(1) as (memory,):
+        with pytest.raises(TakeError, match="not wanted, or come twice") as error:
+            await read(listener.address, memory.manifest, [(0, 10)])
+        assert reason_of(error) == "broken"
+    await listener.close()
 
 
 async def test_a_push_that_broke_off_goes_on() -> None:

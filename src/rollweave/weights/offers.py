@@ -8,7 +8,7 @@ once, those with a base and those without. All of it belongs to one event loop.
 import asyncio
 import bisect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,10 +17,19 @@ import xxhash
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights.memory import READ_CHUNK
 from rollweave.weights.transport import Body, Channel
-from rollweave.weights.words import Alive, Ask, Base, Delta, Raw, Refused, TakeError, Whole, within
+from rollweave.weights.words import Alive, Ask, Base, Delta, Pieces, Range, Raw, Refused, TakeError, Whole, within
 
 ALIVE_S = 1.0
 """Seconds between two words to somebody for whom there is nothing yet."""
+
+SHORT_BYTES = 64 << 10
+"""Ranges that are shorter travel together: a message costs as much as so many bytes, and a shard may have thousands of ranges."""
+
+TOGETHER_BYTES = 4 << 20
+"""Of short ranges in one message, at most."""
+
+TOGETHER = 4096
+"""Short ranges in one message, at most."""
 
 UNKNOWN_S = 10.0
 """Seconds that somebody may wait for a version of which nobody here has heard yet: its `Take` may be on the way to us."""
@@ -168,6 +177,19 @@ class Offer:
             return Raw(start=at, stop=end), Body.of_file(self.fd, at, end, check=piece.check)
         return Raw(start=at, stop=end), None
 
+    def short(self, ranges: Sequence[Range]) -> tuple[Range, ...]:
+        """Of these ranges, those from the first on that are short and here, as many as travel together."""
+        count = nbytes = 0
+        for start, stop in ranges:
+            number = bisect.bisect_right(self._starts, start) - 1
+            nbytes += stop - start
+            if stop - start >= SHORT_BYTES or nbytes > TOGETHER_BYTES:
+                break
+            if number < 0 or self._pieces[self._starts[number]].stop < stop:
+                break
+            count += 1
+        return tuple(ranges[:count])
+
     def checked(self, word: Raw, check: int) -> None:
         """The xxh3-64 of a piece is known now: nobody needs to compute it again."""
         piece = self._pieces.get(word.start)
@@ -193,17 +215,31 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
         return
     owned = offer.fd
     fd = os.dup(owned)  # what we are sending stays, even if its owner lets go of it
+
+    def current() -> int:
+        nonlocal owned, fd
+        if owned != offer.fd and not offer.withdrawn:
+            os.close(fd)
+            owned = offer.fd
+            fd = os.dup(owned)
+        return fd
+
     try:
-        for at, stop in ask.ranges:
+        number = 0
+        while number < len(ask.ranges):
+            short = offer.short(ask.ranges[number : number + TOGETHER]) if ask.base is None and not offer.withdrawn else ()
+            if len(short) > 1:
+                await channel.send(Pieces(ranges=short), await asyncio.to_thread(_together, current(), short))
+                number += len(short)
+                continue
+            at, stop = ask.ranges[number]
+            number += 1
             while at < stop:
-                if owned != offer.fd and not offer.withdrawn:
-                    os.close(fd)
-                    owned = offer.fd
-                    fd = os.dup(owned)
                 piece = offer.next(at, stop, ask.base) if not offer.withdrawn else None
                 if piece is not None:
                     word, body = piece
-                    await channel.send(word, body._replace(fd=fd) if body is not None else await _raw(offer, word, fd))
+                    own = current()
+                    await channel.send(word, body._replace(fd=own) if body is not None else await _raw(offer, word, own))
                     at = word.stop
                 elif not await _waited(channel, offer):
                     return
@@ -214,6 +250,10 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
             await channel.send(Whole())
     finally:
         os.close(fd)
+
+
+def _together(fd: int, ranges: Sequence[Range]) -> Body:
+    return Body.of(b"".join(os.pread(fd, stop - start, start) for start, stop in ranges))
 
 
 async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offer:

@@ -17,7 +17,7 @@ from rollweave.weights.ranges import Ranges
 from rollweave.weights.remote import BUCKET_BYTES
 from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Transport
-from rollweave.weights.words import Ask, Base, Delta, Push, Range, Raw, Refused, TakeError, Wanted, Whole, Word
+from rollweave.weights.words import Ask, Base, Delta, Pieces, Push, Range, Raw, Refused, TakeError, Wanted, Whole, Word
 
 
 class Transfer(NamedTuple):
@@ -92,11 +92,14 @@ async def pull(
     """
     channel = await transport.connect(address)
     pulled: list[Transfer] = []
-    start = 0.0
+    start, together = 0.0, memoryview(b"")
 
     def room(word: Word, count: int) -> memoryview:
-        nonlocal start
+        nonlocal start, together
         start = time.monotonic()
+        if isinstance(word, Pieces) and count == _checked(word.ranges, wanted):
+            together = memoryview(bytearray(count))
+            return together[:]
         if not isinstance(word, Raw) or count != word.stop - word.start or wanted.missing(word.start, word.stop):
             raise TakeError("broken", f"{count} bytes do not come with {word}")
         return into(word.start, word.stop)
@@ -112,11 +115,28 @@ async def pull(
             if isinstance(word, Raw):
                 wanted.remove(word.start, word.stop)
                 pulled.append(Transfer(start, time.monotonic(), word.stop - word.start))
+            elif isinstance(word, Pieces):
+                at = 0
+                for low, high in word.ranges:
+                    into(low, high)[:] = together[at : at + high - low]
+                    wanted.remove(low, high)
+                    at += high - low
+                pulled.append(Transfer(start, time.monotonic(), at))
         if list(wanted):
             raise TakeError("broken", f"the store has not sent bytes {list(wanted)[:3]}")
         return pulled
     finally:
         channel.close()
+
+
+def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
+    """Bytes of ranges that came together. Raises TakeError (broken) where they are not in order, or not wanted (any more)."""
+    end = 0
+    for start, stop in ranges:
+        if not end <= start < stop or wanted.missing(start, stop):
+            raise TakeError("broken", f"bytes {start} to {stop} are not wanted, or come twice")
+        end = stop
+    return sum(stop - start for start, stop in ranges)
 
 
 def split(manifest: WeightManifest, senders: int, *, bucket_bytes: int = BUCKET_BYTES) -> list[list[Range]]:

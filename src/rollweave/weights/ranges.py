@@ -27,15 +27,16 @@ class Ranges:
         """Bytes `[start, stop)` are not there any more."""
         if start >= stop:
             return
-        kept = [(a, b) for low, high in self for a, b in ((low, min(high, start)), (max(low, stop), high)) if a < b]
-        self._starts, self._stops = [a for a, _ in kept], [b for _, b in kept]
+        low, high = bisect.bisect_right(self._stops, start), bisect.bisect_left(self._starts, stop)
+        held = zip(self._starts[low:high], self._stops[low:high], strict=True)
+        kept = [(a, b) for first, last in held for a, b in ((first, min(last, start)), (max(first, stop), last)) if a < b]
+        self._starts[low:high], self._stops[low:high] = [a for a, _ in kept], [b for _, b in kept]
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
         """What of `[start, stop)` is not there."""
         gaps, at = [], start
-        for low, high in self:
-            if high <= at:
-                continue
+        for number in range(bisect.bisect_right(self._stops, start), len(self._starts)):
+            low, high = self._starts[number], self._stops[number]
             if low >= stop:
                 break
             if low > at:

@@ -66,6 +66,12 @@ class Raw(Tagged, frozen=True, kw_only=True):
     stop: int
 
 
+class Pieces(Tagged, frozen=True, kw_only=True):
+    """With a body: these `ranges` of the payload, one after the other. They are short, and not worth a message each."""
+
+    ranges: tuple[Range, ...]
+
+
 class Delta(Tagged, frozen=True, kw_only=True):
     """With a body: codec/delta's blocks, of `sizes` bytes, of bytes `[start, stop)` of the payload."""
 
@@ -89,8 +95,8 @@ class Refused(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-decode_word = decoder_of(Ask | Push | Wanted | Raw | Delta | Alive | Whole | Refused)
-Word = Ask | Push | Wanted | Raw | Delta | Alive | Whole | Refused
+decode_word = decoder_of(Ask | Push | Wanted | Raw | Pieces | Delta | Alive | Whole | Refused)
+Word = Ask | Push | Wanted | Raw | Pieces | Delta | Alive | Whole | Refused
 
 
 def within(ranges: Collection[Range], nbytes: int) -> bool:
