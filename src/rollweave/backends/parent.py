@@ -26,7 +26,7 @@ class Parent:
     """The connection to our parent. `send` may be called from any thread; frames come on a thread of their own."""
 
     def __init__(self, fd: int, parent_pid: int) -> None:
-        _die_with(parent_pid)
+        die_with(parent_pid)
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._decoder = FrameDecoder()
@@ -81,7 +81,7 @@ class Parent:
         return data
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Ask the kernel to kill us when our parent's thread ends. The end of the socket does the same more slowly elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

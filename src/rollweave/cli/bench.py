@@ -14,7 +14,7 @@ from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-SEEDLESS = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta", "soak")
+SEEDLESS = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta", "relay", "soak")
 """Benches in which nothing is learned, or once, so that seeds mean nothing to them."""
 
 NAMES = (*SEEDED, *SEEDLESS)
@@ -92,6 +92,10 @@ def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
         from rollweave.bench.delta import bench_delta
 
         return bench_delta(quick=quick, say=say)
+    if name == "relay":
+        from rollweave.bench.relay import bench_relay
+
+        return bench_relay(quick=quick, say=say)
     if name == "soak":
         from rollweave.bench.soak import bench_soak
 

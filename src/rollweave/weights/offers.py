@@ -23,7 +23,7 @@ ALIVE_S = 1.0
 """Seconds between two words to somebody for whom there is nothing yet."""
 
 SHORT_BYTES = 64 << 10
-"""Ranges that are shorter travel together: a message costs as much as so many bytes, and a shard may have thousands of ranges."""
+"""Ranges that are shorter travel together: a message costs as much as so many bytes, and a shard may have thousands of them."""
 
 TOGETHER_BYTES = 4 << 20
 """Of short ranges in one message, at most."""
