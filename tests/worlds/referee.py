@@ -107,7 +107,8 @@ class Referee:
                 self.crossed.discard((str(who), number))
             case e.TrajectoryEnded():
                 attempt = self._alive(event, "init", "ready", "run", "cancel")
-                assert attempt not in self.asked or attempt in self.cancelled, f"{event} while its turn is open"
+                crossed = self.answered.get(attempt) == self.turns.get(attempt, 0) - 1  # its last answer, and then its end
+                assert attempt not in self.asked or attempt in self.cancelled or crossed, f"{event} while its turn is open"
                 self.asked.discard(attempt)
                 if attempt in self.cancelled:
                     self._gone(attempt)
