@@ -15,16 +15,13 @@ from pathlib import Path
 from rollweave.backends.child import spawn
 from rollweave.backends.parent import Parent, die_with
 from rollweave.bench.relay_net import Network, enter
+from rollweave.bench.relay_peer import PATIENCE_S, answered
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.live.relay_link import ONE_THREAD
 from rollweave.schema.base import Noun
-from rollweave.schema.errors import WeightsError
 
 PORT = 29400
 """Of rank 0's store, on a host where nobody else listens."""
-
-PATIENCE_S = 300.0
-"""For any step of gloo: start, or a broadcast over the slowest link."""
 
 
 class Ranks(Noun, frozen=True, kw_only=True):
@@ -83,14 +80,7 @@ class Gloo:
         await self._child.gone()
 
     async def _answer(self) -> float:
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await self._answers.get()
-        except TimeoutError:
-            raise WeightsError(f"gloo did not answer in {PATIENCE_S:g} s") from None
-        if isinstance(answer, str):
-            raise WeightsError(f"gloo: {answer}")
-        return answer
+        return await answered(self._answers, "gloo")
 
 
 def main() -> None:

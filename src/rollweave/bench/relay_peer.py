@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollweave.backends.child import spawn
 from rollweave.backends.parent import Parent
@@ -28,6 +28,8 @@ from rollweave.weights.transports import transport_of
 from rollweave.weights.words import Base
 
 Range = tuple[int, int]
+
+T = TypeVar("T")
 
 PATIENCE_S = 300.0
 """For one order: the whole version over the slowest link."""
@@ -76,6 +78,18 @@ Order = Serve | PushPart | PullPart
 Answer = Serving | Moved
 
 
+async def answered(answers: "asyncio.Queue[T | str]", who: str) -> T:
+    """The next answer of a child, whose loss is a text among them. Raises WeightsError."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await answers.get()
+    except TimeoutError:
+        raise WeightsError(f"{who} did not answer in {PATIENCE_S:g} s") from None
+    if isinstance(answer, str):
+        raise WeightsError(f"{who}: {answer}")
+    return answer
+
+
 class Peer:
     """The process, on a host. One order at a time."""
 
@@ -109,14 +123,7 @@ class Peer:
 
     async def _ask(self, order: Order) -> Answer:
         self._child.send(encode(order))
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await self._answers.get()
-        except TimeoutError:
-            raise WeightsError(f"{self._child.name} did not answer in {PATIENCE_S:g} s") from None
-        if isinstance(answer, str):
-            raise WeightsError(f"{self._child.name}: {answer}")
-        return answer
+        return await answered(self._answers, self._child.name)
 
 
 async def _serve(parent: Parent) -> None:
