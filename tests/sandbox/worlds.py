@@ -5,14 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from rollweave.sandbox.base import Backend, SandboxSpec
-from rollweave.sandbox.processes import family
+from rollweave.sandbox.processes import Process, Table, started
 from rollweave.sandbox.registry import backend
 
 ISOLATING = ("bubblewrap", "zygote")
@@ -40,16 +40,35 @@ def needs(name: str) -> None:
 async def opened(name: str) -> AsyncIterator[Backend]:
     """A back end; when it is closed nothing of it is left: no process, no folder, no descriptor."""
     needs(name)
-    before, fds = family(os.getpid()), len(os.listdir("/proc/self/fd"))
-    made = backend(name)
-    folders = [made._launcher._base, made._launcher._kept]  # type: ignore[attr-defined]
-    try:
-        yield made
-    finally:
-        await made.close()
-    assert family(os.getpid()) <= before  # what earlier tests left may have ended meanwhile
+    fds = len(os.listdir("/proc/self/fd"))
+    with no_process_left():
+        made = backend(name)
+        folders = [made._launcher._base, made._launcher._kept]  # type: ignore[attr-defined]
+        try:
+            yield made
+        finally:
+            await made.close()
     assert len(os.listdir("/proc/self/fd")) <= fds
     assert left_of(folders) == []
+
+
+@contextmanager
+def no_process_left() -> Iterator[None]:
+    """By a table, which holds while threads and processes of earlier tests come and go."""
+    before = started(each.pid for each in _below_us())
+    yield
+    left = [each.pid for each in _below_us() if before.get(each.pid) != each.started]
+    assert left == [], [_command(pid) for pid in left]
+
+
+def _below_us() -> list[Process]:
+    return [each for each in Table.now().below(started([os.getpid()])) if each.pid != os.getpid()]
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    return "gone by now"
 
 
 def left_of(folders: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
 from tests.backends.echo_engine import process_state
 from tests.live.whole import make_config, run, run_dir
-from tests.sandbox.worlds import needs
+from tests.sandbox.worlds import needs, no_process_left
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 from tests.worlds.referee import Referee
@@ -31,9 +31,8 @@ ZYGOTE = {"backend": "zygote"}
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
     needs("zygote")
-    before = family(os.getpid())
-    yield
-    assert family(os.getpid()) <= before
+    with no_process_left():
+        yield
 
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:

@@ -80,18 +80,29 @@ def started(pids: Iterable[int]) -> dict[int, int]:
 
 
 def family(pid: int) -> set[int]:
-    """A process and its descendants while none of them is being made: quicker than a table where there are many others."""
+    """A process and its descendants, while none of them is made or ends: quicker than a table where there are many others."""
     found, waiting = {pid}, [pid]
     while waiting:
-        here = waiting.pop()
-        try:
-            for task in os.listdir(f"/proc/{here}/task"):
-                with open(f"/proc/{here}/task/{task}/children") as file:
-                    waiting.extend(int(child) for child in file.read().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        waiting.extend(_children(waiting.pop()))
         found.update(waiting)
     return found
+
+
+def _children(pid: int) -> list[int]:
+    while True:
+        try:
+            tasks = os.listdir(f"/proc/{pid}/task")
+        except (FileNotFoundError, ProcessLookupError):
+            return []
+        try:
+            return [int(child) for task in tasks for child in _read(f"/proc/{pid}/task/{task}/children").split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread has ended: another has its children now, maybe one that was read before
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def _parsed(pid: int, stat: bytes) -> Process:
