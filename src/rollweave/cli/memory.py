@@ -77,7 +77,7 @@ def parameters(shape: ModelShape) -> int:
 def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
     """What the run keeps in memory, largest parts named. Environments are the user's and not counted."""
     trainer, seats = config.trainer, first_seats(config)
-    kv_tokens = [config.engine(seat.id).kv_tokens for seat in seats]
+    kv_tokens = [config.engines[seat.group].kv_tokens for seat in seats]
     count = parameters(shape)
     width = DTYPE_BYTES[config.model.dtype]
     shard = -(-count // trainer.ranks)

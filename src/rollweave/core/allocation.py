@@ -6,12 +6,13 @@ fleet lacks are started as its budget comes free. Only degrees that an engine ha
 
 from collections import Counter
 
-from rollweave.core import engines
+from rollweave.core import engines, seats
 from rollweave.core.costs import groups_of
 from rollweave.core.run import Run
 from rollweave.policy.allocation import allocate_groups, is_sum
 from rollweave.policy.placement import place_groups
 from rollweave.policy.work import occupied
+from rollweave.schema.events import EngineSeat
 from rollweave.schema.sections import AllocationConfig
 
 GAIN = 0.05
@@ -70,11 +71,12 @@ def _batch(run: Run) -> list[tuple[int, int]]:
 
 
 def advance(run: Run) -> None:
-    """Remove what has drained, and start what the budget has room for."""
+    """Start what the budget has room for."""
     config, state = run.config.allocation, run.state
     if config is None:
         return
-    for engine in [engine for engine in state.engines.values() if engine.draining and not engine.active]:
-        engines.remove(run, engine, "the plan has no engine of its degree any more")
     while state.seats and state.seats[0] <= config.budget - sum(engine.degree for engine in state.engines.values()):
-        engines.add(run, state.seats.pop(0))
+        name = seats.next_id(state)
+        if name is None:
+            return  # the run ends
+        engines.add(run, EngineSeat(id=name, degree=state.seats.pop(0)))

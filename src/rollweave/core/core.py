@@ -90,6 +90,7 @@ class Core:
 
 def _use_what_is_possible(run: Run) -> None:
     """What an event makes possible, in the order in which one thing enables the next."""
+    engines.let_go(run)
     ending.advance(run)
     if run.state.phase is Phase.FINISHED:
         return
@@ -188,9 +189,9 @@ def _route_rare(
         case e.EngineJoined():
             engines.on_joined(run, event)
         case e.EngineRegistered():
-            serving.on_registered(run, event)
+            engines.on_registered(run, event)
         case e.EngineWithdrawn():
-            serving.on_withdrawn(run, event)
+            engines.on_withdrawn(run, event)
         case e.EngineLost():
             engines.on_lost(run, event)
         case e.WeightsLoadFailed():

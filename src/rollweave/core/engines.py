@@ -5,7 +5,7 @@ An engine that joins is stale until it has loaded weights, however it came back.
 version that is being evaluated. In mode decoupled each engine updates by itself, and `core/pace` says when and to what.
 """
 
-from rollweave.core import costs, evaluation, pace, placing, turns, weights
+from rollweave.core import costs, evaluation, pace, placing, seats, turns, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase
 from rollweave.policy.modes import update_now
@@ -24,8 +24,10 @@ from rollweave.schema.commands import (
 from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
+    EngineRegistered,
     EngineSeat,
     EngineSuspended,
+    EngineWithdrawn,
     WeightsLoaded,
     WeightsLoadFailed,
 )
@@ -34,12 +36,17 @@ LOAD_TRIES = 2
 """Loads of the same weights that may fail on one engine before it is restarted."""
 
 
-def start(run: Run, seats: tuple[EngineSeat, ...]) -> None:
+def start(run: Run, begun: tuple[EngineSeat, ...]) -> None:
     """The world is starting these engines, and has no others."""
-    run.state.engines = {seat.id: Engine(id=seat.id, degree=seat.degree, since=run.now) for seat in seats}
-    numbers = [int(seat.id.removeprefix("e")) for seat in seats]
-    run.state.next_engine = max([run.state.next_engine, *(number + 1 for number in numbers)])
+    state, configured = run.state, {seat.id for seat in seats.first_seats(run.config)}
+    state.engines = {seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun}
+    state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
+    state.next_engine = max([state.next_engine, *(seats.number_of(seat.id) + 1 for seat in begun)])
     _came_or_went(run)
+
+
+def _engine(run: Run, seat: EngineSeat, *, joined: bool) -> Engine:
+    return Engine(id=seat.id, degree=seat.degree, group=seat.group, joined=joined, since=run.now)
 
 
 def _came_or_went(run: Run) -> None:
@@ -140,8 +147,9 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
-    if engine.draining:
+    if engine.leaving or engine.draining:
         remove(run, engine, reason)
+        _end_without(run, engine, reason)
         return
     limit, machine = run.config.watchdog.restarts, weights.machine_of(run, engine)
     match failover(restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, machine)):
@@ -166,7 +174,10 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     if run.alone:
         pace.left(run, engine)
     turns.leave(run, engine)
-    run.emit(RestartEngine(engine_id=engine.id, degree=engine.degree, epoch=engine.epoch, reason=reason))
+    command = RestartEngine(
+        engine_id=engine.id, degree=engine.degree, group=engine.group, epoch=engine.epoch, reason=reason
+    )
+    run.emit(command)
 
 
 def evict(run: Run, machine: int, reason: str) -> None:
@@ -188,32 +199,74 @@ def _serving_elsewhere(run: Run, machine: int | None) -> int:
     if machine is None:
         return 0
     others = [engine for engine in run.state.engines.values() if weights.machine_of(run, engine) != machine]
-    return sum(engine.version >= 0 and not engine.draining for engine in others)
+    return sum(engine.version >= 0 and not (engine.leaving or engine.draining) for engine in others)
 
 
 def _end_without(run: Run, engine: Engine, reason: str) -> None:
-    """The engine is removed: the run ends if it was the last."""
-    if not run.state.engines and not run.state.seats and not run.state.serving:
-        run.state.error = run.state.error or f"no engine is left; the last one ({engine.id}): {reason}"
+    """The engine is removed: the run ends if it was the last, and there is no machine for another or none is planned."""
+    state = run.state
+    planned = bool(state.seats) and seats.next_id(state) is not None
+    if not state.engines and not planned and not state.serving:
+        state.error = state.error or f"no engine is left; the last one ({engine.id}): {reason}"
 
 
 # A fleet that changes.
 
 
-def add(run: Run, degree: int) -> None:
-    """Start one more engine."""
+def on_registered(run: Run, event: EngineRegistered) -> None:
+    """Start one more engine, in whatever phase. It is stale until it has loaded the newest weights that it can have."""
+    state, seat = run.state, event.engine
+    if state.serving:
+        refused = seat.id in state.engines or state.phase is not Phase.SERVING
+    else:
+        refused = bool(seats.cannot_join(run.config, state, seat))  # or it was said twice
+    if refused:
+        return
+    state.counters.engines_joined += 1
+    add(run, seat, joined=True)
+
+
+def add(run: Run, seat: EngineSeat, *, joined: bool = False) -> None:
+    """Start this engine."""
     state = run.state
-    while state.relays and f"r{state.next_engine % state.machines}" not in state.relays:
-        state.next_engine += 1  # that machine was given up
-    engine = Engine(id=EngineId(f"e{state.next_engine}"), degree=degree, since=run.now)
-    state.next_engine += 1
-    state.engines[engine.id] = engine
+    state.engines[seat.id] = _engine(run, seat, joined=joined)
+    if not state.serving:  # whose engines have names of their own
+        state.next_engine = seats.number_of(seat.id) + 1
     run.fleet_changed()
-    run.emit(StartEngine(engine_id=engine.id, degree=degree))
+    run.emit(StartEngine(engine_id=seat.id, degree=seat.degree, group=seat.group))
+
+
+def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
+    """Do without the engine: `let_go` removes it when it may. In training the last one stays."""
+    engine = run.state.engines.get(event.engine_id)
+    if engine is None or (not run.state.serving and seats.cannot_leave(run.config, run.state, engine)):
+        return
+    engine.leaving = True
+    if not event.drain:
+        drain(run, engine)
+        restart(run, engine, "it was withdrawn")
+
+
+def let_go(run: Run) -> None:
+    """Drain those that leave: where each keeps to its own pace, once what they began is over. Remove those that have drained.
+
+    Where everyone else was lost meanwhile, a training run keeps the one that was to leave.
+    """
+    state = run.state
+    for engine in [engine for engine in state.engines.values() if engine.leaving or engine.draining]:
+        if engine.leaving and not state.serving and not seats.staying(state, engine):
+            run.warn(engine.id, "stays: it was to leave, and is the last engine", count="engine_stays")
+            engine.leaving = engine.draining = False
+            _came_or_went(run)
+            continue
+        if engine.leaving and not engine.draining and not (run.alone and pace.is_bound(run, engine)):
+            drain(run, engine)
+        if engine.draining and not engine.active:
+            remove(run, engine, "it was withdrawn" if engine.leaving else "the plan has no engine of its degree any more")
 
 
 def drain(run: Run, engine: Engine) -> None:
-    """Give the engine no turn any more; `core/allocation` removes it when its last one is done."""
+    """Give the engine no turn any more; `let_go` removes it when its last one is done."""
     engine.draining = True
     _came_or_went(run)
     turns.leave(run, engine)
@@ -221,7 +274,11 @@ def drain(run: Run, engine: Engine) -> None:
 
 def remove(run: Run, engine: Engine, reason: str) -> None:
     """For good. It has no turns."""
-    del run.state.engines[engine.id]
+    state = run.state
+    del state.engines[engine.id]
+    state.counters.engines_left += engine.leaving
+    if engine.leaving and not engine.joined:
+        state.withdrawn.append(engine.id)
     _came_or_went(run)
     if run.alone:
         pace.left(run, engine)
@@ -265,7 +322,7 @@ def _update_alone(run: Run) -> None:
     """Each engine whose trajectories are over takes what is wanted of it."""
     evaluation.forgo_lost(run)
     for engine in list(run.state.engines.values()):
-        if engine.draining or engine.status not in (EngineStatus.STALE, EngineStatus.SERVING):
+        if engine.leaving or engine.draining or engine.status not in (EngineStatus.STALE, EngineStatus.SERVING):
             continue
         target = pace.wanted(run, engine)
         if target is not None and engine.status is EngineStatus.STALE:

@@ -80,7 +80,7 @@ def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
 
 
 def _begins(run: Run, engine: Engine) -> bool:
-    if not _serves(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
+    if not _serves(engine) or engine.leaving or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
     return engine.begun < batch_of(run, engine) or (
         engine.weights_id in (run.state.published_id, weights.newest(run, engine)) and _other_weights_for(run, engine) is None
@@ -89,7 +89,7 @@ def _begins(run: Run, engine: Engine) -> bool:
 
 def _evaluates(run: Run, engine: Engine) -> bool:
     evaluation = run.state.evaluation
-    return evaluation is not None and _serves(engine) and engine.weights_id == evaluation.weights_id
+    return evaluation is not None and _serves(engine) and not engine.leaving and engine.weights_id == evaluation.weights_id
 
 
 def _serves(engine: Engine) -> bool:
@@ -99,11 +99,14 @@ def _serves(engine: Engine) -> bool:
 # Which weights an engine takes.
 
 
+def is_bound(run: Run, engine: Engine) -> bool:
+    """What began with its weights is not over, or KV is on its way from it or to it."""
+    return residents(run, engine) > 0 or any(engine.id in (m.source, m.target) for m in run.state.migrations.values())
+
+
 def wanted(run: Run, engine: Engine) -> int | None:
     """The weights that it is to load now; None to leave it as it is, as while KV is on its way from it or to it."""
-    if residents(run, engine) or _holds(run, engine):
-        return None
-    if any(engine.id in (m.source, m.target) for m in run.state.migrations.values()):
+    if is_bound(run, engine) or _holds(run, engine):
         return None
     other, newest = _other_weights_for(run, engine), weights.newest(run, engine)
     if other is not None:
@@ -154,9 +157,10 @@ def somewhere(run: Run, weights_id: int) -> bool:
 
 
 def find_home(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId] = ()) -> None:
-    """Its home is the emptiest engine with its weights, rather none of `avoid`; or it is homeless."""
+    """Its home is the emptiest engine with its weights, rather none of `avoid`, or that leaves; or it is homeless."""
     found = [engine for engine in run.state.engines.values() if has_weights_of(engine, trajectory)]
-    wanted = [engine for engine in found if engine.id not in avoid] or found
+    rather = [engine for engine in found if engine.id not in avoid] or found
+    wanted = [engine for engine in rather if not engine.leaving] or rather
     trajectory.resident = False
     trajectory.home = min(wanted, key=lambda engine: residents(run, engine) / batch_of(run, engine)).id if wanted else None
     if trajectory.home is None:

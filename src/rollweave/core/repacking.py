@@ -31,7 +31,8 @@ def now(run: Run) -> None:
     waited_for = {state.trajectories[member].home for member in state.turn_queue}
     replicas = []
     for engine in state.engines.values():
-        if engine.status is EngineStatus.SERVING and not engine.draining and engine.weights_id != state.published_id:
+        stays = not (engine.leaving or engine.draining)  # who leaves is nobody's target, and ends its own batch
+        if engine.status is EngineStatus.SERVING and stays and engine.weights_id != state.published_id:
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as its contexts grow: nothing that waits tells the tail from the filling up.
             before = max(engine.kv_before or 0, 0 if engine.id in waited_for else held)

@@ -1,6 +1,11 @@
-"""The engines that a run begins with."""
+"""The engines that a run begins with, and which may come and go while it goes on.
 
-from rollweave.core.state import State
+Invariant: no number comes twice in a run, so that what is said late of a former engine is not taken for another's.
+"""
+
+import itertools
+
+from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat
@@ -13,23 +18,37 @@ def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
     So every degree that fits beside smaller ones is measured before the first plan.
     """
     if config.allocation is not None:
-        degrees = _first_degrees(config.allocation)
+        found = [(degree, 0) for degree in _first_degrees(config.allocation)]
     else:
-        degrees = [group.degree for group in config.engines for _ in range(group.count)]
-    return tuple(EngineSeat(id=EngineId(f"e{number}"), degree=degree) for number, degree in enumerate(degrees))
+        found = [(group.degree, place) for place, group in enumerate(config.engines) for _ in range(group.count)]
+    return tuple(EngineSeat(id=_name(number), degree=degree, group=group) for number, (degree, group) in enumerate(found))
 
 
 def begun_with(config: RunConfig, state: State) -> tuple[EngineSeat, ...]:
-    """The engines that a world begins with, again perhaps: under [allocation] those that the run has or was about to have.
+    """The engines that a world begins with, again perhaps: those of the configuration that were not withdrawn, and who joined.
 
-    Where these do not fit [allocation] any more, it begins afresh.
+    Under [allocation] those that the run has or was about to have; where these do not fit it any more, it begins afresh.
     """
-    allocation = config.allocation
+    if config.allocation is not None:
+        return _planned(config, config.allocation, state)
+    gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving)}
+    configured = first_seats(config)
+    seats = [seat for seat in configured if seat.id not in gone]
+    taken, fresh = {seat.id for seat in configured}, itertools.count(max(state.next_engine, len(configured)))
+    for engine in state.engines.values():
+        if engine.joined and not engine.leaving:
+            name = engine.id if engine.id not in taken else _name(next(fresh))  # the configuration may have grown
+            group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
+            seats.append(EngineSeat(id=name, degree=config.engines[group].degree, group=group))
+    return tuple(seats) or configured
+
+
+def _planned(config: RunConfig, allocation: AllocationConfig, state: State) -> tuple[EngineSeat, ...]:
     kept = [EngineSeat(id=engine.id, degree=engine.degree) for engine in state.engines.values() if not engine.draining]
     new = enumerate(state.seats, start=state.next_engine)
-    seats = (*kept, *(EngineSeat(id=EngineId(f"e{number}"), degree=degree) for number, degree in new))
+    seats = (*kept, *(EngineSeat(id=_name(number), degree=degree) for number, degree in new))
     degrees = [seat.degree for seat in seats]
-    if allocation is None or not seats or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
+    if not seats or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
         return first_seats(config)
     return seats
 
@@ -42,3 +61,57 @@ def _first_degrees(allocation: AllocationConfig) -> list[int]:
             left -= degree
     smallest = min(allocation.degrees)
     return sorted([*found, *[smallest] * (left // smallest)], reverse=True)
+
+
+# While it goes on.
+
+
+def next_id(state: State) -> EngineId | None:
+    """Of the next engine: a number that none has had, on a machine that lives. None where no machine does."""
+    if not state.machines:
+        return _name(state.next_engine)
+    alive = {relay.machine for relay in state.relays.values()}
+    numbers = range(state.next_engine, state.next_engine + state.machines)
+    return next((_name(number) for number in numbers if number % state.machines in alive), None)
+
+
+def cannot_join(config: RunConfig, state: State, seat: EngineSeat) -> str:
+    """Why a training run cannot have this engine too; "" if it can."""
+    if state.phase is Phase.FINISHED:
+        return "the run is over"
+    if config.allocation is not None:
+        return "[allocation] decides which engines there are: resume the run with a larger allocation.budget"
+    if seat.group >= len(config.engines):
+        return f"there are {len(config.engines)} groups of engines, numbered from 0, and no group {seat.group}"
+    number = number_of(seat.id)
+    if number < state.next_engine:
+        return f"{seat.id} was the name of another engine"
+    if state.machines and f"r{number % state.machines}" not in state.relays:
+        return f"the machine of {seat.id} was given up"
+    return ""
+
+
+def cannot_leave(config: RunConfig, state: State, engine: Engine) -> str:
+    """Why a training run cannot do without this engine; "" if it can."""
+    if config.allocation is not None:
+        return "[allocation] decides which engines there are: resume the run with a smaller allocation.budget"
+    others = staying(state, engine)
+    if not others:
+        return f"{engine.id} is the last engine"
+    if engine.version >= 0 and all(other.version < 0 for other in others):
+        return f"{engine.id} is the only engine that has weights: wait until another one serves"
+    return ""
+
+
+def staying(state: State, engine: Engine) -> list[Engine]:
+    """The other engines, without those that are on their way out."""
+    return [other for other in state.engines.values() if other is not engine and not (other.leaving or other.draining)]
+
+
+def number_of(engine_id: EngineId) -> int:
+    """Of engine e0, e1, …"""
+    return int(engine_id.removeprefix("e"))
+
+
+def _name(number: int) -> EngineId:
+    return EngineId(f"e{number}")

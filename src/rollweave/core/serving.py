@@ -6,12 +6,12 @@ world says it again. Engines come with weights of their own. An orderly end wait
 engine: what has none is kept for the next world.
 """
 
-from rollweave.core import engines, lengths, trajectories
+from rollweave.core import lengths, trajectories
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, Group, GroupStatus, Phase, Stage, Trajectory
+from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import Deliver, Evict, Finish, StartEngine
-from rollweave.schema.events import EngineRegistered, EngineWithdrawn, RolloutCancelled, RolloutsSubmitted, RolloutTaken
+from rollweave.schema.commands import Deliver, Evict, Finish
+from rollweave.schema.events import RolloutCancelled, RolloutsSubmitted, RolloutTaken
 from rollweave.schema.work import Purpose, StopReason
 
 
@@ -93,27 +93,6 @@ def _deliver(run: Run, trajectory: Trajectory) -> None:
     )
 
 
-# Engines.
-
-
-def on_registered(run: Run, event: EngineRegistered) -> None:
-    state, seat = run.state, event.engine
-    if seat.id in state.engines or state.phase is not Phase.SERVING:
-        return
-    state.engines[seat.id] = Engine(id=seat.id, degree=seat.degree, since=run.now)
-    run.fleet_changed()
-    run.emit(StartEngine(engine_id=seat.id, degree=seat.degree))
-
-
-def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
-    engine = run.state.engines.get(event.engine_id)
-    if engine is None:
-        return
-    engines.drain(run, engine)
-    if not event.drain:
-        engines.restart(run, engine, "it was withdrawn")
-
-
 # The end.
 
 
@@ -126,12 +105,10 @@ def stop(run: Run, *, drain: bool) -> None:
 
 
 def advance(run: Run) -> None:
-    """Let go of engines that have drained, and end when all is delivered and taken, or what is left has no engine."""
+    """End when all is delivered and taken, or what is left has no engine."""
     state = run.state
     if state.phase is not Phase.SERVING:
         return
-    for engine in [engine for engine in state.engines.values() if engine.draining and not engine.active]:
-        engines.remove(run, engine, "it was withdrawn")
     if run.fleet.loads:
         state.unserved_since = None
     elif state.unserved_since is None:

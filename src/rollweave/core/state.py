@@ -130,6 +130,9 @@ class Measured(msgspec.Struct):
 class Engine(msgspec.Struct):
     id: EngineId
     degree: int = 1
+    group: int = 0  # of the configuration's engines
+    joined: bool = False  # it came while the run went on, and comes back in every later life of it
+    leaving: bool = False  # it was withdrawn: it begins nothing, and drains when it may
     draining: bool = False  # it takes no turn any more, and is removed when its last one is done
     given: int = 0  # turns so far
     crowded_at: float = 0.0  # when it last answered with more turns than slots
@@ -285,6 +288,8 @@ class Counters(msgspec.Struct):
     staleness: dict[int, int] = {}  # of what was trained: steps from its launch to its training
     inherent: dict[int, int] = {}  # of what was rolled out: versions published from its launch to its end (Laminar §6)
     evicted: int = 0  # groups that had no place in the buffer
+    engines_joined: int = 0  # that were asked for while the run went on
+    engines_left: int = 0  # that were withdrawn, and are gone
     turns: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
@@ -337,6 +342,7 @@ class State(msgspec.Struct):
     tool_s: dict[str, float] = {}  # mean seconds of an environment's step, by task domain
     next_engine: int = 0
     seats: list[int] = []  # degrees of the engines that the plan has and the fleet lacks
+    withdrawn: list[EngineId] = []  # of the configured engines: gone for good, in later lives too
     planned_at: int = 0  # step of the last allocation
     eval_queue: dict[TrajectoryId, None] = {}
     in_eval: dict[TrajectoryId, None] = {}

@@ -92,10 +92,16 @@ def in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
 
 
 def newest(run: Run, engine: Engine) -> int | None:
-    """The newest that it can load now; None where there are none. Without relays: the published ones, or none."""
+    """The newest that it can load now; None where there are none. Without relays: the published ones, or none.
+
+    Where nobody holds the published ones, as while the trainer is down: those of a checkpoint, unless its own are newer.
+    """
     state = run.state
-    if not state.machines:
-        return state.published_id if state.published_id in state.kept else None
-    relay = relay_of(run, engine)
-    held = relay.held if relay is not None else []
-    return next((found for found in reversed(held) if found in state.kept), None)
+    if state.machines:
+        relay = relay_of(run, engine)
+        found = next((held for held in reversed(relay.held) if held in state.kept), -1) if relay is not None else -1
+    else:
+        found = state.published_id if state.published_id in state.kept else -1
+    saved = max(state.saved, default=-1) if state.published_id not in state.kept else -1
+    newest = max(found, saved if saved >= engine.weights_id else -1)
+    return newest if newest >= 0 else None

@@ -54,6 +54,7 @@ class Seat:
 
     epoch: int
     degree: int
+    group: int = 0
     backend: EngineBackend | None = None
     ours: bool = False  # we are ending it, so its loss is no news
     loading: bool = False  # which has a limit of its own
@@ -92,10 +93,10 @@ class Fleet:
     def start(self, seats: Iterable[EngineSeat]) -> None:
         """Start epoch 0 of each: a world begins."""
         for seat in seats:
-            self._begin(seat.id, Seat(epoch=0, degree=seat.degree), None)
+            self._begin(seat.id, Seat(epoch=0, degree=seat.degree, group=seat.group), None)
 
     def add(self, command: StartEngine) -> None:
-        self._begin(command.engine_id, Seat(epoch=0, degree=command.degree), None)
+        self._begin(command.engine_id, Seat(epoch=0, degree=command.degree, group=command.group), None)
 
     def backend(self, engine_id: EngineId) -> EngineBackend | None:
         """The engine's living process, if it has one."""
@@ -119,7 +120,8 @@ class Fleet:
 
     def restart(self, command: RestartEngine) -> None:
         former = self._seats.get(command.engine_id)
-        self._begin(command.engine_id, Seat(epoch=command.epoch, degree=command.degree), former)
+        seat = Seat(epoch=command.epoch, degree=command.degree, group=command.group)
+        self._begin(command.engine_id, seat, former)
 
     def remove(self, command: RemoveEngine) -> None:
         seat = self._seats.pop(command.engine_id, None)
@@ -127,6 +129,7 @@ class Fleet:
             seat.ours = True
             if seat.backend is not None:
                 seat.backend.kill()
+            self._trace.instant(ENGINES, command.engine_id, "removed", self._clock())
 
     async def sample(self) -> dict[EngineId, EngineStats]:
         """The state of every engine that answers."""
@@ -165,7 +168,7 @@ class Fleet:
                 return
             started = self._clock()
             try:
-                seat.backend = self._make(EngineSeat(id=engine_id, degree=seat.degree), seat.epoch)
+                seat.backend = self._make(EngineSeat(id=engine_id, degree=seat.degree, group=seat.group), seat.epoch)
                 ready = await seat.backend.ready()
             except (EngineError, OSError) as error:
                 self._lost(engine_id, seat, str(error))

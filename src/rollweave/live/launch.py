@@ -210,7 +210,7 @@ class Processes:
 
     def engine(self, seat: EngineSeat, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
-        engine_id, engines, watchdog = seat.id, self._config.engine(seat.id), self._config.watchdog
+        engine_id, engines, watchdog = seat.id, self._config.engines[seat.group], self._config.watchdog
         spec = EngineSpec(
             id=engine_id,
             model=str(self.model_dir),

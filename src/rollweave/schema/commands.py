@@ -159,10 +159,11 @@ class Migrate(Tagged, frozen=True, kw_only=True):
 
 
 class StartEngine(Tagged, frozen=True, kw_only=True):
-    """Start an engine of parallel degree `degree`, epoch 0. → EngineJoined | EngineLost"""
+    """Start an engine of parallel degree `degree` with the settings of a group of engines, epoch 0. → EngineJoined | EngineLost"""
 
     engine_id: EngineId
     degree: int
+    group: int = 0
 
 
 class SuspendEngine(Tagged, frozen=True, kw_only=True):
@@ -194,6 +195,7 @@ class RestartEngine(Tagged, frozen=True, kw_only=True):
 
     engine_id: EngineId
     degree: int
+    group: int = 0
     epoch: int
     reason: str
 

@@ -71,15 +71,6 @@ class RunConfig(Section):
         groups = [group.model_dump(exclude=decided) for group in engines]
         return groups[0] if len(groups) == 1 else groups
 
-    def engine(self, engine_id: str) -> EngineConfig:
-        """The group of engine `e0`, `e1`, …, which are numbered through the groups; under [allocation] there is one."""
-        number = int(engine_id.removeprefix("e"))
-        for group in self.engines:
-            if self.allocation is not None or number < group.count:
-                return group
-            number -= group.count
-        raise KeyError(engine_id)
-
     def own_group_sizes(self) -> dict[str, int]:
         """Group size by task domain, of those that set their own."""
         return {task.name: task.group_size for task in self.tasks if task.group_size is not None}

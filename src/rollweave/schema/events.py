@@ -11,10 +11,14 @@ from rollweave.schema.work import Decoding, StopReason, Task
 
 
 class EngineSeat(Noun, frozen=True, kw_only=True):
-    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs that share every layer."""
+    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs that share every layer.
+
+    `group`: which one of the configuration's groups of engines, from 0, it is of.
+    """
 
     id: EngineId
     degree: int = 1
+    group: int = 0
 
 
 class RunStarted(Tagged, frozen=True, kw_only=True):
@@ -234,7 +238,7 @@ class EngineJoined(Tagged, frozen=True, kw_only=True):
 
 
 class EngineRegistered(Tagged, frozen=True, kw_only=True):
-    """Somebody offers a service one more engine."""
+    """There is to be one more engine: somebody offers it to a service, or asks a training run to start it."""
 
     engine: EngineSeat
 

@@ -33,6 +33,7 @@ class Node:
     id: EngineId
     epoch: int
     degree: int
+    group: int = 0
     engine: SimEngine | None = None
     version: int = -1
     ticket: int = 0  # of the next look at it
@@ -44,7 +45,7 @@ class Node:
 
 
 class SimFleet:
-    """`answered(engine_id, version, done)` is told of every finished turn.
+    """`settings` of each group of engines. `answered(engine_id, version, done)` is told of every finished turn.
 
     `gone(engine_id, told)` is told of every engine that ends, with the tokens that it had told of its turns.
     """
@@ -57,7 +58,7 @@ class SimFleet:
         costs: Mapping[int, EngineCosts],
         trainer: TrainerCosts,
         relays: SimRelays,
-        settings: Callable[[EngineId], EngineConfig],
+        settings: Callable[[int], EngineConfig],
         trace: Trace | None,
     ) -> None:
         self._clock, self._post, self._costs, self._trainer, self._settings = clock, post, costs, trainer, settings
@@ -74,16 +75,18 @@ class SimFleet:
     def start(self, seats: Sequence[e.EngineSeat]) -> None:
         """Start engines: at once, since a run's own beginning is not what is studied."""
         for seat in seats:
-            self.nodes[seat.id] = node = Node(id=seat.id, epoch=0, degree=seat.degree)
+            self.nodes[seat.id] = node = Node(id=seat.id, epoch=0, degree=seat.degree, group=seat.group)
             self._starting(node, 0.0)
 
     def add(self, command: c.StartEngine) -> None:
-        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=0, degree=command.degree)
+        node = Node(id=command.engine_id, epoch=0, degree=command.degree, group=command.group)
+        self.nodes[command.engine_id] = node
         self._starting(node, RESTART_S)
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
-        self.nodes[command.engine_id] = node = Node(id=command.engine_id, epoch=command.epoch, degree=command.degree)
+        node = Node(id=command.engine_id, epoch=command.epoch, degree=command.degree, group=command.group)
+        self.nodes[command.engine_id] = node
         self._starting(node, RESTART_S)
 
     def remove(self, command: c.RemoveEngine) -> None:
@@ -204,7 +207,7 @@ class SimFleet:
             return
         begun, reader, writer = self._clock.now, source.engine, target.engine
         blocks, weights = reader.export_kv(begun, key, shared_key), reader.weights_id
-        tokens = blocks * self._settings(source.id).block_tokens
+        tokens = blocks * self._settings(source.group).block_tokens
 
         def arrived() -> None:
             if source.engine is not reader or target.engine is not writer:
@@ -213,7 +216,7 @@ class SimFleet:
                 self._post(msgspec.structs.replace(done, error="the engines have different weights"))
             else:
                 found = writer.import_kv(self._clock.now, key, shared_key, blocks)
-                self._post(msgspec.structs.replace(done, moved_tokens=found * self._settings(target.id).block_tokens))
+                self._post(msgspec.structs.replace(done, moved_tokens=found * self._settings(target.group).block_tokens))
 
         self._clock.after(reader.cost.move_s(tokens), arrived)
 
@@ -235,7 +238,7 @@ class SimFleet:
         self._touch(node)
 
     def _starting(self, node: Node, seconds: float) -> None:
-        cost, settings = self._costs[node.degree], self._settings(node.id)
+        cost, settings = self._costs[node.degree], self._settings(node.group)
 
         def joined() -> None:
             node.engine = SimEngine(

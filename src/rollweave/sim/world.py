@@ -86,7 +86,7 @@ class World:
             costs=engine_costs,
             trainer=trainer_cost,
             relays=self.relays,
-            settings=config.engine,
+            settings=config.engines.__getitem__,
             trace=trace,
         )
         self.serverless = Serverless() if section(config).serverless else None
