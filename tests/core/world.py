@@ -7,7 +7,7 @@ import heapq
 import random
 
 from rollweave.core.core import Core
-from rollweave.core.seats import first_seats
+from rollweave.core.seats import first_seats, next_id
 from rollweave.core.weights import MOST
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -18,8 +18,18 @@ from rollweave.schema.work import Limits, StopReason, Task
 
 
 class World:
-    def __init__(self, config: RunConfig, seed: int, *, failure: float = 0.0, spread: float = 1.0, hang: float = 0.0) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: RunConfig,
+        seed: int,
+        *,
+        failure: float = 0.0,
+        spread: float = 1.0,
+        hang: float = 0.0,
+        restless: float = 0.0,
+    ) -> None:
+        """`restless`: by how many events that share engines are asked for, and withdrawn."""
+        self.config, self.restless = config, restless
         self.core = Core(config)
         self.random = random.Random(seed)
         self.failure, self.spread, self.hang = failure, spread, hang
@@ -41,6 +51,7 @@ class World:
         self.trained_versions: list[tuple[int, int]] = []
         self.initiated: dict[str, int] = {}
         self.seats = {str(seat.id): seat.degree for seat in first_seats(config)}
+        self.names = {*self.seats}  # of all engines that there ever were
         self.engine_epoch: dict[str, int] = dict.fromkeys(self.seats, 0)
         self.engine_version: dict[str, int] = {}
         self.trainer_epoch = 0
@@ -117,7 +128,22 @@ class World:
             assert self.finish is None, f"{command} after Finish"
             self.execute(command)
 
+    def change_fleet(self) -> None:
+        """One more engine, or one less; what is asked for may be refused, or said twice."""
+        state = self.core.state
+        if self.random.random() < 0.5 and len(state.engines) < 5:
+            name = next_id(state)
+            event: e.Event | None = e.EngineRegistered(engine=e.EngineSeat(id=name)) if name is not None else None
+        else:
+            name = self.random.choice(list(state.engines)) if state.engines else None
+            event = e.EngineWithdrawn(engine_id=name, drain=self.random.random() < 0.7) if name is not None else None
+        if event is not None:
+            for _ in range(self.random.choice([1, 1, 2])):
+                self.later(event)
+
     def step(self) -> None:
+        if self.restless and self.random.random() < self.restless:
+            self.change_fleet()
         if self.timer is not None and (not self.heap or self.timer <= self.heap[0][0]):
             self.now, self.timer = max(self.now, self.timer), None
             self.feed(e.TimerFired())
@@ -319,7 +345,8 @@ class World:
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
             case c.StartEngine():
-                assert command.engine_id not in self.seats, "an engine id is used again"
+                assert command.engine_id not in self.names, "an engine id is used again"
+                self.names.add(command.engine_id)
                 self.seats[command.engine_id] = command.degree
                 self.engine_epoch[command.engine_id] = 0
                 self.join(command.engine_id)

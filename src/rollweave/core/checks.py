@@ -6,7 +6,8 @@ from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, GroupStatus, RelayStatus, Stage, TrainerStatus
+from rollweave.core.seats import number_of, staying
+from rollweave.core.state import EngineStatus, GroupStatus, Phase, RelayStatus, Stage, TrainerStatus
 from rollweave.core.weights import MOST, machine_of, needed
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
@@ -25,6 +26,7 @@ def check(run: Run) -> None:
     _check_pace(run)
     _check_service(run)
     _check_weights(run)
+    _check_fleet(run)
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
 
@@ -160,6 +162,21 @@ def _check_weights(run: Run) -> None:
     for engine in state.engines.values():
         machine = machine_of(run, engine)
         assert machine is None or f"r{machine}" in state.relays, f"{engine.id} is on a machine that was given up"
+
+
+def _check_fleet(run: Run) -> None:
+    """Numbers of engines are used once; who leaves begins nothing, and is never the last of a training run."""
+    state = run.state
+    if state.serving or state.phase is Phase.FINISHED:
+        return
+    engines = list(state.engines.values())
+    assert all(number_of(engine.id) < state.next_engine for engine in engines), state.next_engine
+    assert not {*state.withdrawn} & state.engines.keys(), f"{state.withdrawn} were withdrawn for good"
+    leaving = [engine for engine in engines if engine.leaving]
+    assert not leaving or staying(state, leaving[0]), f"all engines leave: {leaving}"
+    for engine in leaving:
+        assert run.alone or engine.draining, f"{engine} takes turns"
+        assert engine.status is not EngineStatus.STARTING or not engine.active, engine
 
 
 def _check_service(run: Run) -> None:
