@@ -169,6 +169,22 @@ def trace(
 
 
 @app.command()
+def engines(
+    run: Run,
+    add: Annotated[int | None, typer.Option(min=1, max=64, metavar="N", help="Start so many more.")] = None,
+    group: Annotated[int, typer.Option(min=0, help="With --add: which of several [[engines]] they are like, from 0.")] = 0,
+    remove: Annotated[str | None, typer.Option(metavar="ENGINE", help="Do without this one: it ends what it began.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="With --remove: at once; its turns go on elsewhere.")] = False,
+    json_: Json = False,
+) -> None:
+    """List the engines of RUN while it trains, and have more of them, or fewer."""
+    with reported():
+        from rollweave.cli.engines import engines as work
+
+        work(run, add=add, group=group, remove=remove, now=now, as_json=json_)
+
+
+@app.command()
 def report(run: Run) -> None:
     """Write RUN's report: one HTML file that needs nothing else."""
     with reported():

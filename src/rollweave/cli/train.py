@@ -59,6 +59,8 @@ def conclude(summary: Summary, directory: Path) -> None:
     if summary.best_step is not None:
         table.add_row("best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}")
     table.add_row("trajectories", describe(summary.account))
+    if any(summary.engines.values()):
+        table.add_row("engines", _counts(summary.engines))
     if did := scheduled(summary.scheduling):
         table.add_row("scheduling", did)
     table.add_row("stopped", _counts(summary.stop_reasons))

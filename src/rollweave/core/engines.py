@@ -174,9 +174,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     if run.alone:
         pace.left(run, engine)
     turns.leave(run, engine)
-    command = RestartEngine(
-        engine_id=engine.id, degree=engine.degree, group=engine.group, epoch=engine.epoch, reason=reason
-    )
+    command = RestartEngine(engine_id=engine.id, degree=engine.degree, group=engine.group, epoch=engine.epoch, reason=reason)
     run.emit(command)
 
 

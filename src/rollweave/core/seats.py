@@ -83,10 +83,9 @@ def cannot_join(config: RunConfig, state: State, seat: EngineSeat) -> str:
         return "[allocation] decides which engines there are: resume the run with a larger allocation.budget"
     if seat.group >= len(config.engines):
         return f"there are {len(config.engines)} groups of engines, numbered from 0, and no group {seat.group}"
-    number = number_of(seat.id)
-    if number < state.next_engine:
+    if number_of(seat.id) < state.next_engine:
         return f"{seat.id} was the name of another engine"
-    if state.machines and f"r{number % state.machines}" not in state.relays:
+    if state.machines and f"r{machine_of(state, seat.id)}" not in state.relays:
         return f"the machine of {seat.id} was given up"
     return ""
 
@@ -111,6 +110,11 @@ def staying(state: State, engine: Engine) -> list[Engine]:
 def number_of(engine_id: EngineId) -> int:
     """Of engine e0, e1, …"""
     return int(engine_id.removeprefix("e"))
+
+
+def machine_of(state: State, engine_id: EngineId) -> int | None:
+    """The machine that the engine is on; None without relays."""
+    return number_of(engine_id) % state.machines if state.machines else None
 
 
 def _name(number: int) -> EngineId:

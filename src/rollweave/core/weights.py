@@ -8,6 +8,7 @@ version, and of earlier ones those that are `needed`; `state.saved` has no versi
 
 from collections.abc import Container
 
+from rollweave.core import seats
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
 
@@ -65,8 +66,7 @@ def uncover(run: Run, *, but: Container[int]) -> None:
 
 def machine_of(run: Run, engine: Engine) -> int | None:
     """The machine that the engine is on; None without relays."""
-    machines = run.state.machines
-    return int(engine.id.removeprefix("e")) % machines if machines else None
+    return seats.machine_of(run.state, engine.id)
 
 
 def relay_of(run: Run, engine: Engine) -> Relay | None:

@@ -173,6 +173,7 @@ class _Start:
             open_predictor=processes.predictor(),
             make_episode=episodes.make,
             progress=self._progress,
+            control=self._run.control,
         )
         return world, begun_with(config, begun.core.state)
 

@@ -7,6 +7,7 @@ before `run` returns; what the user did not ask for and the core did not decide 
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rollweave.backends.base import EngineBackend
 from rollweave.core.core import Core
@@ -14,6 +15,7 @@ from rollweave.core.state import Phase
 from rollweave.live.base import LiveWorld
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
+from rollweave.live.control import Control
 from rollweave.live.effects import Draws
 from rollweave.live.fleet import SILENCE_S
 from rollweave.live.metrics import Metrics, Progress
@@ -27,7 +29,16 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.trace import Trace
 from rollweave.rollout.driver import MakeEpisode
 from rollweave.rollout.store import TrajectoryStore
-from rollweave.schema.commands import Command, Deliver, MarkBest, RecordEvaluation, TrainStep, Warn
+from rollweave.schema.commands import (
+    Command,
+    Deliver,
+    MarkBest,
+    RecordEvaluation,
+    RemoveEngine,
+    StartEngine,
+    TrainStep,
+    Warn,
+)
 from rollweave.schema.config import RunConfig
 from rollweave.schema.events import EngineSeat, Event, StopRequested
 from rollweave.schema.sections import ModeName
@@ -69,6 +80,7 @@ class World(LiveWorld):
         make_episode: MakeEpisode,
         open_predictor: OpenLink,
         progress: Progress,
+        control: Path,
         compact_bytes: int = COMPACT_BYTES,
     ) -> None:
         super().__init__(
@@ -114,6 +126,14 @@ class World(LiveWorld):
             trace=trace,
         )
         self.predictor = PredictorSeat(open_predictor, post=self.pump.post, warned=self.warned)
+        self._control = Control(
+            control,
+            config=config,
+            state=lambda: core.state,
+            post=self.pump.post,
+            tasks=self._tasks,
+            warned=self.warned,
+        )
         self._predicts = scheduling(config.rollout).predicts
         self._effects = self._make_effects(
             seat=self.seat, relays=self.relays, predictor=self.predictor, draws=draws, listener=self
@@ -130,6 +150,7 @@ class World(LiveWorld):
                     self.seat.start(0)
                 if self._predicts:
                     self.predictor.start()
+                self._control.open()
                 await self.pump.run()
                 await asyncio.gather(self.fleet.close(), self.relays.close(), self.seat.close())
             finally:
@@ -167,6 +188,9 @@ class World(LiveWorld):
         if self.core.state.phase is not self._phase:
             self._phase = self.core.state.phase
             self._progress.phase(PHASES[self._phase])
+        if isinstance(command, StartEngine | RemoveEngine):
+            change = "starts" if isinstance(command, StartEngine) else "is removed"
+            self._metrics.event("engine", engine=command.engine_id, change=change)
         super()._execute(command)
 
     def _finish(self, error: str) -> None:

@@ -32,6 +32,7 @@ class RunDir:
         self.trace = path / "trace.json"
         self.summary = path / "summary.json"
         self.lock = path / "lock"
+        self.control = path / "control.sock"
         self._fd = -1
 
     @classmethod

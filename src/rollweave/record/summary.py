@@ -18,7 +18,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     """`success_rate` and `eval_episodes` are those of the final evaluation, or of the last periodic one where there is none.
 
     `tokens` counts sampled tokens; `wall_s` is the run's time over all its lives; `error` is empty where all went well;
-    `interrupted` says that the user asked for the end.
+    `interrupted` says that the user asked for the end. `engines` counts those that joined the run, and that were withdrawn.
     """
 
     success_rate: dict[str, float]
@@ -34,6 +34,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     best_step: int | None = None
     retried: dict[str, int]
     watchdog: dict[str, int]
+    engines: dict[str, int] = msgspec.field(default_factory=dict)
     idle: dict[str, dict[str, float]]
     scheduling: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
@@ -63,6 +64,7 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         best_step=state.best_step,
         retried=dict(counters.retried),
         watchdog=dict(counters.watchdog),
+        engines={"joined": counters.engines_joined, "left": counters.engines_left},
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
         scheduling=msgspec.structs.asdict(counters.scheduling),
         error=state.error,

@@ -196,11 +196,12 @@ def _accounting(data: RunData) -> str:
     verdict = "every trajectory is accounted for" if parts == account["started"] else "the books do not balance"
     extra = [
         [f"{what}: {name.replace('_', ' ')}", number(count)]
-        for what in ("retried", "watchdog")
+        for what in ("retried", "watchdog", "engines")
         for name, count in sorted(data.summary.get(what, {}).items())
+        if count
     ]
     note = f"<p>started = trained + dropped + cancelled + buffered: <b>{verdict}</b>.</p>"
-    more = f"<h3>Retries and the watchdog</h3>{_table(['what', 'count'], extra)}" if extra else ""
+    more = f"<h3>Retries, the watchdog, and engines that came and went</h3>{_table(['what', 'count'], extra)}" if extra else ""
     return f"{note}{_table(['trajectories', 'count'], rows)}{more}"
 
 

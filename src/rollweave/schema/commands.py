@@ -159,7 +159,7 @@ class Migrate(Tagged, frozen=True, kw_only=True):
 
 
 class StartEngine(Tagged, frozen=True, kw_only=True):
-    """Start an engine of parallel degree `degree` with the settings of a group of engines, epoch 0. → EngineJoined | EngineLost"""
+    """Start an engine of parallel degree `degree`, like those of its group, epoch 0. → EngineJoined | EngineLost"""
 
     engine_id: EngineId
     degree: int

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.core.core import Core
+from rollweave.core.seats import next_id
 from rollweave.core.state import Phase
 from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.summary import AccountError, summarize
@@ -22,7 +23,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.books import Books
-from rollweave.sim.scenarios import KINDS, RELAY_KINDS, STORM_S, Failing, rates, scenario
+from rollweave.sim.scenarios import FLEET_KINDS, KINDS, LARGEST_FLEET, RELAY_KINDS, STORM_S, Failing, rates, scenario
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import StuckError, World, workloads_of
 
@@ -187,9 +188,11 @@ class Chaos:
     def _strike(self) -> None:
         if self.world.over is not None or self.world.clock.now > self._rates.until_s:
             return
-        kinds = {**KINDS, **RELAY_KINDS} if self._config.weights.relays else KINDS
+        relayed, planned = self._config.weights.relays > 0, self._config.allocation is not None
+        kinds = {**KINDS, **(RELAY_KINDS if relayed else {}), **({} if planned else FLEET_KINDS)}
         kind = self._random.choices(list(kinds), weights=list(kinds.values()))[0]
-        if self._strike_engine(kind) or self._strike_relay(kind) or self._strike_other(kind):
+        struck = self._strike_engine, self._change_fleet, self._strike_relay, self._strike_other
+        if any(strike(kind) for strike in struck):
             self.faults[kind] += 1
         self._plan_next()
 
@@ -212,6 +215,22 @@ class Chaos:
             case _:
                 return False
         return True
+
+    def _change_fleet(self, kind: str) -> bool:
+        """Somebody asks for one more engine, or for one less. That may be late, said twice, and refused."""
+        draw, state = self._random, self.world.core.state
+        if kind == "engine joins" and len(state.engines) < LARGEST_FLEET:
+            group, name = draw.randrange(len(self._config.engines)), next_id(state)
+            if name is None:
+                return False
+            seat = e.EngineSeat(id=name, degree=self._config.engines[group].degree, group=group)
+            self.world.post(e.EngineRegistered(engine=seat))
+            return True
+        if kind == "engine leaves" and state.engines:
+            engine_id = draw.choice(list(state.engines))
+            self.world.post(e.EngineWithdrawn(engine_id=engine_id, drain=draw.random() < 0.7))
+            return True
+        return False
 
     def _strike_relay(self, kind: str) -> bool:
         draw, relays = self._random, self.world.relays

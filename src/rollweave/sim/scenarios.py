@@ -39,8 +39,14 @@ A silent process is gone and nobody says so; of an engine whose heartbeat is los
 works on.
 """
 
+FLEET_KINDS = {"engine joins": 2, "engine leaves": 2}
+"""Where no plan decides which engines there are. No faults, but at no better moments."""
+
 RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "take refused": 3}
-"""The same, in runs with relays."""
+"""The same as KINDS, in runs with relays."""
+
+LARGEST_FLEET = 6
+"""Engines beyond which none joins."""
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 PACED = MODES[:-1]

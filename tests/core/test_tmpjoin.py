@@ -1,0 +1,259 @@
+"""Engines that come and go while a run trains: in every mode and phase, with relays, and over lives of the controller."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.core import Core
+from rollweave.core.seats import begun_with, first_seats, next_id
+from rollweave.core.state import EngineStatus, Phase
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
+from tests.core.test_pace import E0, E1, E2, Hand, apart, made
+from tests.core.test_relays import Desk
+from tests.core.world import World
+
+
+def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.EngineRegistered:
+    assert name is not None
+    return e.EngineRegistered(engine=e.EngineSeat(id=name, degree=degree, group=group))
+
+
+def restart(world: World) -> None:
+    """The controller is lost, and its world begins with the engines that it ought to have."""
+    world.heap.clear()
+    world.timer, world.finish = None, None
+    world.core = Core.restore(world.core.snapshot(), world.config)
+    seats = begun_with(world.config, world.core.state)
+    world.seats = {str(seat.id): seat.degree for seat in seats}
+    world.engine_epoch = dict.fromkeys(world.seats, 0)
+    world.engine_version.clear()
+    world.feed(e.WorldLost(engines=seats, relays=world.begin_relays()))
+    if world.finish is None:
+        for name in world.engine_epoch:
+            world.join(name)
+        for name in world.relay_epoch:
+            world.join_relay(name)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from([*MODES, "decoupled", "decoupled"]),
+    scheduling=st.sampled_from(sorted(SCHEDULINGS)),
+    failure=st.sampled_from([0.0, 0.0, 0.05]),
+    relays=st.sampled_from([0, 0, 2]),
+    kills=st.lists(st.integers(1, 300), max_size=2),
+)
+def test_any_run_whose_engines_come_and_go_ends_accounted_for(
+    seed: int, mode: str, scheduling: str, failure: float, relays: int, kills: list[int]
+) -> None:
+    """The world never gives it an engine that it has not asked for, and `check` holds after each event."""
+    run = {"rollout": SCHEDULINGS[scheduling], "eval": {"every": 2}, "weights": {"relays": relays}}
+    world = World(config(mode, **run, watchdog={"restarts": 1000}), seed, failure=failure, restless=0.05)
+    world.start()
+    for kill in kills:
+        for _ in range(kill):
+            if world.finish is None:
+                world.step()
+        state = world.core.state
+        joined = sum(engine.joined and not engine.leaving for engine in state.engines.values())
+        gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving and not engine.joined)}
+        restart(world)
+        state = world.core.state
+        assert len(state.engines) == (len(first_seats(world.config)) - len(gone) + joined or 2)
+    while world.finish is None:
+        assert world.handled < 60_000, f"no end: {world.core.state.phase}"
+        world.step()
+    assert world.finish.error == "" or failure
+    books = world.core.account()
+    assert books.balanced
+    assert books.in_flight == 0
+    everything = [member for ids in world.trained.values() for member in ids]
+    assert len(everything) == len(set(everything))
+
+
+def test_a_run_does_have_engines_that_come_and_go() -> None:
+    """Else the test above shows nothing."""
+    world = World(config("decoupled", steps=8), seed=2, restless=0.05)
+    world.run()
+    counters = world.core.state.counters
+    assert counters.engines_joined > 3
+    assert counters.engines_left > 3
+    turns = {turn.engine_id for out in world.commands for turn in out if isinstance(turn, c.StartTurn)}
+    assert len(turns) > 2, "none that came was given a turn"
+
+
+# Joining.
+
+
+def test_an_engine_that_joins_is_stale_until_loaded_and_gets_a_batch_of_its_own() -> None:
+    hand = Hand(made(engines=1))
+    state = hand.core.state
+    hand.feed(registered(next_id(state)))
+    assert state.engines[E1].status is EngineStatus.STARTING
+    assert hand.on(E1) == []
+    hand.join(E1)
+    assert (state.engines[E1].status, state.engines[E1].version) == (EngineStatus.SERVING, 0)
+    assert hand.loads[-1].engine_id == E1
+    assert len(hand.on(E1)) == 2, "its batch"
+    hand.feed(registered(E1))  # said twice
+    assert [engine.id for engine in state.engines.values()] == [E0, E1]
+    assert state.counters.engines_joined == 1
+
+
+def test_an_engine_that_joins_has_a_machine_that_lives() -> None:
+    desk = Desk(3, restarts=0).up()
+    desk.publish()
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 0)
+    desk.engines_up()
+    for engine in ("e0", "e1", "e2"):
+        desk.tell(e.WeightsLoaded(engine_id=EngineId(engine), epoch=0, version=0, weights_id=0))
+    desk.tell(e.RelayLost(relay_id="r0", epoch=0, error="killed"))
+    state = desk.core.state
+    assert list(state.engines) == [EngineId("e1"), EngineId("e2")]
+    assert desk.tell(registered(EngineId("e3"))) == [], "e3 would be on machine 0"
+    assert next_id(state) == "e4"
+    started = [command for command in desk.tell(registered(EngineId("e4"))) if isinstance(command, c.StartEngine)]
+    assert [command.engine_id for command in started] == ["e4"]
+    (load,) = desk.tell(e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9))
+    assert isinstance(load, c.LoadWeights)
+
+
+def test_an_engine_of_another_group_has_its_settings() -> None:
+    made_of = config("bounded").model_copy(update={"engines": config("bounded").engines * 2})
+    core = Core(made_of)
+    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
+    started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
+    assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
+    assert not any(isinstance(found, c.StartEngine) for found in core.handle(1.0, registered(EngineId("e5"), group=2)))
+
+
+def test_where_a_plan_decides_nobody_else_does() -> None:
+    made_of = config("bounded", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)
+    core = Core(made_of)
+    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    before = list(core.state.engines)
+    core.handle(0.0, registered(next_id(core.state)))
+    core.handle(0.0, e.EngineWithdrawn(engine_id=E0, drain=True))
+    assert list(core.state.engines) == before
+    assert not core.state.engines[E0].draining
+
+
+def test_an_engine_that_joins_while_the_trainer_is_down_begins_with_the_newest_checkpoint() -> None:
+    hand = Hand(made(run={"checkpoint_every": 1}))
+    state = hand.core.state
+    apart(hand)
+    assert (state.published_version, max(state.saved.values())) == (1, 1)
+    hand.lose_trainer()
+    hand.feed(registered(E2))
+    hand.join(E2)
+    assert (hand.loads[-1].engine_id, hand.loads[-1].from_checkpoint) == (E2, 1)
+    assert state.engines[E2].version == 1
+    assert len(hand.on(E2)) == 2
+    hand.restore_trainer(1)
+    for name in hand.on(E2):
+        hand.end(name)
+    assert state.engines[E2].weights_id == state.published_id, "it goes on with the trainer"
+
+
+def test_an_engine_may_join_for_the_final_evaluation() -> None:
+    world = World(config("sync", steps=1), seed=3)
+    world.start()
+    while world.core.state.phase is not Phase.EVALUATING:
+        world.step()
+    world.feed(registered(E2))
+    while world.finish is None:
+        world.step()
+    assert world.finish.error == ""
+    assert any(isinstance(command, c.LoadWeights) and command.engine_id == E2 for out in world.commands for command in out)
+
+
+# Leaving.
+
+
+def test_an_engine_that_leaves_ends_what_it_began_and_nothing_else() -> None:
+    hand = Hand(made())
+    mine = hand.on(E1)
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
+    state = hand.core.state
+    assert set(hand.on(E1)) == set(mine)
+    hand.end(mine[0])
+    assert hand.on(E1) == [mine[1]], "it begins nothing"
+    hand.done(mine[1])
+    hand.feed(hand.asks(mine[1]))
+    assert hand.on(E1) == [mine[1]], "its next turn is still there"
+    hand.end(mine[1])
+    assert list(state.engines) == [E0]
+    assert (state.counters.engines_left, state.withdrawn) == (1, [E1])
+    assert state.trajectories[mine[0]].attempt == state.trajectories[mine[1]].attempt == 0
+
+
+def test_an_engine_that_is_to_leave_at_once_gives_its_turns_to_others() -> None:
+    hand = Hand(made())
+    mine = hand.on(E1)
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
+    assert list(hand.core.state.engines) == [E0]
+    for name in hand.on(E0):
+        hand.end(name)
+    assert set(mine) <= set(hand.on(E0))
+    assert all(hand.core.state.trajectories[name].attempt == 0 for name in mine)
+
+
+def test_what_a_lost_engine_leaves_goes_rather_to_one_that_stays() -> None:
+    hand = Hand(made(engines=3))
+    orphans = hand.on(E2)
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
+    hand.lose(E2)
+    homes = {hand.core.state.trajectories[name].home for name in orphans}
+    assert homes == {E0}
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_the_last_engine_stays(drain: bool) -> None:
+    hand = Hand(made(engines=1))
+    hand.feed(e.EngineWithdrawn(engine_id=E0, drain=drain))
+    hand.feed(registered(E1))
+    hand.feed(e.EngineWithdrawn(engine_id=E0, drain=drain))
+    assert not hand.core.state.engines[E0].leaving, "the other one has no weights yet"
+    hand.join(E1)
+    hand.feed(e.EngineWithdrawn(engine_id=E0, drain=drain))
+    engine = hand.core.state.engines.get(E0)
+    assert engine is None or engine.leaving
+
+
+def test_whoever_is_to_leave_stays_where_all_others_are_lost() -> None:
+    hand = Hand(made(watchdog={"restarts": 0}))
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=True))
+    hand.lose(E0)
+    state = hand.core.state
+    assert list(state.engines) == [E1]
+    assert not state.engines[E1].leaving
+    assert state.counters.watchdog["engine_stays"] == 1
+    for name in hand.on(E1):
+        hand.end(name)
+    assert len(hand.on(E1)) == 2, "it begins others again"
+
+
+# Later lives.
+
+
+def test_later_lives_have_the_engines_that_were_asked_for() -> None:
+    made_of = config("bounded", engines={"count": 3})
+    core = Core(made_of)
+    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    for name in ("e3", "e4", "e5"):
+        core.handle(0.0, registered(EngineId(name)))
+    for name in ("e1", "e4"):
+        core.handle(0.0, e.EngineWithdrawn(engine_id=EngineId(name), drain=True))
+    assert [seat.id for seat in begun_with(made_of, core.state)] == ["e0", "e2", "e3", "e5"]
+    core.handle(1.0, e.WorldLost(engines=begun_with(made_of, core.state)))
+    core.check()
+    assert next_id(core.state) == "e6"
+    larger = config("bounded", engines={"count": 5})
+    again = begun_with(larger, core.state)
+    assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], "a number of the configuration is not taken"
