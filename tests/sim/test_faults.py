@@ -14,7 +14,7 @@ from rollweave.sim import faults
 from rollweave.sim.books import Books
 from rollweave.sim.faults import Report, search
 from rollweave.sim.rollouts import Scored
-from rollweave.sim.scenarios import KINDS, MODES, rates, scenario
+from rollweave.sim.scenarios import FLEET_KINDS, KINDS, MODES, rates, scenario
 
 SEEDS = 50
 BLOCK = 10
@@ -38,6 +38,11 @@ def test_every_mode_and_every_fault_comes_up() -> None:
     others = {f"message {what}" for what in ("lost", "doubled", "delayed", "reordered")}
     others |= {"environment fails", "environment hangs", "environment slow", "reward fails", "reward hangs"}
     assert set(KINDS) | others <= seen
+
+
+def test_engines_join_and_leave_where_each_keeps_to_its_own_pace() -> None:
+    seeds = [seed for seed in range(SEEDS) if scenario(seed).rollout.mode == "decoupled"]
+    assert any(set(FLEET_KINDS) <= search(seed).faults.keys() for seed in seeds)
 
 
 def calm() -> int:

@@ -139,7 +139,7 @@ class Referee:
             case e.WeightsLoaded() | e.WeightsLoadFailed():
                 self._engine(event, "load")
             case e.EngineLost():
-                self._engine(event, *({self.engines[event.engine_id][1]}))
+                self._engine(event, self.engines.get(event.engine_id, (-1, ""))[1])
                 for attempt in [attempt for attempt in self.open if self.with_[attempt] == event.engine_id]:
                     self.aborted.add((*attempt, *self.open.pop(attempt)))  # what it still said comes late
             case e.RelayJoined():
@@ -164,7 +164,7 @@ class Referee:
                 self._trainer(event, "save")
             case e.TrainerLost():
                 self._trainer(event, self.trainer[1])
-            case e.StopRequested():
+            case e.StopRequested() | e.EngineRegistered() | e.EngineWithdrawn():
                 pass
             case _:
                 raise AssertionError(f"nobody judges {event}")
@@ -190,7 +190,7 @@ class Referee:
                 self.answered[attempt] = event.turn
 
     def _engine(self, event: OfEngine, *owed: str) -> None:
-        epoch, owes = self.engines[event.engine_id]
+        epoch, owes = self.engines.get(event.engine_id, (-1, ""))
         if event.epoch == epoch:
             assert owes in owed, f"{event} while it owes {owes or 'nothing'}"
             self.engines[event.engine_id] = (epoch, "")

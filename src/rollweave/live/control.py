@@ -2,7 +2,7 @@
 
 One connection is one line of JSON there and one back (`schema/control`). Invariants: only the run's own user can connect; what
 is asked for happens in the core alone, by events, and is in the journal before it is answered; nobody who connects and says
-nothing, too much, or nonsense holds up the run or anybody else; the run goes on where there can be no such socket.
+nothing, too much, or nonsense holds up the run, or anybody else for long; the run goes on where there can be no such socket.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ REPLY_BYTES = 1 << 20
 """Of an answer, at most: some thousands of engines."""
 
 AT_ONCE = 8
-"""Connections that are served at one time; another is closed without a word."""
+"""Connections that are served at one time, and as many that wait in the kernel."""
 
 SAY_S = 5.0
 """That one side may take to say its line, and the core to hear of it."""
@@ -48,7 +48,7 @@ class Post(Protocol):
 
 
 class Control:
-    """The socket at `path`, in a directory that is ours alone: `open` begins to listen, as a task of `tasks`."""
+    """The socket at `path`, in a directory that is ours alone: `open` begins to listen; `close` when `tasks` are over."""
 
     def __init__(
         self,
@@ -62,7 +62,8 @@ class Control:
     ) -> None:
         self._path, self._config, self._state, self._post = path, config, state, post
         self._tasks, self._warned = tasks, warned
-        self._serving = 0
+        self._sockets: set[socket.socket] = set()
+        self._places = asyncio.Semaphore(AT_ONCE)
         self._in_turn = asyncio.Lock()  # so that no two are given the same name
 
     def open(self) -> None:
@@ -73,39 +74,44 @@ class Control:
             text = f"`rollweave engines` cannot reach this run: no socket at {self._path}: {error}"
             self._warned(Warn(component="control", message=text))
         else:
+            self._sockets.add(listener)
             self._tasks.spawn(self._accept(listener), "control")
+
+    def close(self) -> None:
+        """Nobody listens any more, nor is anything left. A task that was cancelled before it began closes nothing itself."""
+        if self._sockets:
+            with contextlib.suppress(OSError):  # the next life replaces it
+                self._path.unlink()
+        for one in self._sockets:
+            one.close()
+        self._sockets.clear()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with listener:
+        while True:
+            await self._places.acquire()
             try:
-                while True:
-                    try:
-                        connection, _ = await loop.sock_accept(listener)
-                    except OSError:  # we have no more files, or they have gone already
-                        await asyncio.sleep(1.0)
-                        continue
-                    connection.setblocking(False)
-                    if self._serving < AT_ONCE:
-                        self._serving += 1
-                        self._tasks.spawn(self._serve(connection), "control request")
-                    else:
-                        connection.close()
-            finally:
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:  # we have no more files, or they have gone already
+                self._places.release()
+                await asyncio.sleep(1.0)
+                continue
+            connection.setblocking(False)
+            self._sockets.add(connection)
+            self._tasks.spawn(self._serve(connection), "control request")
 
     async def _serve(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
-            with connection, contextlib.suppress(OSError):  # TimeoutError too: whoever it was has gone, or says nothing
+            with connection, contextlib.suppress(OSError):  # a TimeoutError is one: it has gone, or says nothing
                 async with asyncio.timeout(SAY_S):
                     line = await _line(connection)
                 reply = _encode.encode(await self._answer(line)) + b"\n"
                 async with asyncio.timeout(SAY_S):
                     await loop.sock_sendall(connection, reply)
         finally:
-            self._serving -= 1
+            self._sockets.discard(connection)
+            self._places.release()
 
     async def _answer(self, line: bytes) -> ControlReply:
         if len(line) > LINE_BYTES or not line.endswith(b"\n"):

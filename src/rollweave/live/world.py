@@ -5,6 +5,7 @@ before `run` returns; what the user did not ask for and the core did not decide 
 """
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,6 +142,10 @@ class World(LiveWorld):
 
     async def run(self, first: Event, *, engines: Sequence[EngineSeat], fresh: bool) -> str:
         """Begin with event `first`, and live until the core says `Finish`; its error, or "" where all went well."""
+        with contextlib.closing(self._control):
+            return await self._run(first, engines, fresh=fresh)
+
+    async def _run(self, first: Event, engines: Sequence[EngineSeat], *, fresh: bool) -> str:
         async with self._tasks:
             try:
                 self.pump.post(first)

@@ -1,0 +1,39 @@
+"""`rollweave engines`: what may be asked together, and of what."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_main import say
+from tests.report.synthetic import write_run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none"], "RUN must be a run directory or a name in runs/, got 'none'"),
+        (["lake"], "RUN must be a run that is going on, and none is in"),
+        (["lake", "--add", "1"], "RUN must be a run that is going on, and none is in"),
+        (["lake", "--add", "1", "--remove", "e0"], "--add and --remove must not be given together"),
+        (["lake", "--remove", "e0", "--group", "1"], "--group must go with --add"),
+        (["lake", "--now"], "--now must go with --remove"),
+    ],
+)
+@pytest.mark.parametrize("killed", [False, True])
+def test_wrong_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = write_run(tmp_path / "runs" / "lake", steps=1)
+    if killed:  # it leaves its socket behind
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(run.control))
+    code, text, errors = say("engines", *arguments)
+    assert (code, text, len(errors)) == (2, "", 1)
+    assert words in errors[0]
+
+
+@pytest.mark.parametrize("count", ["0", "65", "many"])
+def test_how_many_may_be_added(count: str) -> None:
+    assert say("engines", "lake", "--add", count)[0] == 2

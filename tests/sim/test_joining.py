@@ -1,0 +1,59 @@
+"""Engines that join and leave a simulated run in mid-training: the contract is kept, and who joins works."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollweave.core.seats import next_id
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.config import RunConfig
+from rollweave.schema.sections import ModeName
+from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.world import World
+from tests.sim.test_world import config
+from tests.worlds.referee import Referee
+
+
+class Kept:
+    """A journal in memory."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[float, e.Event, list[c.Command]]] = []
+
+    def append(self, now: float, event: e.Event, commands: Sequence[c.Command]) -> None:
+        self.lines.append((now, event, list(commands)))
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+@pytest.mark.parametrize("mode", list(ModeName))
+def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
+    """One joins after the first step, and the first one leaves once it serves."""
+    made = RunConfig.model_validate({**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}})
+    journal = Kept()
+    metrics = SimMetrics()
+    world = World(made, listener=metrics, journal=journal)
+    metrics.watch(world)
+    world.start()
+    state = world.core.state
+    while state.trainer.step < 1:
+        world.step()
+    name = next_id(state)
+    assert name == "e3"
+    world.post(e.EngineRegistered(engine=e.EngineSeat(id=name)))
+    while name not in state.engines or state.engines[name].version < 0:
+        world.step()
+    world.post(e.EngineWithdrawn(engine_id=EngineId("e0"), drain=True))
+    while world.over is None:
+        world.step()
+    world.core.check()
+    assert world.over == ""
+    assert list(state.engines) == ["e1", "e2", "e3"]
+    assert (state.counters.engines_joined, state.counters.engines_left) == (1, 1)
+    referee = Referee()
+    referee.watch(journal.lines)
+    assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
+    given = [turn for _, _, out in journal.lines for turn in out if isinstance(turn, c.StartTurn)]
+    assert sum(turn.engine_id == name for turn in given) > 20, "it does its part"
