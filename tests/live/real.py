@@ -237,8 +237,9 @@ def longer(config: RunConfig, steps: int, **sections: BaseModel) -> RunConfig:
 
 
 def copied(config: RunConfig, directory: Path) -> RunConfig:
-    """The run, with all that it has left behind, as a run of another directory."""
-    shutil.copytree(run_dir(config), directory / config.run.name, symlinks=True)
+    """The run, with all that it has left behind but its socket, as a run of another directory."""
+    no_socket = shutil.ignore_patterns("control.sock")
+    shutil.copytree(run_dir(config), directory / config.run.name, symlinks=True, ignore=no_socket)
     return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory)})})
 
 
