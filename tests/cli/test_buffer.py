@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import Shell
 from tests.cli.test_main import CONFIG, say
 
 Written = Callable[[str], str]
@@ -161,3 +164,35 @@ def test_a_run_goes_on_once_the_function_is_mended(written: Written, tmp_path: P
     code, text, errors = train("--inproc", "--resume", sample="newest")
     assert code == 0, (text, errors)
     assert json.loads((tmp_path / "runs/small/summary.json").read_text())["steps"] == 3
+
+
+STUCK = """
+from pathlib import Path
+
+def stuck(experiences, version):
+    Path("stuck").touch()
+    while True:
+        pass
+"""
+
+
+def test_ctrl_c_twice_ends_a_run_whose_function_never_ends(written: Written, tmp_path: Path, shell: Shell) -> None:
+    name = f"{written(STUCK)}:stuck"
+    process = shell("train", "small.toml", "--mode", "decoupled", "--set", f"buffer.sample={name}")
+    until((tmp_path / "stuck").exists)
+    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(children) >= 2, "engine and trainer"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)  # a second SIGINT would be one with the first, which nobody has taken yet
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.splitlines()[-1]) == (130, "interrupted"), errors
+    until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    code, text, lines = train("--inproc", "--resume")
+    assert code == 0, (text, lines)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -194,7 +194,7 @@ from rollweave.codec.config import load
 assert failures(dryrun.examine(load("small.toml"), deep=False)) == []
 assert "torch" not in sys.modules
 """
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
 
 

@@ -1,12 +1,10 @@
 """Exit codes and error lines, as a shell sees them; and one small run from `train` to `report`."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 from rollweave.cli.bench import NAMES
 from rollweave.cli.main import app
+from tests.cli.conftest import PATHS, Shell
 
 CONFIG = """
 [run]
@@ -91,25 +90,6 @@ def test_wrong_input_is_one_line_a_problem_and_exit_code_2(arguments: list[str],
     assert all(any(line in error for error in errors) for line in lines)
 
 
-Shell = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def shell() -> Iterator[Shell]:
-    """`rollweave` as a process of its own, with this repository's tests to import environments from."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-
-        def start(*arguments: str) -> subprocess.Popen[str]:
-            command = [sys.executable, "-c", "from rollweave.cli.entry import main; main()", *arguments]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
-
-        yield start
-
-
 def test_a_shell_sees_the_exit_code_and_no_traceback(config: Path, shell: Shell) -> None:
     process = shell("train", str(config), "--set", "run.steps=none")
     text, errors = process.communicate(timeout=60)
@@ -122,7 +102,7 @@ def test_a_shell_sees_the_exit_code_and_no_traceback(config: Path, shell: Shell)
 def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A shell command with `$R` for rollweave; its exit code is the first program's."""
     settings = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONPATH": PATHS,
         "OMP_NUM_THREADS": "1",
         "R": f"{sys.executable} -m rollweave.cli.main",
         **env,

@@ -315,7 +315,7 @@ def test_a_run_directory_belongs_to_one_controller(tmp_path: Path) -> None:
 def controller(config: RunConfig) -> subprocess.Popen[bytes]:
     """A controller in a process of its own. What it prints goes to a file beside the run."""
     command = [sys.executable, "-m", "tests.live.whole", str(write(config))]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with (Path(config.run.dir) / "printed").open("wb") as printed:
         return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
 

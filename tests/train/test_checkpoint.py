@@ -162,7 +162,7 @@ def test_a_write_that_fails_keeps_the_former_checkpoint(model_dir: Path, tmp_pat
         text=True,
         check=True,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
     )
     assert done.stdout.split() == ["Saved", "SaveFailed", "SaveFailed", "Saved"]
     assert load(tmp_path / "c").step == 0

@@ -27,7 +27,11 @@ def free_port() -> int:
 
 def start_all(kind: str, model_dir: Path, out: Path) -> None:
     """Run two ranks to their end."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     arguments = ["-m", WORKER, str(model_dir), str(out)]
     if kind == "torchrun":
         launcher = [
