@@ -1,8 +1,8 @@
 """A child process that we hold: frames over an inherited socket pair, its output in a log file, killed by handle.
 
-Invariants: the child ends when we do, however we end (end of file on the socket, and a death signal where the system has
-one); `on_gone` is called exactly once, after the process is reaped, with its exit status and the tail of its log; after it no
-frame is delivered. Nothing here knows what the frames mean.
+Invariants: the child ends when we do, however we end (`backends/boot`, and end of file on the socket); `on_gone` is called
+exactly once, after the process is reaped, with its exit status and the tail of its log; after it no frame is delivered. Nothing
+here knows what the frames mean.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from rollweave.backends.boot import COMMAND
 from rollweave.codec.wire import FrameDecoder, frame
 from rollweave.schema.errors import WireError
 
@@ -185,7 +186,7 @@ def spawn(
     on_gone: Callable[[str], None],
     arguments: Sequence[str] = (),
 ) -> Child:
-    """Start `python -m module <socket fd> <our pid> *arguments`. Its standard output and error go to the end of `log`.
+    """Start `-m module <socket fd> <our pid> *arguments` by `backends/boot`. What it prints goes to the end of `log`.
 
     `env` is added to our environment. The callbacks run on the event loop. Raises OSError where no process can be made.
     """
@@ -194,7 +195,7 @@ def spawn(
     try:
         with log.open("ab") as output, theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
+                [*COMMAND, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

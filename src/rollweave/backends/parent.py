@@ -1,23 +1,19 @@
 """The child's side of the socket that `backends/child.py` opened: frames from and to the process that started us.
 
-Invariant: this process does not outlive its parent. The end of the socket ends it at once, whatever its threads compute.
+Invariant: this process does not outlive its parent (`backends/boot.py`). Where the system does not see to that, the end of the
+socket ends it at once, whatever its threads compute.
 """
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable
 
+from rollweave.backends.boot import ORPHANED
 from rollweave.codec.wire import FrameDecoder, frame
-
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-ORPHANED = 75
-"""Exit status of a child whose parent is gone (EX_TEMPFAIL)."""
 
 RECEIVE_BYTES = 1 << 18
 
@@ -25,8 +21,7 @@ RECEIVE_BYTES = 1 << 18
 class Parent:
     """The connection to our parent. `send` may be called from any thread; frames come on a thread of their own."""
 
-    def __init__(self, fd: int, parent_pid: int) -> None:
-        die_with(parent_pid)
+    def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._decoder = FrameDecoder()
@@ -36,7 +31,7 @@ class Parent:
     @classmethod
     def from_arguments(cls) -> "Parent":
         """From the command line that `spawn` made."""
-        return cls(int(sys.argv[1]), int(sys.argv[2]))
+        return cls(int(sys.argv[1]))
 
     def send(self, payload: bytes) -> None:
         """Write one frame; waits while the parent does not read."""
@@ -79,11 +74,3 @@ class Parent:
         if not data:
             os._exit(ORPHANED)
         return data
-
-
-def die_with(parent_pid: int) -> None:
-    """Ask the kernel to kill us when our parent's thread ends. The end of the socket does the same more slowly elsewhere."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(ORPHANED)

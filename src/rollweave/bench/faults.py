@@ -3,16 +3,15 @@
 Each worker process is killed with the bench. A seed that fails says the one command that shows it again.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from rollweave.backends.boot import die_with
 from rollweave.bench.contract import Figure, Result
 from rollweave.sim.faults import Report, search
 from rollweave.sim.scenarios import STORM_S
@@ -21,8 +20,6 @@ SEEDS = 1000
 QUICK_SEEDS = 20
 TOLD_EVERY = 100
 """Seeds between two lines that say how far the bench is."""
-
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
@@ -79,9 +76,6 @@ def searched(seeds: Sequence[int], *, workers: int) -> Iterator[Report]:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this worker when the bench ends, however that ends; Ctrl-C is for the bench alone."""
+    """End this worker when the bench ends, however that ends; Ctrl-C is for the bench alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with(parent)

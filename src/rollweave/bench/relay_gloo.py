@@ -12,8 +12,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from rollweave.backends.boot import die_with
 from rollweave.backends.child import spawn
-from rollweave.backends.parent import Parent, die_with
+from rollweave.backends.parent import Parent
 from rollweave.bench.relay_net import Network, enter
 from rollweave.bench.relay_peer import PATIENCE_S, answered
 from rollweave.codec.wire import decoder_of, encode

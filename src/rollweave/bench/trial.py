@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from rollweave.backends.boot import PR_SET_PDEATHSIG
 from rollweave.codec.config import dumps, load
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
@@ -41,8 +42,6 @@ START_S = 300.0
 
 TAIL_LINES = 20
 """Lines of its output that an error quotes."""
-
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class Trial:

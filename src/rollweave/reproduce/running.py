@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
+from rollweave.backends.boot import die_with
 from rollweave.reproduce.registry import EXPERIMENTS
 from rollweave.reproduce.rows import Experiment, Row
 from rollweave.schema.errors import RollweaveError
@@ -87,7 +88,7 @@ def _start() -> tuple[Connection, SpawnProcess]:
     """A worker and our end of its pipe. It imports this module afresh, whatever the parent holds."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
     process.start()
     theirs.close()  # so that the worker's death is the pipe's end
     return ours, process
@@ -107,8 +108,9 @@ def _next(
         ours.send((experiment.name, quick))
 
 
-def _serve(theirs: Connection) -> None:
+def _serve(theirs: Connection, parent: int) -> None:
     """A worker: experiments by name, until the parent goes. An interruption is the parent's to handle."""
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         try:

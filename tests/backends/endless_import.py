@@ -1,0 +1,6 @@
+"""A child whose imports never end."""
+
+import signal
+
+print("importing", flush=True)
+signal.pause()
