@@ -319,13 +319,10 @@ def update(run: Run) -> None:
 def _update_alone(run: Run) -> None:
     """Each engine whose trajectories are over takes what is wanted of it."""
     evaluation.forgo_lost(run)
-    for engine in list(run.state.engines.values()):
-        if engine.leaving or engine.draining or engine.status not in (EngineStatus.STALE, EngineStatus.SERVING):
-            continue
-        target = pace.wanted(run, engine)
-        if target is not None and engine.status is EngineStatus.STALE:
+    for engine, target in pace.updates(run):
+        if engine.status is EngineStatus.STALE:
             _load(run, engine, target)
-        elif target is not None:
+        else:
             _enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
 

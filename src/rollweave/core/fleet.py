@@ -26,6 +26,8 @@ class Fleet:
     updating: int = 0  # stale, suspending or loading
     version: int | None = None  # the oldest that an engine has; None if no engine has any
     weights_ids: frozenset[int] = frozenset()  # of engines that could take others now: stale and serving ones
+    to_have: frozenset[int] = frozenset()  # weights that an engine has, or will have once it has loaded them
+    batches: dict[EngineId, int] | None = field(default=None, compare=False)  # as core/pace has worked them out
     _ranks: dict[EngineId, list[float]] = field(default_factory=dict)  # of the turns on an engine, ascending
     _tokens: dict[EngineId, int] = field(default_factory=dict)  # context of the turns on an engine
 
@@ -49,6 +51,9 @@ class Fleet:
             updating=len(staying) - len(serving) - starting,
             version=min((engine.version for engine in staying if engine.version >= 0), default=None),
             weights_ids=frozenset(engine.weights_id for engine in ready),
+            to_have=frozenset(
+                engine.loading_id if engine.status is EngineStatus.LOADING else engine.weights_id for engine in staying
+            ),
             _ranks=ranks,
             _tokens=tokens,
         )
@@ -88,6 +93,8 @@ class Fleet:
 
 
 def _turns(state: State, engine: Engine) -> list[Turn]:
+    if not engine.active:
+        return []
     turns = [state.trajectories[trajectory_id].turn for trajectory_id in engine.active]
     return [turn for turn in turns if turn is not None]
 

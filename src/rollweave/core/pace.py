@@ -8,10 +8,11 @@ waits for the next that is free to load them: from memory, or from a checkpoint 
 Invariant: an engine changes its weights only while no trajectory's home is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from rollweave.core import trajectories, weights
-from rollweave.core.order import Load
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.policy.staleness import acceptable
@@ -24,14 +25,31 @@ BATCH_PER_SLOT = 2
 
 def residents(run: Run, engine: Engine) -> int:
     """Trajectories under way whose home it is."""
-    return len(run.order.loads.get(engine.id, Load()).left)
+    load = run.order.loads.get(engine.id)
+    return len(load.left) if load is not None else 0
 
 
 def batch_of(run: Run, engine: Engine) -> int:
     """Trajectories that it has at once, and begins at least under each version: no more than its share of all."""
-    rollout = run.config.rollout
-    share = -(-rollout.max_running // max(1, len(run.state.engines)))
-    return max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share))
+    return _batches(run)[engine.id]
+
+
+def _batches(run: Run) -> dict[EngineId, int]:
+    """Of all engines."""
+    if run.fleet.batches is None:
+        rollout, engines = run.config.rollout, run.state.engines
+        share = -(-rollout.max_running // max(1, len(engines)))
+        run.fleet.batches = {
+            engine.id: max(1, min(rollout.engine_batch or BATCH_PER_SLOT * engine.max_slots, share))
+            for engine in engines.values()
+        }
+    return run.fleet.batches
+
+
+def _with_room(run: Run) -> list[Engine]:
+    """Engines that serve, and have fewer than that. Every event asks, so nothing else is looked at for all engines."""
+    engines, loads, batches = run.state.engines, run.order.loads, _batches(run)
+    return [engines[one] for one in run.fleet.loads if one not in loads or len(loads[one].left) < batches[one]]
 
 
 # What an engine begins.
@@ -39,8 +57,8 @@ def batch_of(run: Run, engine: Engine) -> int:
 
 def seats(run: Run) -> int:
     """Training trajectories that engines would begin now, as far as environments may be alive."""
-    engines = [engine for engine in run.state.engines.values() if _begins(run, engine)]
-    free = sum(max(0, batch_of(run, engine) - residents(run, engine)) for engine in engines)
+    batches = _batches(run)
+    free = sum(batches[engine.id] - residents(run, engine) for engine in _beginning(run))
     alive = len(run.state.in_init) + len(run.state.in_run) + len(run.state.closing)
     return max(0, min(free, run.config.rollout.max_running - alive))
 
@@ -48,7 +66,7 @@ def seats(run: Run) -> int:
 def places(run: Run) -> int:
     """Groups that may be buffered or on their way: a batch to take, and another or what engines work on at once."""
     rollout, size = run.config.rollout, min(run.group_sizes.values())
-    held = min(rollout.max_running, sum(batch_of(run, engine) for engine in run.state.engines.values()))
+    held = min(rollout.max_running, sum(_batches(run).values()))
     return run.config.buffer.groups or rollout.groups_per_step + max(rollout.groups_per_step, -(-held // size))
 
 
@@ -59,13 +77,9 @@ def most(run: Run) -> int:
 
 def engine_for(run: Run, purpose: Purpose) -> Engine | None:
     """The engine that begins a trajectory now: the emptiest of those that may."""
-    found = [
-        engine
-        for engine in run.state.engines.values()
-        if (_evaluates(run, engine) if purpose is Purpose.EVAL else _begins(run, engine))
-        and residents(run, engine) < batch_of(run, engine)
-    ]
-    return min(found, key=lambda engine: residents(run, engine) / batch_of(run, engine), default=None)
+    batches = _batches(run)
+    found = _evaluating(run) if purpose is Purpose.EVAL else _beginning(run)
+    return min(found, key=lambda engine: residents(run, engine) / batches[engine.id], default=None)
 
 
 def loads(run: Run, engine: Engine) -> None:
@@ -79,17 +93,31 @@ def begin(run: Run, trajectory: Trajectory, engine: Engine) -> None:
     engine.begun += 1
 
 
-def _begins(run: Run, engine: Engine) -> bool:
-    if not _serves(engine) or engine.leaving or not acceptable(engine.version, run.next_version(), run.mode.window):
-        return False
-    return engine.begun < batch_of(run, engine) or (
-        engine.weights_id in (run.state.published_id, weights.newest(run, engine)) and _other_weights_for(run, engine) is None
-    )
+def _beginning(run: Run) -> list[Engine]:
+    """Those of them that begin training trajectories now."""
+    other, batches = other_weights(run), _batches(run)
+    next_version, window, published = run.next_version(), run.mode.window, run.state.published_id
+    return [
+        engine
+        for engine in _with_room(run)
+        if not engine.leaving
+        and acceptable(engine.version, next_version, window)
+        and (
+            engine.begun < batches[engine.id]
+            or (
+                (engine.weights_id == published or engine.weights_id == weights.newest(run, engine))
+                and (other is None or not weights.loadable(run, engine, other))
+            )
+        )
+    ]
 
 
-def _evaluates(run: Run, engine: Engine) -> bool:
+def _evaluating(run: Run) -> list[Engine]:
+    """Those of them that take an evaluation's episodes now."""
     evaluation = run.state.evaluation
-    return evaluation is not None and _serves(engine) and not engine.leaving and engine.weights_id == evaluation.weights_id
+    if evaluation is None:
+        return []
+    return [engine for engine in _with_room(run) if not engine.leaving and engine.weights_id == evaluation.weights_id]
 
 
 def _serves(engine: Engine) -> bool:
@@ -104,12 +132,45 @@ def is_bound(run: Run, engine: Engine) -> bool:
     return residents(run, engine) > 0 or any(engine.id in (m.source, m.target) for m in run.state.migrations.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What all engines together decide about which weights one of them takes."""
+
+    other: int | None
+    """Weights that somebody waits for."""
+    holder: EngineId | None
+    """The engine that keeps the weights of an evaluation."""
+    moving: frozenset[EngineId | None]
+    """Engines that KV leaves or comes to."""
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        moving = frozenset(end for m in run.state.migrations.values() for end in (m.source, m.target))
+        return cls(other=other_weights(run), holder=_holder(run), moving=moving)
+
+
 def wanted(run: Run, engine: Engine) -> int | None:
     """The weights that it is to load now; None to leave it as it is, as while KV is on its way from it or to it."""
-    if is_bound(run, engine) or _holds(run, engine):
+    return _wanted(run, engine, _Wishes.of(run))
+
+
+def updates(run: Run) -> Iterator[tuple[Engine, int]]:
+    """Engines that are to load other weights now, each with these. What is done about one counts for the next."""
+    wishes, loads = _Wishes.of(run), run.order.loads
+    for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
+        stays = not (engine.leaving or engine.draining)
+        if stays and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
+            target = _wanted(run, engine, wishes)
+            if target is not None:
+                yield engine, target
+                wishes = _Wishes.of(run)
+
+
+def _wanted(run: Run, engine: Engine, wishes: _Wishes) -> int | None:
+    if residents(run, engine) or engine.id == wishes.holder or engine.id in wishes.moving:
         return None
-    other, newest = _other_weights_for(run, engine), weights.newest(run, engine)
-    if other is not None:
+    other, newest = wishes.other, weights.newest(run, engine)
+    if other is not None and weights.loadable(run, engine, other):
         return other
     if newest is None or newest == engine.weights_id:
         return None
@@ -126,31 +187,21 @@ def other_weights(run: Run) -> int | None:
     return next((found for found in (*evaluated, *bound) if weights.anywhere(run, found) and not somewhere(run, found)), None)
 
 
-def _other_weights_for(run: Run, engine: Engine) -> int | None:
-    """The same, if the engine can load them."""
-    other = other_weights(run)
-    return other if other is not None and weights.loadable(run, engine, other) else None
-
-
-def _holds(run: Run, engine: Engine) -> bool:
+def _holder(run: Run) -> EngineId | None:
     """The first engine with the weights of an evaluation keeps them while episodes of it are yet to begin."""
     state, evaluation = run.state, run.state.evaluation
-    if evaluation is None or engine.weights_id != evaluation.weights_id:
-        return False
-    first = next(one for one in state.engines.values() if one.weights_id == evaluation.weights_id)
+    if evaluation is None:
+        return None
+    first = next((one.id for one in state.engines.values() if one.weights_id == evaluation.weights_id), None)
     waiting = any(state.groups[group_id].task is None for group_id in evaluation.pending) or any(
         state.groups[state.trajectories[member].group_id].purpose is Purpose.EVAL for member in state.init_queue
     )
-    return first is engine and bool(not evaluation.begun or evaluation.to_draw or waiting)
+    return first if not evaluation.begun or evaluation.to_draw or waiting else None
 
 
 def somewhere(run: Run, weights_id: int) -> bool:
     """An engine has these weights, or is loading them."""
-    return any(
-        engine.loading_id == weights_id if engine.status is EngineStatus.LOADING else engine.weights_id == weights_id
-        for engine in run.state.engines.values()
-        if not engine.draining
-    )
+    return weights_id in run.fleet.to_have
 
 
 # What a lost engine leaves.
@@ -175,7 +226,8 @@ def has_weights_of(engine: Engine, trajectory: Trajectory) -> bool:
 
 def left(run: Run, engine: Engine) -> None:
     """The engine has lost its weights, or is gone: whoever had his home there has none."""
-    for _, trajectory_id in list(run.order.loads.get(engine.id, Load()).left):
+    load = run.order.loads.get(engine.id)
+    for _, trajectory_id in list(load.left) if load is not None else ():
         find_home(run, run.state.trajectories[trajectory_id])
 
 

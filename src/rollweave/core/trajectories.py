@@ -228,7 +228,7 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     """The next one in the queue: an evaluation's, or, if what is launched now could still be trained on, any."""
     state = run.state
     evaluating = state.evaluation is not None and state.evaluation.begun
-    if run.alone and pace.engine_for(run, Purpose.EVAL) is None:
+    if evaluating and run.alone and pace.engine_for(run, Purpose.EVAL) is None:
         evaluating = False  # nobody can take its episodes now; others need not wait for that
     for trajectory_id in state.init_queue if evaluating else ():
         if state.groups[state.trajectories[trajectory_id].group_id].purpose is Purpose.EVAL:

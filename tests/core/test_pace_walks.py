@@ -1,0 +1,182 @@
+"""What engines begin and take at their own pace is what a slow walk over everything says, one engine at a time.
+
+The core walks over all engines at each event; what they decide together it works out once, and only those with room are looked at.
+"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core import pace, weights
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, EngineStatus, Stage
+from rollweave.policy.staleness import acceptable
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.work import Purpose
+from tests.core.test_pace import made
+from tests.core.world import World
+
+
+class Judged(World):
+    """After each event every answer is compared with the slow one."""
+
+    compared = 0
+
+    def feed(self, event: e.Event) -> None:
+        super().feed(event)
+        run = self.core._run
+        if run.alone:
+            compare(run)
+            self.compared += 1
+
+
+def compare(run: Run) -> None:
+    engines = run.state.engines
+    assert {one: pace.batch_of(run, engine) for one, engine in engines.items()} == {
+        one: slow_batch(run, engine) for one, engine in engines.items()
+    }
+    assert {one: pace.wanted(run, engine) for one, engine in engines.items()} == {
+        one: slow_wanted(run, engine) for one, engine in engines.items()
+    }
+    ready = (EngineStatus.STALE, EngineStatus.SERVING)
+    first = next(
+        (
+            (engine, slow_wanted(run, engine))
+            for engine in engines.values()
+            if engine.status in ready and not (engine.leaving or engine.draining) and slow_wanted(run, engine) is not None
+        ),
+        None,
+    )
+    assert next(iter(pace.updates(run)), None) == first
+    assert pace.seats(run) == slow_seats(run)
+    for purpose in (Purpose.TRAIN, Purpose.EVAL):
+        assert pace.engine_for(run, purpose) is slow_engine_for(run, purpose)
+    known = {*run.state.kept, *run.state.saved, *(engine.weights_id for engine in engines.values())}
+    assert all(pace.somewhere(run, one) == slow_somewhere(run, one) for one in known)
+
+
+def slow_batch(run: Run, engine: Engine) -> int:
+    rollout = run.config.rollout
+    share = -(-rollout.max_running // len(run.state.engines))
+    return max(1, min(rollout.engine_batch or pace.BATCH_PER_SLOT * engine.max_slots, share))
+
+
+def slow_residents(run: Run, engine: Engine) -> int:
+    under_way = (Stage.QUEUED, Stage.INIT, Stage.RUN)
+    return sum(one.home == engine.id and one.stage in under_way for one in run.state.trajectories.values())
+
+
+def serves(engine: Engine) -> bool:
+    return engine.status is EngineStatus.SERVING and not engine.draining
+
+
+def slow_begins(run: Run, engine: Engine) -> bool:
+    if not serves(engine) or engine.leaving or not acceptable(engine.version, run.next_version(), run.mode.window):
+        return False
+    if engine.begun < slow_batch(run, engine):
+        return True
+    newest = engine.weights_id in (run.state.published_id, weights.newest(run, engine))
+    return newest and slow_other(run, engine) is None
+
+
+def slow_seats(run: Run) -> int:
+    free = 0
+    for engine in run.state.engines.values():
+        if slow_begins(run, engine):
+            free += max(0, slow_batch(run, engine) - slow_residents(run, engine))
+    alive = len(run.state.in_init) + len(run.state.in_run) + len(run.state.closing)
+    return max(0, min(free, run.config.rollout.max_running - alive))
+
+
+def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
+    found: Engine | None = None
+    least = 1.0
+    evaluation = run.state.evaluation
+    for engine in run.state.engines.values():
+        fullness = slow_residents(run, engine) / slow_batch(run, engine)
+        if purpose is Purpose.EVAL:
+            may = evaluation is not None and serves(engine) and engine.weights_id == evaluation.weights_id and not engine.leaving
+        else:
+            may = slow_begins(run, engine)
+        if may and fullness < least:
+            found, least = engine, fullness
+    return found
+
+
+def slow_somewhere(run: Run, weights_id: int) -> bool:
+    for engine in run.state.engines.values():
+        loading = engine.status is EngineStatus.LOADING
+        if not engine.draining and (engine.loading_id if loading else engine.weights_id) == weights_id:
+            return True
+    return False
+
+
+def slow_other(run: Run, engine: Engine) -> int | None:
+    """Weights that nobody has and somebody waits for, the evaluation first, if the engine can load them."""
+    state = run.state
+    waiting = sorted(
+        one.weights_id
+        for one in state.trajectories.values()
+        if one.id in state.homeless and one.home is None and one.stage in (Stage.INIT, Stage.RUN)
+    )
+    for one in [*([state.evaluation.weights_id] if state.evaluation is not None else []), *waiting]:
+        if weights.anywhere(run, one) and not slow_somewhere(run, one):
+            return one if weights.loadable(run, engine, one) else None
+    return None
+
+
+def slow_wanted(run: Run, engine: Engine) -> int | None:
+    state = run.state
+    moving = any(engine.id in (m.source, m.target) for m in state.migrations.values())
+    if slow_residents(run, engine) or moving or slow_holds(run, engine):
+        return None
+    other, newest = slow_other(run, engine), weights.newest(run, engine)
+    if other is not None:
+        return other
+    if newest is None or newest == engine.weights_id:
+        return None
+    begun_nothing = engine.status is EngineStatus.SERVING and engine.begun == 0
+    return None if begun_nothing and engine.since >= state.published_at else newest
+
+
+def slow_holds(run: Run, engine: Engine) -> bool:
+    state, evaluation = run.state, run.state.evaluation
+    if evaluation is None or engine.weights_id != evaluation.weights_id:
+        return False
+    if any(one.weights_id == evaluation.weights_id for one in before(run, engine.id)):
+        return False
+    queued = [state.groups[state.trajectories[member].group_id] for member in state.init_queue]
+    undrawn = any(state.groups[group_id].task is None for group_id in evaluation.pending)
+    return bool(not evaluation.begun or evaluation.to_draw or undrawn or any(group.purpose is Purpose.EVAL for group in queued))
+
+
+def before(run: Run, engine_id: EngineId) -> list[Engine]:
+    engines = list(run.state.engines.values())
+    return engines[: [engine.id for engine in engines].index(engine_id)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    engines=st.integers(1, 5),
+    batch=st.sampled_from([None, 1, 3]),
+    relays=st.sampled_from([0, 2]),
+    bound=st.sampled_from([None, 1]),
+    failure=st.sampled_from([0.0, 0.05]),
+)
+def test_engines_decide_together_as_they_would_one_by_one(
+    seed: int, engines: int, batch: int | None, relays: int, bound: int | None, failure: float
+) -> None:
+    config = made(
+        engines,
+        rollout={"groups_per_step": 2, "group_size": 2, "max_running": 12, "engine_batch": batch},
+        steps=3,
+        buffer={"max_age": bound},
+        eval={"every": 2, "episodes": 2, "final_episodes": 2},
+        run={"checkpoint_every": 1},
+        watchdog={"turn_s": 60.0, "weights_s": 60.0, "start_s": 60.0, "train_s": 60.0, "restarts": 50},
+        weights={"relays": min(relays, engines)},
+    )
+    world = Judged(config, seed, failure=failure, spread=2.0)
+    world.run()
+    assert world.compared > 10
