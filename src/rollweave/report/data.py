@@ -45,6 +45,7 @@ class RunData:
 
     name: str
     steps: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[dict[str, Any]] = field(default_factory=list)  # steps of lineages that were lost with their trainers
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     best: int | None = None
@@ -67,33 +68,35 @@ class RunData:
             return float(self.summary["wall_s"])
         return float(self.steps[-1]["at"]) if self.steps else 0.0
 
-    def staleness(self, kind: str = "staleness") -> Counter[int]:
-        """Trained trajectories by steps between the weights that started them and the step.
-
-        Of kind `inherent_staleness`: trajectories by versions published while they were rolled out (Laminar §6).
-        """
+    def staleness(self) -> Counter[int]:
+        """Trained trajectories by steps between the weights that started them and the step."""
         ages: Counter[int] = Counter()
         for line in self.steps:
-            for age, count in line.get(kind, {}).items():
+            for age, count in line.get("staleness", {}).items():
                 ages[int(age)] += count
         return ages
 
+    def inherent_staleness(self) -> Counter[int]:
+        """Trajectories by versions published while they were rolled out (Laminar §6)."""
+        return Counter({int(age): int(count) for age, count in self._counted("inherent_staleness").items()})
+
     def stop_reasons(self) -> Counter[str]:
-        if self.summary is not None:
-            return Counter(self.summary["stop_reasons"])
-        found: Counter[str] = Counter()
-        for line in self.steps:
-            found.update(line["stop_reasons"])
-        return found
+        return Counter({reason: int(count) for reason, count in self._counted("stop_reasons").items()})
 
     def idle(self, who: str) -> dict[str, float]:
-        """Seconds of `engines` or `trainer` by what they did or waited for, over the whole run."""
-        if self.summary is not None and self.summary.get("idle"):
-            found: dict[str, float] = self.summary["idle"].get(who, {})
-            return found
+        """Seconds of `engines` or `trainer` by what they did or waited for."""
+        return self._counted("idle", who)
+
+    def _counted(self, *names: str) -> dict[str, float]:
+        """What was counted over the whole run, also for what was lost: as in its summary; without one, up to its last step.
+
+        Lines add up to less than the summary where a controller was killed: what it did after its last step is in none.
+        """
+        if self.summary is not None and names[0] in self.summary:
+            return _under(self.summary, names)
         summed: Counter[str] = Counter()
-        for line in self.steps:
-            summed.update(line["idle"].get(who, {}))
+        for line in [*self.lost, *self.steps]:
+            summed.update(_under(line, names))
         return dict(summed)
 
 
@@ -117,7 +120,7 @@ def _sort_in(data: RunData, line: dict[str, Any]) -> None:
     match line.get("kind"):
         case "step":
             while data.steps and data.steps[-1]["step"] >= line["step"]:
-                data.steps.pop()  # of a lineage that was lost with its trainer
+                data.lost.append(data.steps.pop())
             data.steps.append(line)
         case "evaluation":
             data.evaluations.append(line)
@@ -130,6 +133,12 @@ def _sort_in(data: RunData, line: dict[str, Any]) -> None:
             data.simulated = bool(line.get("simulated"))
         case _:
             pass
+
+
+def _under(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    for name in names:
+        values = values.get(name) or {}
+    return values
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -149,7 +149,7 @@ def _staleness(data: RunData) -> str:
     figures = [
         (_ages(ages), "steps between launch and training", "--blue", "Staleness of what was trained on"),
         (
-            _ages(data.staleness("inherent_staleness")),
+            _ages(data.inherent_staleness()),
             "versions published meanwhile",
             "--blue",
             "Inherent staleness of rollouts",
