@@ -48,6 +48,8 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
     }
     if mode == "decoupled":
         rollout = {key: value for key, value in rollout.items() if key not in FIXED}
+        if rollout.pop("scheduling", "turn") == "trajectory":
+            rollout.setdefault("priority", "longest_first")
         sections["allocation"] = None
     return RunConfig.model_validate(
         {

@@ -589,6 +589,7 @@ def test_what_is_inherent_is_counted_at_the_end_of_a_rollout() -> None:
 def test_settings_that_make_no_sense_are_refused() -> None:
     for sections, text in (
         ({"rollout": {"placement": "affinity"}}, "rollout.placement must be pinned in mode decoupled, got affinity"),
+        ({"rollout": {"scheduling": "trajectory"}}, "rollout.scheduling must be turn in mode decoupled.*, got trajectory"),
         (
             {"buffer": {"groups": 1}, "rollout": {"groups_per_step": 2}},
             "buffer.groups must be at least rollout.groups_per_step",
@@ -604,13 +605,18 @@ def test_settings_that_make_no_sense_are_refused() -> None:
                     "rollout": {"mode": "decoupled", **sections.get("rollout", {})},
                 }
             )
-    with pytest.raises(ValueError, match="got mode sync"):
-        RunConfig.model_validate(
-            {
-                "run": {"name": "t"},
-                "model": {"scratch": {}},
-                "tasks": [{"env": "a"}],
-                "rollout": {"mode": "sync"},
-                "buffer": {"sample": "newest"},
-            }
-        )
+    for rollout, sections, text in (
+        ({}, {"buffer": {"sample": "newest"}}, "buffer must be left out unless rollout.mode is decoupled, got mode sync"),
+        ({"repack": False}, {}, "rollout.repack must be left out unless rollout.mode is decoupled, got False"),
+        ({"engine_batch": 2}, {}, "rollout.engine_batch must be left out unless rollout.mode is decoupled, got 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            RunConfig.model_validate(
+                {
+                    "run": {"name": "t"},
+                    "model": {"scratch": {}},
+                    "tasks": [{"env": "a"}],
+                    "rollout": {"mode": "sync", **rollout},
+                    **sections,
+                }
+            )

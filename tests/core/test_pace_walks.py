@@ -1,6 +1,6 @@
 """What engines begin and take at their own pace is what a slow walk over everything says, one engine at a time.
 
-The core walks over all engines at each event; what they decide together it works out once, and it looks only at those with room.
+The core walks over all engines at each event: what they decide together it works out once, and it looks at those with room.
 """
 
 from hypothesis import given, settings

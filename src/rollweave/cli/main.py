@@ -26,7 +26,7 @@ Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; or a run directory, to go on with it.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Pacing: sync, one_step, stream, partial or bounded.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Pacing: sync, one_step, stream, partial, bounded or decoupled.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run where it ended or was killed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete a former run of this name first.")] = False,

@@ -157,7 +157,14 @@ class RunConfig(Section):
                 raise ValueError(
                     f"rollout.engine_batch must be left out unless rollout.mode is decoupled, got {rollout.engine_batch}"
                 )
+            if not rollout.repack:
+                raise ValueError(f"rollout.repack must be left out unless rollout.mode is decoupled, got {rollout.repack}")
             return
+        if rollout.scheduling != "turn":
+            raise ValueError(
+                "rollout.scheduling must be turn in mode decoupled, where a trajectory keeps to its engine (its order alone: "
+                f'rollout.priority = "longest_first"), got {rollout.scheduling}'
+            )
         must = {
             "placement": (rollout.placement, (None, "pinned")),
             "migration": (rollout.migration, (None, "never")),

@@ -113,6 +113,8 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
     """Make it a run in mode decoupled, which leaves no choice in some settings and brings others."""
     for key in ("placement", "migration", "spare_groups"):
         data["rollout"].pop(key, None)
+    if data["rollout"].pop("scheduling", "turn") == "trajectory" and data["rollout"]["priority"] is None:
+        data["rollout"]["priority"] = "longest_first"
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
     data["rollout"] |= {"mode": "decoupled", "engine_batch": draw.choice([None, 1, 6])}
