@@ -97,3 +97,16 @@ def test_wrong_input_is_exit_code_2(arguments: list[str], words: str, tmp_path: 
     assert len(errors) == 1
     assert words in errors[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_configuration_breaks_in_real_environments_is_not_simulated_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = (Path(__file__).parents[2] / "examples" / "simulate.toml").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(example)
+    small = ("--set", "run.steps=1", "--set", "rollout.groups_per_step=2")
+    for rate, told in (("0.0", 0), ("0.5", 1)):
+        code, text, errors = say("simulate", "small.toml", *small, "--set", f"faults.env_error={rate}")
+        assert code == 0, (text, errors)
+        assert sum("[faults] is left out: " in line for line in errors) == told, errors

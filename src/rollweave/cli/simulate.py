@@ -19,6 +19,7 @@ from rollweave.codec.config import load
 from rollweave.record.summary import describe, scheduled
 from rollweave.report.page import write_report
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.sections import FaultsConfig
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import costs_of, workloads_of
 
@@ -48,6 +49,8 @@ def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], 
     if path is None:
         raise ConfigError("CONFIG must be given where --faults is not, got none")
     config = load(path, overrides)
+    if config.faults != FaultsConfig():
+        err.print("[yellow]\\[faults] is left out:[/] it is for real environments; `--faults SEED` breaks simulated ones")
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:

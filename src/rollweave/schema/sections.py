@@ -291,7 +291,7 @@ class EvalConfig(Section):
 
 
 class FaultsConfig(Section):
-    """Failures injected into environments, for tests and benches. Rates are per environment call."""
+    """Failures injected into real environments, for tests and benches; none in a simulation. Rates are per environment call."""
 
     env_error: Share = Field(0.0, description="Rate of calls that raise.")
     env_hang: Share = Field(0.0, description="Rate of calls that never return.")
