@@ -166,6 +166,29 @@ def test_a_run_goes_on_once_the_function_is_mended(written: Written, tmp_path: P
     assert json.loads((tmp_path / "runs/small/summary.json").read_text())["steps"] == 3
 
 
+LOOKS = """
+from pathlib import Path
+
+def looks(experiences, version):
+    ids = [one.id for one in experiences]
+    return ids if Path("order").read_text() == "first" else ids[::-1]
+"""
+
+
+def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(written: Written, tmp_path: Path) -> None:
+    name = f"{written(LOOKS)}:looks"
+    (tmp_path / "order").write_text("first")
+    code, text, errors = train("--inproc", sample=name)
+    assert code == 0, (text, errors)
+    (tmp_path / "order").write_text("last")
+    code, text, errors = train("--inproc", "--resume", "--set", "run.steps=4", sample=name)
+    assert code == 0, (text, errors)
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    (message,) = [line["message"] for line in lines if line["kind"] == "warning" and line["component"] == "journal"]
+    assert "replayed events were decided otherwise: the code has changed since, or that of buffer.sample" in message
+    assert f"buffer.sample ({name}), which must answer the same to the same question" in message
+
+
 STUCK = """
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """The experience buffer's strategies: each against its sentence, step by step and in exact numbers."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -231,3 +232,18 @@ def test_bounds_without_meaning_are_refused(bound: dict[str, int]) -> None:
 def test_a_group_is_in_the_buffer_once() -> None:
     with pytest.raises(ValueError, match="each be there once"):
         sample([experience("a"), experience("a", 1)], 1, strategy="fifo", version=VERSION)
+
+
+def test_a_function_must_answer_the_same_to_the_same_question() -> None:
+    buffer = [experience("first", 0), experience("second", 1)]
+    turns = itertools.count()
+
+    def fickle(experiences: Sequence[Experience], version: int) -> list[GroupId]:
+        ids = [one.id for one in experiences]
+        return ids if next(turns) % 2 else ids[::-1]
+
+    with pytest.raises(ValueError, match=r"must answer the same .*, got \['second', 'first'\] and then \['first', 'second'\]"):
+        sample(buffer, 1, strategy=fickle, version=VERSION)
+    with pytest.raises(ValueError, match="must answer the same"):
+        evict(buffer, strategy=fickle, version=VERSION, max_groups=1)
+    assert sample(buffer, 2, strategy=lambda given, _: (one.id for one in given), version=VERSION) == ["first", "second"]

@@ -15,6 +15,7 @@ from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
+from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
@@ -134,6 +135,8 @@ class _Start:
             self._progress.phase("starting engines and trainer")
         if begun.differing:
             text = f"{begun.differing} of {begun.events} replayed events were decided otherwise: the code has changed since"
+            if functions := [f"{knob} ({name})" for knob, name in named(self._config)]:
+                text += f", or that of {' or '.join(functions)}, which must answer the same to the same question at any time"
             metrics.warned(Warn(component="journal", message=text))
 
     def _world(

@@ -133,7 +133,20 @@ def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
 
 
 def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
-    """What a user's function names. Raises ValueError for anything but ids of the buffer, each once."""
+    """What a user's function names. Raises ValueError for anything but ids of the buffer, each once.
+
+    It is asked twice: where the answers differ, no replay would come back to what was chosen.
+    """
+    named, again = (_answer(rule, buffer, version) for _ in range(2))
+    if named != again:
+        raise ValueError(
+            "a strategy must answer the same to the same question (a chance that it draws must follow from what it is given), "
+            f"got {named} and then {again}"
+        )
+    return named
+
+
+def _answer(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
     answer = rule(tuple(buffer), version)
     known = {one.id for one in buffer}
     try:
