@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,14 @@ with VllmServer(sys.argv[1], sys.argv[2], kv_bytes=1, eager=True, scratch=Path(s
 
 def server(tmp_path: Path, behaviour: str = "") -> VllmServer:
     return VllmServer(fake_python(tmp_path, behaviour), str(tmp_path), kv_bytes=1, eager=True, scratch=tmp_path, concurrency=4)
+
+
+def test_nobody_else_comes_to_the_port_before_the_server_does(tmp_path: Path) -> None:
+    """That takes tens of seconds, and the system gives out ports all the time."""
+    with server(tmp_path) as peer, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", peer.port))
+        assert peer.wait_ready() == "0.0-fake"
 
 
 def await_gone(*locks: Path) -> None:

@@ -78,13 +78,14 @@ class VllmServer:
         self._python, self._model, self._kv_bytes, self.eager = python, model, kv_bytes, eager
         self._scratch, self._log = scratch, scratch / "vllm.log"
         self._senders = ThreadPoolExecutor(concurrency, thread_name_prefix="vllm-peer")
-        self.port = _free_port()
 
     def __enter__(self) -> Self:
         """Start, without waiting. Raises PeerError where there is no such program."""
         program = shutil.which(self._python)
         if program is None:
             raise PeerError(f"{self._python!r} is not a program that can be run")
+        self._place = _place()
+        self.port = int(self._place.getsockname()[1])
         command = [os.path.abspath(program), "-I", guard.__file__, "-m", MODULE, *self._options()]
         # Another interpreter has nothing to do with our module path; what it compiles and its sockets' files are thrown away.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -101,6 +102,7 @@ class VllmServer:
                     start_new_session=True,
                 )
             except OSError as error:
+                self._place.close()
                 raise PeerError(f"{self._python!r} cannot be run: {error}") from error
         return self
 
@@ -110,6 +112,7 @@ class VllmServer:
         self._process.stdin.close()  # the guard does the rest, as it would if we were killed
         self._process.wait()
         self._senders.shutdown()
+        self._place.close()
 
     @property
     def pid(self) -> int:
@@ -182,7 +185,9 @@ def conditions_of(version: str, *, eager: bool) -> dict[str, Any]:
     return {"version": version, "compiled": not eager, "options": options(eager), "environment": ENVIRONMENT}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def _place() -> socket.socket:
+    """A free port, held until the server comes, tens of seconds later: who asks for any port does not get it."""
+    place = socket.socket()
+    place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server's has this too
+    place.bind((HOST, 0))
+    return place

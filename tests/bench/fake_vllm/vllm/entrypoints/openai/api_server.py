@@ -23,6 +23,10 @@ signal.pause()
 """
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64  # as many as ask at once, and more: whoever finds no place in it may be reset
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/version":
@@ -70,7 +74,7 @@ def main() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert child.stdout is not None
         child.stdout.readline()
-        ThreadingHTTPServer((known.host, known.port), Handler).serve_forever()
+        Server((known.host, known.port), Handler).serve_forever()
 
 
 if __name__ == "__main__":
