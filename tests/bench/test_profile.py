@@ -8,7 +8,7 @@ from rollweave.bench.profile import Measurement, bench_profile, fit_figures, fit
 from rollweave.bench.subjects import random_model, subjects
 from rollweave.bench.truth import Computed, grid_of
 from rollweave.policy.batching import Amounts
-from rollweave.sim.cost import Profile, ProfileCost, Sample
+from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.sim.workload import Plan, Recorded, TurnPlan
 
 

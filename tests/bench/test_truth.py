@@ -6,8 +6,8 @@ import msgspec
 
 from rollweave.bench.truth import simulate_again
 from rollweave.codec.config import load
-from rollweave.sim.cost import Profile, Sample
 from rollweave.sim.measured import read_timings
+from rollweave.sim.profile import Profile, Sample
 from rollweave.sim.workload import read_run
 from tests.sim.scripted import Scripted
 from tests.sim.test_recording import one_domain

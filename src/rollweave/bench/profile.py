@@ -31,7 +31,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import Add, EngineSpec, GenerateRequest, Sampling
-from rollweave.sim.cost import Profile, ProfileCost, Sample
+from rollweave.sim.profile import Profile, ProfileCost, Sample
 from rollweave.train.scratch import build_checkpoint
 from rollweave.weights.checkpoint import read_shape
 

@@ -30,9 +30,9 @@ from rollweave.schema.base import Noun
 from rollweave.schema.config import RunConfig
 from rollweave.schema.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
-from rollweave.sim.cost import ProfileCost
 from rollweave.sim.measured import MeasuredTrainer, Timings, read_timings
 from rollweave.sim.metrics import SimMetrics
+from rollweave.sim.profile import ProfileCost
 from rollweave.sim.workload import Plan, Recorded, Workload, read_run
 from rollweave.sim.world import World
 

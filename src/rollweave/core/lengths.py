@@ -6,7 +6,7 @@ of its task domain. A predictor that is slow, fails or is gone changes nothing b
 
 import math
 
-from rollweave.core import migration, trajectories, turns
+from rollweave.core import migration, ranks, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Stage, Trajectory
 from rollweave.policy.priority import UNKNOWN, level_of
@@ -97,7 +97,7 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
     elif trajectory.turn is None:
         migration.consider(run, trajectory)
     else:
-        turns.rerank(run, trajectory)
+        ranks.rerank(run, trajectory)
 
 
 def look(run: Run) -> None:
@@ -117,7 +117,7 @@ def look(run: Run) -> None:
         sampled = (run.now - turn.since) * speeds.get(run.state.groups[trajectory.group_id].name, 0.0)
         if sampled > trajectory.estimate:
             _believe(run, trajectory, 2 * sampled)
-            turns.rerank(run, trajectory)
+            ranks.rerank(run, trajectory)
 
 
 def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:

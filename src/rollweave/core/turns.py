@@ -5,14 +5,14 @@ Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`
 of what it was given, the engine runs the highest ranks.
 """
 
-from rollweave.core import lengths, migration, placing, trajectories
+from rollweave.core import lengths, migration, placing, ranks, trajectories
 from rollweave.core.lanes import Lane
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
-from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
+from rollweave.policy.priority import is_overdue, overdue_rank
 from rollweave.policy.routing import choose
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.commands import AbortTurn, RerankTurn, StartTurn
+from rollweave.schema.commands import AbortTurn, StartTurn
 from rollweave.schema.events import TurnDone, TurnFailed, TurnProgress, TurnRequested, TurnsProgressed, TurnWithdrawn
 from rollweave.schema.work import StopReason
 
@@ -151,7 +151,7 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
     assert turn is not None, "an open turn is queued"
     state.arrivals += 1
     turn.arrival = state.arrivals
-    turn.rank = _rank(run, trajectory, turn)
+    turn.rank = ranks.rank_of(run, trajectory, turn)
     # Where KV is kept for trajectories in the order of their launch, their turns must come in that order too.
     turn.tie = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
     turn.lane = placing.lane_of(run, trajectory, turn.avoid)
@@ -169,7 +169,7 @@ def requeue(run: Run, trajectory: Trajectory) -> None:
     if lane != turn.lane:
         turn.lane, turn.mark = lane, _given(run, lane)
     if turn.rank < overdue_rank(turn.arrival):
-        turn.rank = _rank(run, trajectory, turn)
+        turn.rank = ranks.rank_of(run, trajectory, turn)
     run.lanes.add(trajectory)
     run.touched.append(turn.lane)
 
@@ -180,17 +180,6 @@ def leave(run: Run, engine: Engine) -> None:
         trajectory = run.state.trajectories[trajectory_id]
         if trajectory.turn is not None and trajectory.turn.lane == engine.id:
             requeue(run, trajectory)
-
-
-def _rank(run: Run, trajectory: Trajectory, turn: Turn) -> float:
-    return RANKS[run.scheduling.priority](
-        TurnView(
-            launched_at=trajectory.launched_at,
-            arrival=turn.arrival,
-            output_tokens=trajectory.output_tokens,
-            level=trajectory.level or 0,
-        )
-    )
 
 
 def _given(run: Run, engine_id: EngineId | None) -> int:
@@ -359,44 +348,6 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
             rank=turn.rank,
             try_number=turn.try_number,
             resume=run.alone,  # it has met no other weights than this engine's
-        )
-    )
-
-
-def promote_overdue(run: Run) -> None:
-    """Victims of preemption that were overtaken too often on their engine run before all others."""
-    for load in [load for load in run.fleet.loads.values() if load.active > load.slots]:
-        engine = run.state.engines[load.id]
-        for trajectory_id in engine.active:
-            trajectory = run.state.trajectories[trajectory_id]
-            turn = trajectory.turn
-            assert turn is not None, "an active turn is open"
-            if turn.rank < load.lowest and is_overdue(engine.given - turn.mark, slots=load.slots):
-                run.state.counters.scheduling.overdue += 1
-                _rerank(run, engine, trajectory, turn, overdue_rank(turn.arrival))
-
-
-def rerank(run: Run, trajectory: Trajectory) -> None:
-    """Its estimate has changed while an engine has its turn, or while that is held."""
-    turn = trajectory.turn
-    assert turn is not None, "a turn that is ranked is open"
-    if turn.engine is not None and turn.rank < overdue_rank(turn.arrival):
-        rank = _rank(run, trajectory, turn)
-        if rank != turn.rank:
-            _rerank(run, run.state.engines[turn.engine], trajectory, turn, rank)
-
-
-def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:
-    before, turn.rank = turn.rank, rank
-    run.fleet.rerank(engine, before, rank)
-    run.emit(
-        RerankTurn(
-            trajectory_id=trajectory.id,
-            attempt=trajectory.attempt,
-            turn=turn.number,
-            engine_id=engine.id,
-            try_number=turn.try_number,
-            rank=rank,
         )
     )
 

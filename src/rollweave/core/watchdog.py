@@ -3,7 +3,7 @@
 The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, groups, lengths, migration, relays, repacking, training, trajectories, turns
+from rollweave.core import engines, groups, lengths, migration, ranks, relays, repacking, training, trajectories, turns
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
 from rollweave.policy.retry import STRIKES_BEFORE_RESTART
@@ -40,7 +40,7 @@ def look(run: Run) -> None:
     _check_trainer(run)
     migration.give_up_late(run)
     repacking.look(run)
-    turns.promote_overdue(run)
+    ranks.promote_overdue(run)
     lengths.look(run)
     run.emit(SetTimer(at=run.now + _period_s(run)))
 

@@ -1,4 +1,4 @@
-"""What things cost in seconds: engine steps (`EngineCost`; `ProfileCost` from measurements) and training (`TrainerCost`).
+"""What things cost in seconds: engine steps (`EngineCost`; from measurements: `sim/profile`) and training (`TrainerCost`).
 
 A step of an engine is a roofline: the longer of computing and reading memory, then the tensor-parallel all-reduces and a fixed
 overhead. While a batch only decodes, both sides grow linearly with the step's number, so that many steps have a closed form.
@@ -7,18 +7,10 @@ What software reaches of the published hardware is stated below, once, for every
 InferSim is alibaba's simulator of LLM inference, whose constants its README compares with SGLang's measured throughput.
 """
 
-import itertools
 import math
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
 from rollweave.policy.relay import CHUNK_BYTES
-from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
 from rollweave.sim.models import BF16, ModelShape
@@ -68,9 +60,6 @@ CHECKPOINT_BYTES_PER_S = 4e9
 
 SAVED_WEIGHT_BYTES = 4
 """Read per parameter by an engine that loads weights from a checkpoint: float32, as `train/checkpoint.py` writes them."""
-
-
-Array = npt.NDArray[np.float64]
 
 
 class EngineCosts(Protocol):
@@ -189,10 +178,10 @@ def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int
     if then[1] > first[1]:
         crossing = (first[0] - then[0]) / (then[1] - first[1])
         lead = min(steps, math.floor(min(crossing, steps)) + 1)
-    return _sum_of_line(first, 0, lead) + _sum_of_line(then, lead, steps)
+    return sum_of_line(first, 0, lead) + sum_of_line(then, lead, steps)
 
 
-def _sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
+def sum_of_line(line: tuple[float, float], start: int, end: int) -> float:
     """The sum of a line at i in start .. end - 1."""
     return (end - start) * (line[0] + line[1] * (start + end - 1) / 2)
 
@@ -293,115 +282,3 @@ class TrainerCost:
 def _bytes_per_s(link: Link, gpus: int) -> float:
     """What `gpus` GPUs of one machine send or receive together over `link`."""
     return (gpus if link.per_gpu else 1) * link.bytes_per_s * LINK_EFFICIENCY
-
-
-class Sample(Noun, frozen=True, kw_only=True):
-    """One measured engine step, in the terms of `EngineCosts.step_s`."""
-
-    prefill_tokens: int
-    prefill_context: int
-    decode: int
-    decode_context: int
-    seconds: float
-
-
-class Profile(Noun, frozen=True, kw_only=True):
-    """A measured engine: the file that `ProfileCost.from_json` reads. `subject` says what was measured, for people."""
-
-    kv_tokens: int
-    samples: tuple[Sample, ...]
-    subject: str = ""
-
-
-class ProfileCost:
-    """Step times fitted to measured ones: a constant and a price for each of the four amounts, none negative.
-
-    So a step with more work never costs less, however noisy the samples are. The fit minimises relative errors, because most of
-    a run's steps are short ones. Raises ConfigError for samples that cannot be fitted.
-    """
-
-    kv_tokens: int
-
-    def __init__(self, *, samples: Sequence[Sample], kv_tokens: int) -> None:
-        if kv_tokens < 1:
-            raise ConfigError(f"kv_tokens must be at least 1, got {kv_tokens}")
-        for index, sample in enumerate(samples):
-            _check(sample, index)
-        for amount in ("prefill_tokens", "decode"):
-            values = {getattr(sample, amount) for sample in samples}
-            if len(values) < 2:
-                raise ConfigError(f"samples must have at least two different values of {amount}, got {sorted(values)}")
-        rows = [(1, s.prefill_tokens, s.prefill_context, s.decode, s.decode_context) for s in samples]
-        self.kv_tokens = kv_tokens
-        self._fixed, *prices = _fit(rows, [s.seconds for s in samples])
-        self._prefill_token, self._prefill_pair, self._decode_token, self._decode_pair = prices
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> "ProfileCost":
-        """Read a `Profile`. Raises ConfigError naming the file."""
-        try:
-            profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
-            return cls(samples=profile.samples, kv_tokens=profile.kv_tokens)
-        except OSError as error:
-            raise ConfigError(f"{path}: profile must be a readable file: {error}") from error
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: profile must be JSON with kv_tokens and samples: {error}") from error
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
-        """See `EngineCosts`."""
-        prefill = prefill_tokens * self._prefill_token + prefill_context * self._prefill_pair
-        return self._fixed + prefill + decode * self._decode_token + decode_context * self._decode_pair
-
-    def move_s(self, tokens: int) -> float:
-        """See `EngineCosts`. No profile has it; taken is what it must not exceed to be of use: computing the tokens again."""
-        return tokens * self._prefill_token
-
-    def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
-        """See `EngineCosts`."""
-        first = self._fixed + decode * self._decode_token + decode_context * self._decode_pair
-        return _sum_of_line((first, decode * self._decode_pair), 0, steps)
-
-
-def _check(sample: Sample, index: int) -> None:
-    for field in ("prefill_tokens", "prefill_context", "decode", "decode_context"):
-        if getattr(sample, field) < 0:
-            raise ConfigError(f"samples[{index}].{field} must be at least 0, got {getattr(sample, field)}")
-    if not (sample.seconds > 0 and math.isfinite(sample.seconds)):
-        raise ConfigError(f"samples[{index}].seconds must be positive and finite, got {sample.seconds}")
-
-
-FIT_ROUNDS = 8
-"""Of weighing errors by what the round before has fitted: the weights settle within a few."""
-
-
-def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[float]:
-    """The nonnegative prices that minimise the errors of `rows @ prices` against `seconds`, relative to the fitted seconds.
-
-    Errors relative to the measured seconds would weigh a sample less the slower it came out by chance: noisy samples would be
-    fitted below their mean. They are the first round's.
-    """
-    amounts, measured = np.array(rows, dtype=np.float64), np.array(seconds)
-    prices = _weighted_fit(amounts, measured, measured)
-    for _ in range(FIT_ROUNDS):
-        prices = _weighted_fit(amounts, measured, np.maximum(amounts @ prices, 1e-3 * measured))
-    return [float(price) for price in prices]
-
-
-def _weighted_fit(amounts: Array, measured: Array, scale: Array) -> Array:
-    """The nonnegative prices with the least squared errors, each divided by its `scale`.
-
-    The best fit is the plain least squares fit of the columns that it uses, so with five columns all 32 choices are tried.
-    """
-    columns, wanted = amounts / scale[:, None], measured / scale
-    widths = columns.max(axis=0) + (columns.max(axis=0) == 0)  # comparable columns keep the least squares exact
-    columns /= widths
-    best, least = np.zeros(len(widths)), math.inf
-    for used in itertools.product((False, True), repeat=len(widths)):
-        prices = np.zeros(len(widths))
-        prices[list(used)] = np.linalg.lstsq(columns[:, used], wanted, rcond=None)[0]
-        error = float(np.square(columns @ prices - wanted).sum())
-        if error < least and (prices >= 0).all():
-            best, least = prices / widths, error
-    return best

@@ -20,12 +20,13 @@ from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.sections import ModeName, SimConfig
 from rollweave.sim.clock import Clock
-from rollweave.sim.cost import EngineCost, EngineCosts, ProfileCost, TrainerCost, TrainerCosts
+from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener
 from rollweave.sim.fleet import SimFleet
 from rollweave.sim.hardware import gpu, link
 from rollweave.sim.models import model
 from rollweave.sim.predictor import SimPredictor
+from rollweave.sim.profile import ProfileCost
 from rollweave.sim.relays import SimRelays
 from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Serverless

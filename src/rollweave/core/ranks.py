@@ -1,0 +1,59 @@
+"""Ranks of open turns: what they follow from, and what changes them while an engine has the turn.
+
+Invariant: an engine is told of every rank that changes there (`policy/priority`; Heddle §4.2).
+"""
+
+from rollweave.core.run import Run
+from rollweave.core.state import Engine, Trajectory, Turn
+from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
+from rollweave.schema.commands import RerankTurn
+
+
+def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
+    """By the priority of this run, higher first."""
+    return RANKS[run.scheduling.priority](
+        TurnView(
+            launched_at=trajectory.launched_at,
+            arrival=turn.arrival,
+            output_tokens=trajectory.output_tokens,
+            level=trajectory.level or 0,
+        )
+    )
+
+
+def promote_overdue(run: Run) -> None:
+    """Victims of preemption that were overtaken too often on their engine run before all others."""
+    for load in [load for load in run.fleet.loads.values() if load.active > load.slots]:
+        engine = run.state.engines[load.id]
+        for trajectory_id in engine.active:
+            trajectory = run.state.trajectories[trajectory_id]
+            turn = trajectory.turn
+            assert turn is not None, "an active turn is open"
+            if turn.rank < load.lowest and is_overdue(engine.given - turn.mark, slots=load.slots):
+                run.state.counters.scheduling.overdue += 1
+                _rerank(run, engine, trajectory, turn, overdue_rank(turn.arrival))
+
+
+def rerank(run: Run, trajectory: Trajectory) -> None:
+    """Its estimate has changed while an engine has its turn, or while that is held."""
+    turn = trajectory.turn
+    assert turn is not None, "a turn that is ranked is open"
+    if turn.engine is not None and turn.rank < overdue_rank(turn.arrival):
+        rank = rank_of(run, trajectory, turn)
+        if rank != turn.rank:
+            _rerank(run, run.state.engines[turn.engine], trajectory, turn, rank)
+
+
+def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: float) -> None:
+    before, turn.rank = turn.rank, rank
+    run.fleet.rerank(engine, before, rank)
+    run.emit(
+        RerankTurn(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            turn=turn.number,
+            engine_id=engine.id,
+            try_number=turn.try_number,
+            rank=rank,
+        )
+    )
