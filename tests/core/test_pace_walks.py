@@ -66,12 +66,12 @@ def slow_residents(run: Run, engine: Engine) -> int:
     return sum(one.home == engine.id and one.stage in under_way for one in run.state.trajectories.values())
 
 
-def serves(engine: Engine) -> bool:
-    return engine.status is EngineStatus.SERVING and not engine.draining
+def begins(engine: Engine) -> bool:
+    return engine.status is EngineStatus.SERVING and not (engine.leaving or engine.draining)
 
 
 def slow_begins(run: Run, engine: Engine) -> bool:
-    if not serves(engine) or engine.leaving or not acceptable(engine.version, run.next_version(), run.mode.window):
+    if not begins(engine) or not acceptable(engine.version, run.next_version(), run.mode.window):
         return False
     if engine.begun < slow_batch(run, engine):
         return True
@@ -95,7 +95,7 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
     for engine in run.state.engines.values():
         fullness = slow_residents(run, engine) / slow_batch(run, engine)
         if purpose is Purpose.EVAL:
-            may = evaluation is not None and serves(engine) and engine.weights_id == evaluation.weights_id and not engine.leaving
+            may = evaluation is not None and begins(engine) and engine.weights_id == evaluation.weights_id
         else:
             may = slow_begins(run, engine)
         if may and fullness < least:
