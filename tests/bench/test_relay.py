@@ -243,10 +243,11 @@ def test_what_a_killed_bench_has_left_goes(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [alive.name]
 
 
+@pytest.mark.parametrize("hang", [False, True])
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_broken_chain_is_repaired(victim: int, tmp_path: Path) -> None:
+async def test_a_broken_chain_is_repaired(victim: int, hang: bool, tmp_path: Path) -> None:
     with Network(3, loopback=True) as net, publish(payload(4 << 20, 2), version=1, weights_id=1, directory=tmp_path) as whole:
-        found = await repaired(net, whole.manifest, tmp_path, relays=3, victim=victim)
+        found = await repaired(net, whole.manifest, tmp_path, relays=3, victim=victim, hang=hang)
     assert 0 < found.known_s <= min(found.repair_s, found.whole_s)
     assert found.repeated_bytes == 0
 
@@ -283,7 +284,6 @@ def test_a_tiny_run_without_limits() -> None:
         rounds=1,
         fits=1,
         repairs=1,
-        hangs=0,
         publications=2,
         period_s=1.0,
         links=QUICK.links,

@@ -1,4 +1,4 @@
-"""How long a chain of relays stands still when one of them dies during a broadcast (Laminar §4.3)."""
+"""How long a chain of relays stands still when one of them dies or hangs during a broadcast (Laminar §4.3)."""
 
 import asyncio
 import os
@@ -29,8 +29,8 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Repaired:
-    """Seconds from the death: until the controller knew, until the successor had a chunk from its new source, until all had
-    the version. `repeated_bytes` came twice."""
+    """Seconds from the death, or from when it stood still: until the controller knew, until the successor had a chunk from its
+    new source, until all had the version. `repeated_bytes` came twice."""
 
     known_s: float
     repair_s: float
@@ -85,6 +85,8 @@ async def repaired(
         except TimeoutError:
             raise WeightsError(f"a chain without relay r{victim} was not whole after {PATIENCE_S:g} s") from None
         finally:
+            if hang and not made.links[victim].lost.done():
+                os.kill(made.links[victim].pid, signal.SIGCONT)
             watching.cancel()
             await asyncio.wait([watching])
 
@@ -101,8 +103,10 @@ async def _repaired(made: Tier, version: WeightManifest, arrivals: Arrivals, *, 
     died = time.monotonic()
     os.kill(made.links[victim].pid, signal.SIGSTOP if hang else signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after]]
+        suspected = asyncio.ensure_future(made.suspected[victim].wait())
+        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after], suspected]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        suspected.cancel()
     known = time.monotonic()
     plan = policy.repair(order, order[victim])
     assert plan.relay == order[after], "only its successor takes from another source"

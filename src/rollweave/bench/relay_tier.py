@@ -5,6 +5,7 @@ Invariants: relay `r<i>` is on host i; every broadcast is of a version that no r
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,8 +23,10 @@ from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, 
 class Tier:
     """So many relays, from the first host on."""
 
-    def __init__(self, links: Sequence[ProcessRelay], addresses: Sequence[RelayAddress]) -> None:
-        self.links, self.addresses = list(links), list(addresses)
+    def __init__(
+        self, links: Sequence[ProcessRelay], addresses: Sequence[RelayAddress], suspected: Sequence[asyncio.Event]
+    ) -> None:
+        self.links, self.addresses, self.suspected = list(links), list(addresses), list(suspected)
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -93,13 +96,19 @@ def star(relays: int) -> list[int | None]:
 async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
     """Relays on these hosts. Raises WeightsError where one does not start."""
     opened: list[ProcessRelay] = []
+    suspected = [asyncio.Event() for _ in hosts]
+
+    def mark(number: int, silent: bool) -> None:
+        (suspected[number].set if silent else suspected[number].clear)()
+
     try:
         for number, host in enumerate(hosts):
             with network.inside(host):
-                link = in_process(logs=logs)(RelaySpec(id=f"r{number}", host=network.address(host)))
+                spec = RelaySpec(id=f"r{number}", host=network.address(host))
+                link = in_process(logs=logs)(spec, functools.partial(mark, number))
             assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)
         ready = [await link.ready() for link in opened]
-        yield Tier(opened, [found.address for found in ready])
+        yield Tier(opened, [found.address for found in ready], suspected)
     finally:
         await asyncio.gather(*(link.close() for link in opened))

@@ -169,6 +169,8 @@ def _route_rare(
     | e.WeightsLoadFailed
     | e.RelayJoined
     | e.RelayLost
+    | e.RelaySuspected
+    | e.RelayHeard
     | e.WeightsRefused
     | e.TrainerReady
     | e.TrainerLost
@@ -200,6 +202,10 @@ def _route_rare(
             relays.on_joined(run, event)
         case e.RelayLost():
             relays.on_lost(run, event)
+        case e.RelaySuspected():
+            relays.on_suspected(run, event)
+        case e.RelayHeard():
+            relays.on_heard(run, event)
         case e.WeightsRefused():
             relays.on_refused(run, event)
         case e.TrainerReady():

@@ -179,6 +179,11 @@ class Relay(msgspec.Struct):
     blames: str | None = None  # the last source that was said to have them and did not serve
     doubted: str = ""  # why it is to be restarted at once: others cannot use what it is said to hold
     restarts: int = 0
+    silent_since: float | None = None  # it is suspected: not heard since about then
+
+    @property
+    def suspected(self) -> bool:
+        return self.silent_since is not None
 
 
 class Migration(msgspec.Struct):

@@ -18,7 +18,16 @@ from rollweave.policy.relay import chunk_bytes
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema.commands import RemoveRelay, RestartRelay, TakeWeights
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.events import Event, RefusalReason, RelayJoined, RelayLost, WeightsHeld, WeightsRefused
+from rollweave.schema.events import (
+    Event,
+    RefusalReason,
+    RelayHeard,
+    RelayJoined,
+    RelayLost,
+    RelaySuspected,
+    WeightsHeld,
+    WeightsRefused,
+)
 from rollweave.schema.sections import WeightsConfig
 from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, TransportName, WeightManifest
 
@@ -136,7 +145,7 @@ class Relays:
             started = self._clock()
             try:
                 spec = RelaySpec(id=relay_id, host=host_of(seat.machine), transport=self._transport)
-                seat.link = self._open(spec)
+                seat.link = self._open(spec, lambda silent: self._suspected(relay_id, seat, silent=silent))
                 seat.address = (await seat.link.ready()).address
             except (WeightsError, OSError) as error:
                 self._lost(relay_id, seat, str(error))
@@ -148,6 +157,12 @@ class Relays:
             if seat.link is not None:
                 seat.link.kill()
             seat.closed.set()
+
+    def _suspected(self, relay_id: str, seat: Seat, *, silent: bool) -> None:
+        if not seat.ours:
+            self._trace.instant(RELAYS, relay_id, "suspected" if silent else "heard again", self._clock())
+            kind = RelaySuspected if silent else RelayHeard
+            self._post(kind(relay_id=relay_id, epoch=seat.epoch))
 
     def _lost(self, relay_id: str, seat: Seat, error: str) -> None:
         if not seat.ours:

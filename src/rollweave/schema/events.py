@@ -300,6 +300,20 @@ class RelayLost(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+class RelaySuspected(Tagged, frozen=True, kw_only=True):
+    """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine is busy. → RelayHeard | RelayLost"""
+
+    relay_id: str
+    epoch: int
+
+
+class RelayHeard(Tagged, frozen=True, kw_only=True):
+    """A suspected relay speaks again."""
+
+    relay_id: str
+    epoch: int
+
+
 class WeightsHeld(Tagged, frozen=True, kw_only=True):
     """The relay has these weights, whole and verified: engines on its machine may load them."""
 
@@ -428,6 +442,8 @@ Event = (
     | EngineLost
     | RelayJoined
     | RelayLost
+    | RelaySuspected
+    | RelayHeard
     | WeightsHeld
     | WeightsRefused
     | TrainerReady

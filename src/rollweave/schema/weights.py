@@ -101,8 +101,12 @@ class TakeFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+BEAT_S = 0.2
+"""Seconds between two beats of a relay."""
+
+
 class RelayBeat(Tagged, frozen=True, kw_only=True):
-    """Sent every second, so that a relay that hangs is told from one that works."""
+    """Sent every BEAT_S, so that a relay that hangs is told from one that works."""
 
 
 RelayReply = RelayReady | Taken | TakeFailed | RelayBeat
