@@ -71,6 +71,12 @@ class Desk:
     def hear(self, relay: str) -> list[c.Command]:
         return self.tell(e.RelayHeard(relay_id=relay, epoch=self.relay(relay).epoch))
 
+    def stall(self, relay: str) -> list[c.Command]:
+        found = self.relay(relay)
+        assert found.source is not None
+        event = e.WeightsStalled(relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source)
+        return self.tell(event)
+
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
         found = self.relay(relay)
         event = e.WeightsRefused(
@@ -560,11 +566,33 @@ def test_engines_go_on_with_the_memory_of_a_relay_that_hangs() -> None:
     assert loads(desk.engines_up()) == [("e0", 0)]
 
 
+def test_a_relay_to_which_nothing_comes_tries_each_other_source_once() -> None:
+    desk = Desk(4).up()
+    desk.publish()
+    assert ways(desk.stall("r1")) == {}, "the trainer is not for it, and all others stand behind"
+    assert ways(desk.stall("r3")) == {"r3": "r1"}
+    assert ways(desk.stall("r3")) == {"r3": "r0"}
+    assert ways(desk.stall("r3")) == {}, "a slow link is better than none"
+    late = e.WeightsStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
+    assert ways(desk.tell(late)) == {}, "it has left r2 before"
+    for relay in ("r0", "r1", "r2", "r3"):
+        desk.hold(relay, 0)
+    desk.publish_again()
+    assert ways(desk.stall("r3")) == {"r3": "r1"}, "these weights are others"
+
+
+def test_who_has_left_a_source_goes_back_where_there_is_no_other() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    assert ways(desk.stall("r2")) == {"r2": "r0"}
+    assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}
+
+
 def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
     desk = Desk(2).up()
     old = msgspec.msgpack.decode(desk.core.snapshot())
     for relay in old["relays"].values():
-        del relay["silent_since"]
+        del relay["silent_since"], relay["left"]
     assert Core.restore(msgspec.msgpack.encode(old), desk.config).snapshot() == desk.core.snapshot()
 
 
@@ -592,7 +620,7 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
     if relay.taking >= 0 and not relay.suspected:
         has = relay.source is None or relay.taking in desk.relay(relay.source).held
-        deeds += ["refuse", *(["hold"] * 3 if has else [])]
+        deeds += ["refuse", *(["stall"] if relay.source is not None else []), *(["hold"] * 3 if has else [])]
     match data.draw(st.sampled_from(deeds)):
         case "lose":
             return desk.lose(name)
@@ -604,6 +632,8 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
             return desk.publish_again()
         case "hold":
             return desk.hold(name, relay.taking)
+        case "stall":
+            return desk.stall(name)
         case "refuse":
             return desk.refuse(name, data.draw(st.sampled_from(["source", "base", "broken", "room"])))
         case _:
@@ -623,7 +653,8 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
             assert command.source in may_give(desk, command.relay_id, command.weights_id), command
             taking, source, epoch = before[command.relay_id]
             if (taking, epoch) == (command.weights_id, desk.relay(command.relay_id).epoch) and source != command.source:
-                assert source not in may_give(desk, command.relay_id, taking) or source in desk.relay(command.relay_id).refused
+                relay = desk.relay(command.relay_id)
+                assert source not in may_give(desk, relay.id, taking) or source in [*relay.refused, *relay.left]
         for name in state.chain:
             relay = desk.relay(name)
             wanted = relay.taking if relay.taking >= 0 else state.published_id

@@ -434,6 +434,9 @@ class World:
             self.lose_relay(name)
         if self.fails():
             self.doubt_relay(name)
+        if self.fails() and command.source is not None:
+            key = {"relay_id": name, "epoch": self.relay_epoch[name], "weights_id": command.weights_id}
+            self.later(e.WeightsStalled(**key, source=command.source))
 
     def doubt_relay(self, name: str) -> None:
         """It is silent for a while; of what is said of it the second may come first."""

@@ -12,7 +12,7 @@ from rollweave.core.core import Core
 from rollweave.live.clock import RunClock
 from rollweave.live.manifests import Manifests
 from rollweave.live.pump import Pump
-from rollweave.live.relay_link import ProcessRelay, Suspected, in_process
+from rollweave.live.relay_link import OnStalled, ProcessRelay, Suspected, in_process
 from rollweave.live.relays import Relays
 from rollweave.live.tasks import Tasks
 from rollweave.record.journal import Replay, RunJournal
@@ -51,8 +51,8 @@ class Hall:
         )
         self._start = in_process(logs=directory / "logs", silent_s=60.0)
 
-    def _open(self, spec: RelaySpec, suspected: Suspected) -> ProcessRelay:
-        link = self._start(spec, suspected)
+    def _open(self, spec: RelaySpec, suspected: Suspected, stalled: OnStalled) -> ProcessRelay:
+        link = self._start(spec, suspected, stalled)
         assert isinstance(link, ProcessRelay)
         self.links[spec.id] = link
         return link

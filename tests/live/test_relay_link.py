@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.live.relay_link import ONE_THREAD, SUSPECT_BEATS, ProcessRelay, RelayLostError, Suspected
+from rollweave.live.relay_link import ONE_THREAD, SUSPECT_BEATS, OnStalled, ProcessRelay, RelayLostError, Suspected
 from rollweave.schema.weights import BEAT_S, RelayAddress, RelaySpec, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.words import Alive, Ask, Raw
@@ -27,6 +27,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         number: int,
         *,
         suspected: Suspected = lambda silent: None,
+        stalled: OnStalled = lambda word: None,
         silent_s: float = 20.0,
         module: str = "rollweave.live.relay_process",
         file_bytes: int | None = None,
@@ -37,7 +38,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             module, env["FILE_BYTES"] = "tests.live.small_relay", str(file_bytes)
         log = tmp_path / f"r{number}.log"
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
-        made.append(ProcessRelay(spec, suspected, log=log, env=env, silent_s=silent_s, module=module))
+        made.append(ProcessRelay(spec, suspected, stalled, log=log, env=env, silent_s=silent_s, module=module))
         return made[-1]
 
     yield one

@@ -148,6 +148,8 @@ class Referee:
                 self._relay(event, "join")
             case e.WeightsHeld() | e.WeightsRefused():
                 self._relay(event, f"take {event.weights_id}")
+            case e.WeightsStalled():
+                assert event.source in self.relays, event
             case e.RelayLost():
                 self._relay(event, *({self.relays[event.relay_id][1]}))
                 self.silent.discard((event.relay_id, event.epoch))

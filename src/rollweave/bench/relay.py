@@ -110,7 +110,7 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
         figures |= await _broadcasts(size, net, logs, whole.manifest, say)
         figures |= await _repairs(size, net, logs, whole.manifest, say)
     if net.why_not:
-        missing = ("gain_all", "crossover", "push_s", "accumulated_pull_s", "exposed_pull_s", "naive_s")
+        missing = ("repair_cut_s", "gain_all", "crossover", "push_s", "accumulated_pull_s", "exposed_pull_s", "naive_s")
         figures |= dict.fromkeys(missing)
         conditions |= dict.fromkeys(missing, net.why_not)
     else:
@@ -158,20 +158,22 @@ async def _broadcasts(size: Size, net: Network, logs: Path, manifest: WeightMani
 
 
 async def _repairs(size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say) -> dict[str, Figure]:
-    """A relay in the middle, and the master, are killed, or hang."""
+    """A relay in the middle, and the master, are killed, or hang; one in the middle is cut off."""
     relays = _repaired(size)
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {"repair_cut_s": None}
     repeated = 0
-    for name, victim, hang in (
-        ("repair", relays // 2, False),
-        ("repair_master", 0, False),
-        ("repair_hang", relays // 2, True),
-        ("repair_master_hang", 0, True),
-    ):
+    faults: list[tuple[str, int, relay_repair.Fault]] = [
+        ("repair", relays // 2, "killed"),
+        ("repair_master", 0, "killed"),
+        ("repair_hang", relays // 2, "hangs"),
+        ("repair_master_hang", 0, "hangs"),
+        ("repair_cut", relays // 2, "cut"),
+    ]
+    for name, victim, fault in faults[: -1 if net.why_not else None]:
         found = []
         for number in range(size.repairs):
             say(f"{name.replace('_', ', ')}: {number + 1} of {size.repairs}")
-            found.append(await relay_repair.repaired(net, manifest, logs, relays=relays, victim=victim, hang=hang))
+            found.append(await relay_repair.repaired(net, manifest, logs, relays=relays, victim=victim, fault=fault))
         figures[f"{name}_s"] = statistics.median(one.repair_s for one in found)
         figures[f"{name}_worst_s"] = max(one.repair_s for one in found)
         figures[f"{name}_known_s"] = statistics.median(one.known_s for one in found)
@@ -228,6 +230,7 @@ def _conditions(size: Size, net: Network) -> dict[str, Any]:
         "second chunk after the new source was named, since the first may have been on its way; `known`: until the controller "
         "knew",
         "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is suspected, and keeps its process",
+        "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
         "repair_master": "its successor reads what it lacks from the trainer's memory, which all hosts here share",
         "wait": f"an engine a relay; it wants weights each {0.5 * size.period_s:g} to {1.5 * size.period_s:g} s, published "
         f"every {size.period_s:g} s, {size.publications} times; global: gloo to all, who stop for it",

@@ -171,6 +171,7 @@ def _route_rare(
     | e.RelayLost
     | e.RelaySuspected
     | e.RelayHeard
+    | e.WeightsStalled
     | e.WeightsRefused
     | e.TrainerReady
     | e.TrainerLost
@@ -206,6 +207,8 @@ def _route_rare(
             relays.on_suspected(run, event)
         case e.RelayHeard():
             relays.on_heard(run, event)
+        case e.WeightsStalled():
+            relays.on_stalled(run, event)
         case e.WeightsRefused():
             relays.on_refused(run, event)
         case e.TrainerReady():

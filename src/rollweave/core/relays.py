@@ -8,6 +8,8 @@ at once where there is one, else after a look of the watchdog. A lost trainer is
 A relay that is silent for a moment is suspected, long before it counts as lost: who takes from it goes on from one that is not,
 if there is any (the first that is not suspected may take from the trainer), and nobody begins to take from it. It keeps its
 process, its place and what it takes, and when it is heard again everything stays as it is then: nobody is moved back.
+A relay to which nothing comes from a source that is heard tries another, too, but each only once for the same weights: a slow
+link is not left for ever again.
 """
 
 from bisect import insort
@@ -18,7 +20,15 @@ from rollweave.core.state import Phase, Relay, RelayStatus
 from rollweave.policy.relay import repair, sends_changes
 from rollweave.policy.retry import Failover, failover
 from rollweave.schema.commands import RestartRelay, TakeWeights
-from rollweave.schema.events import RelayHeard, RelayJoined, RelayLost, RelaySuspected, WeightsHeld, WeightsRefused
+from rollweave.schema.events import (
+    RelayHeard,
+    RelayJoined,
+    RelayLost,
+    RelaySuspected,
+    WeightsHeld,
+    WeightsRefused,
+    WeightsStalled,
+)
 
 
 def start(run: Run, count: int) -> None:
@@ -46,7 +56,7 @@ def on_held(run: Run, event: WeightsHeld) -> None:
         return
     if len(relay.held) > 1:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
-    relay.refused, relay.whole, relay.missing_since, relay.blames = [], False, None, None
+    relay.refused, relay.left, relay.whole, relay.missing_since, relay.blames = [], [], False, None, None
     _stop(run, relay)
     _measure(run)
     for other in run.state.relays.values():
@@ -70,6 +80,18 @@ def on_refused(run: Run, event: WeightsRefused) -> None:
     if (event.reason != "source" or relay.blames is not None) and relay.missing_since is None:
         relay.missing_since = run.now
     _stop(run, relay)
+
+
+def on_stalled(run: Run, event: WeightsStalled) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is None or (relay.taking, relay.source) != (event.weights_id, event.source) or event.source in relay.left:
+        return
+    tried = {*relay.refused, *relay.left, event.source}
+    ways = [source for source in _sources(run, relay, relay.taking) if source not in tried]
+    if ways:
+        run.warn(relay.id, f"weights {relay.taking} stall on their way from {event.source}", count="take_stalled")
+        relay.left.append(event.source)
+        _take(run, relay, relay.taking, ways[0])
 
 
 def on_lost(run: Run, event: RelayLost) -> None:

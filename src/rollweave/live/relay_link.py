@@ -19,7 +19,18 @@ from typing import Protocol, TypeVar
 from rollweave.backends.child import spawn
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import BEAT_S, RelayBeat, RelayReady, RelayReply, RelaySpec, StopRelay, Take, TakeFailed, Taken
+from rollweave.schema.weights import (
+    BEAT_S,
+    RelayBeat,
+    RelayReady,
+    RelayReply,
+    RelaySpec,
+    Stalled,
+    StopRelay,
+    Take,
+    TakeFailed,
+    Taken,
+)
 
 T = TypeVar("T")
 
@@ -72,7 +83,9 @@ class RelayLink(Protocol):
 Suspected = Callable[[bool], None]
 """Told True when nothing has been heard of a relay for SUSPECT_BEATS, and False when it is heard again."""
 
-OpenRelay = Callable[[RelaySpec, Suspected], RelayLink]
+OnStalled = Callable[[Stalled], None]
+
+OpenRelay = Callable[[RelaySpec, Suspected, OnStalled], RelayLink]
 """Starts a relay. Raises OSError where no process can be made."""
 
 
@@ -81,8 +94,8 @@ def in_process(
 ) -> OpenRelay:
     """Each relay as a child process, `python -m module`; its output goes to `logs/<id>.log`."""
 
-    def start(spec: RelaySpec, suspected: Suspected) -> ProcessRelay:
-        return ProcessRelay(spec, suspected, log=logs / f"{spec.id}.log", env=env, silent_s=silent_s, module=module)
+    def start(spec: RelaySpec, suspected: Suspected, stalled: OnStalled) -> ProcessRelay:
+        return ProcessRelay(spec, suspected, stalled, log=logs / f"{spec.id}.log", env=env, silent_s=silent_s, module=module)
 
     return start
 
@@ -91,9 +104,18 @@ class ProcessRelay:
     """`RelayLink` to a child process, which takes a `RelaySpec` as its first frame."""
 
     def __init__(
-        self, spec: RelaySpec, suspected: Suspected, *, log: Path, env: Mapping[str, str], silent_s: float, module: str
+        self,
+        spec: RelaySpec,
+        suspected: Suspected,
+        stalled: OnStalled,
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        silent_s: float,
+        module: str,
     ) -> None:
-        self._id, self._silent_s, self._suspected = spec.id, silent_s, suspected
+        self._id, self._silent_s = spec.id, silent_s
+        self._suspected, self._stalled = suspected, stalled
         self._missed = 0  # beats in a row
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
@@ -151,6 +173,8 @@ class ProcessRelay:
                 self._answer(taken.manifest.weights_id, taken)
             case TakeFailed() as failed:
                 self._answer(failed.weights_id, failed)
+            case Stalled() as word:
+                self._stalled(word)
             case RelayBeat():
                 pass
 

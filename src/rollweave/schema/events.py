@@ -322,6 +322,15 @@ class WeightsHeld(Tagged, frozen=True, kw_only=True):
     weights_id: int
 
 
+class WeightsStalled(Tagged, frozen=True, kw_only=True):
+    """Nothing has come of them from the relay `source` for a moment. The take goes on."""
+
+    relay_id: str
+    epoch: int
+    weights_id: int
+    source: str
+
+
 class WeightsRefused(Tagged, frozen=True, kw_only=True):
     """They have not come; what the relay held it still holds.
 
@@ -445,6 +454,7 @@ Event = (
     | RelaySuspected
     | RelayHeard
     | WeightsHeld
+    | WeightsStalled
     | WeightsRefused
     | TrainerReady
     | StepTrained

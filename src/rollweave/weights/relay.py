@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
 from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Listener, Transport
+from rollweave.weights.watch import Watch
 from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
 
 LINGER_S = 60.0
@@ -239,8 +240,10 @@ class Relay:
             change = bytearray(nbytes)
             return memoryview(change)
 
-        channel = await self._transport.connect(source)
+        watch = Watch(lambda: self._say(Stalled(weights_id=manifest.weights_id, source=source)))
+        channel: Channel | None = None
         try:
+            channel = watch.channel = await self._transport.connect(source)
             missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
             named = base.name if base is not None else None
             ask = Ask(
@@ -270,7 +273,9 @@ class Relay:
                     case _:
                         raise TakeError("broken", f"{source.host}:{source.port} said {type(word).__name__}")
         finally:
-            channel.close()
+            watch.close()
+            if channel is not None:
+                channel.close()
 
     async def _encode(self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int) -> None:
         """Make the changes since `base` that have not come from elsewhere, once for all who ask."""

@@ -169,6 +169,7 @@ class TcpChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._peer, self._silent_s, self._carrier = sock, peer, silent_s, carrier
         self._loop = asyncio.get_running_loop()
+        self.waits_since: float | None = None
 
     async def send(self, word: Word, body: Body | None = None) -> None:
         head = encode(word)
@@ -271,11 +272,14 @@ class TcpChannel:
         """Raises TakeError (source)."""
         done = 0
         while done < len(view):
+            self.waits_since = self._loop.time()
             try:
                 async with asyncio.timeout(self._silent_s):
                     count = await self._loop.sock_recv_into(self._sock, view[done:])
             except TimeoutError:
                 raise TakeError("source", f"{self._peer} has said nothing for {self._silent_s:g} s") from None
+            finally:
+                self.waits_since = None
             if count == 0:
                 raise TakeError("source", f"{self._peer} has hung up")
             done += count
