@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, WeightManifest
-from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
+from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
 from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Listener, Transport
@@ -69,6 +69,7 @@ class Relay:
         self._keep: set[int] = set()
         self._arrivals = News()
         self._encoding: dict[int, asyncio.Task[None]] = {}
+        self._freeing: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encode")
         self._listener: Listener | None = None
 
@@ -115,6 +116,8 @@ class Relay:
         for coming in self._coming.values():
             if coming.draft is not None:
                 coming.draft.close()
+        if self._freeing:
+            await asyncio.wait(self._freeing)
         self._pool.shutdown(cancel_futures=True)
         self._depot.close()
 
@@ -195,8 +198,12 @@ class Relay:
             draft = await in_thread(make, command.manifest, undo=Draft.close)
         except TakeError as error:
             base = set() if command.base_id is None else {command.base_id}
-            if error.reason != "room" or not self._let_go(self._keep | base):
+            if error.reason != "room":
                 raise
+            self._let_go(self._keep | base)
+            if not self._freeing:
+                raise
+            await asyncio.wait(self._freeing)
             draft = await in_thread(make, command.manifest, undo=Draft.close)
         weights_id = command.manifest.weights_id
         offer = self._offers.get(weights_id)
@@ -304,11 +311,16 @@ class Relay:
             if encoding.done():
                 del self._encoding[weights_id]
 
-    def _let_go(self, keep: set[int]) -> list[int]:
+    def _let_go(self, keep: set[int]) -> None:
+        """Memory of gigabytes is freed in a thread: whoever is served goes on, and so do our beats."""
         gone = self._depot.keep(keep)
-        for weights_id in gone:
+        for held in gone:
+            weights_id = held.manifest.weights_id
             self._withdraw(weights_id, f"weights id {weights_id} was let go")
-        return gone
+        if gone:
+            freeing = asyncio.get_running_loop().create_task(in_thread(close_all, gone), name="free memory")
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
 
     def _abandon(self, coming: _Coming, reason: str) -> None:
         """Nobody wants this version any more. Whoever is at work on it sees to the rest."""
