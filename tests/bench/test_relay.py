@@ -21,7 +21,7 @@ from rollweave.bench.relay import PREFIX, QUICK, Size, bench_relay, workspace
 from rollweave.bench.relay_broadcast import FIT_CHUNKS, Link, Times, fit
 from rollweave.bench.relay_links import crossing, growing_figures, redrawn
 from rollweave.bench.relay_net import Network
-from rollweave.bench.relay_repair import repaired
+from rollweave.bench.relay_repair import Fault, repaired
 from rollweave.bench.relay_store import WAYS, Pair, Run, _rest, clusters, layers, model_of, published
 from rollweave.bench.relay_tier import chain, star
 from rollweave.bench.relay_wait import Waits, payload
@@ -243,10 +243,19 @@ def test_what_a_killed_bench_has_left_goes(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == [alive.name]
 
 
+@pytest.mark.parametrize("fault", ["killed", "hangs"])
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_broken_chain_is_repaired(victim: int, tmp_path: Path) -> None:
+async def test_a_broken_chain_is_repaired(victim: int, fault: Fault, tmp_path: Path) -> None:
     with Network(3, loopback=True) as net, publish(payload(4 << 20, 2), version=1, weights_id=1, directory=tmp_path) as whole:
-        found = await repaired(net, whole.manifest, tmp_path, relays=3, victim=victim)
+        found = await repaired(net, whole.manifest, tmp_path, relays=3, victim=victim, fault=fault)
+    assert 0 < found.known_s <= min(found.repair_s, found.whole_s)
+    assert found.repeated_bytes == 0
+
+
+async def test_a_relay_that_is_cut_off_is_passed_by(tmp_path: Path) -> None:
+    with namespaces(4) as net, publish(payload(4 << 20, 2), version=1, weights_id=1, directory=tmp_path) as whole:
+        net.limit(100.0)
+        found = await repaired(net, whole.manifest, tmp_path, relays=4, victim=1, fault="cut")
     assert 0 < found.known_s <= min(found.repair_s, found.whole_s)
     assert found.repeated_bytes == 0
 
@@ -283,7 +292,6 @@ def test_a_tiny_run_without_limits() -> None:
         rounds=1,
         fits=1,
         repairs=1,
-        hangs=0,
         publications=2,
         period_s=1.0,
         links=QUICK.links,

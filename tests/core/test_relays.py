@@ -1,5 +1,6 @@
 """Relays: who takes weights from whom, what a lost one leaves behind, and what engines may load."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ class Desk:
         made = config(
             mode, engines={"count": relays}, weights={"relays": relays, "delta": delta}, watchdog={"restarts": restarts}
         )
-        self.core, self.now, self.published = Core(made), 0.0, -1
+        self.config, self.core, self.now, self.published = made, Core(made), 0.0, -1
         seats = tuple(e.EngineSeat(id=EngineId(f"e{number}")) for number in range(relays))
         self.tell(e.RunStarted(engines=seats, relays=relays))
 
@@ -63,6 +64,18 @@ class Desk:
 
     def join(self, relay: str) -> list[c.Command]:
         return self.tell(e.RelayJoined(relay_id=relay, epoch=self.relay(relay).epoch))
+
+    def suspect(self, relay: str) -> list[c.Command]:
+        return self.tell(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
+
+    def hear(self, relay: str) -> list[c.Command]:
+        return self.tell(e.RelayHeard(relay_id=relay, epoch=self.relay(relay).epoch))
+
+    def stall(self, relay: str) -> list[c.Command]:
+        found = self.relay(relay)
+        assert found.source is not None
+        event = e.WeightsStalled(relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source)
+        return self.tell(event)
 
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
         found = self.relay(relay)
@@ -461,3 +474,220 @@ def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() 
             desk.refuse("r1", "source")
         restarted += [command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
     assert sorted(restarted) == ["r0", "r1"]
+
+
+# Relays that are silent for a moment.
+
+
+def test_who_takes_from_a_relay_that_hangs_goes_on_from_the_one_before_it_and_stays_there() -> None:
+    desk = Desk(4).up()
+    desk.publish()
+    assert ways(desk.suspect("r1")) == {"r2": "r0"}
+    assert (desk.core.state.chain, desk.relay("r1").source) == (["r0", "r1", "r2", "r3"], "r0"), "it keeps its place"
+    assert ways(desk.hear("r1")) == {}
+    assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
+
+
+def test_whoever_stands_behind_a_master_that_hangs_takes_from_the_trainer() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    assert ways(desk.suspect("r0")) == {"r1": None}
+    assert ways(desk.hear("r0")) == {}
+    assert [desk.relay(relay).source for relay in desk.core.state.chain] == [None, None, "r1"]
+    for relay in desk.core.state.chain:
+        desk.hold(relay, 0)
+    assert ways(desk.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, "the master is what it was"
+
+
+def test_neighbours_that_hang_are_both_passed_by() -> None:
+    desk = Desk(5).up()
+    desk.publish()
+    assert ways(desk.suspect("r2")) == {"r3": "r1"}
+    assert ways(desk.suspect("r1")) == {"r3": "r0"}, "r2 is silent itself: it goes on as it is"
+    assert ways(desk.hear("r2")) == {"r2": "r0"}
+    assert ways(desk.lose("r1")) == {}
+
+
+def test_when_all_hang_all_wait() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    for relay in ("r2", "r1", "r0"):
+        assert ways(desk.suspect(relay)) == {}
+    assert ways(desk.wait(1.0)) == {}
+    assert ways(desk.hear("r2")) == {"r2": None}
+    assert ways(desk.hear("r1")) == {"r1": None}
+    assert ways(desk.hear("r0")) == {}
+
+
+def test_who_has_no_other_source_waits_for_the_one_that_hangs() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    desk.hold("r1", 0)
+    desk.publish_again()
+    desk.refuse("r0", "source")  # the trainer is gone
+    assert desk.relay("r1").taking == -1
+    desk.wait(1.0)
+    assert (desk.relay("r0").source, desk.relay("r1").source) == (None, "r0")
+    desk.suspect("r0")
+    assert desk.relay("r1").source is None
+    desk.refuse("r1", "source")
+    assert ways(desk.hear("r0")) == {"r1": "r0"}
+
+
+def test_a_relay_that_comes_back_while_others_hang_takes_from_who_does_not() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    for relay in ("r0", "r1", "r2"):
+        desk.hold(relay, 0)
+    desk.lose("r0")
+    desk.suspect("r2")
+    assert ways(desk.join("r0")) == {"r0": "r1"}
+
+
+def test_a_relay_that_stays_suspected_is_restarted() -> None:
+    desk = Desk(2).up()
+    desk.suspect("r1")
+    desk.suspect("r1")
+    assert not any(isinstance(command, c.RestartRelay) for command in desk.wait(60.0))
+    found = desk.wait(0.1)
+    assert [command.relay_id for command in found if isinstance(command, c.RestartRelay)] == ["r1"]
+    assert not desk.relay("r1").suspected
+    desk.tell(e.RelaySuspected(relay_id="r1", epoch=0))
+    assert not desk.relay("r1").suspected, "that was said of its life before"
+
+
+def test_engines_go_on_with_the_memory_of_a_relay_that_hangs() -> None:
+    desk = Desk(1).up()
+    desk.publish()
+    desk.hold("r0", 0)
+    desk.suspect("r0")
+    assert loads(desk.engines_up()) == [("e0", 0)]
+
+
+def test_a_relay_to_which_nothing_comes_tries_each_other_source_once() -> None:
+    desk = Desk(4).up()
+    desk.publish()
+    assert ways(desk.stall("r1")) == {}, "the trainer is not for it, and all others stand behind"
+    assert ways(desk.stall("r3")) == {"r3": "r1"}
+    assert ways(desk.stall("r3")) == {"r3": "r0"}
+    assert ways(desk.stall("r3")) == {}, "a slow link is better than none"
+    late = e.WeightsStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
+    assert ways(desk.tell(late)) == {}, "it has left r2 before"
+    for relay in ("r0", "r1", "r2", "r3"):
+        desk.hold(relay, 0)
+    desk.publish_again()
+    assert ways(desk.stall("r3")) == {"r3": "r1"}, "these weights are others"
+
+
+def test_who_has_left_a_source_goes_back_where_there_is_no_other() -> None:
+    desk = Desk(3).up()
+    desk.publish()
+    assert ways(desk.stall("r2")) == {"r2": "r0"}
+    assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}
+
+
+def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
+    desk = Desk(2).up()
+    old = msgspec.msgpack.decode(desk.core.snapshot())
+    for relay in old["relays"].values():
+        del relay["silent_since"], relay["left"]
+    assert Core.restore(msgspec.msgpack.encode(old), desk.config).snapshot() == desk.core.snapshot()
+
+
+def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
+    """The rule, slowly: whoever is heard, and holds these weights or stands before it and takes them; the trainer, where all
+    that stand before it are silent."""
+    chain = desk.core.state.chain
+    ahead = chain[: chain.index(relay)]
+    givers: list[str | None] = [
+        other
+        for other in chain
+        if other != relay
+        and not desk.relay(other).suspected
+        and (wanted in desk.relay(other).held or (other in ahead and desk.relay(other).taking == wanted))
+    ]
+    return [*givers, None] if all(desk.relay(other).suspected for other in ahead) else givers
+
+
+def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
+    """Anything that may happen to relays."""
+    name = data.draw(st.sampled_from(sorted(desk.core.state.relays)))
+    relay = desk.relay(name)
+    if relay.status is RelayStatus.STARTING:
+        return desk.join(name)
+    deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
+    if relay.taking >= 0 and not relay.suspected:
+        has = relay.source is None or relay.taking in desk.relay(relay.source).held
+        deeds += ["refuse", *(["stall"] if relay.source is not None else []), *(["hold"] * 3 if has else [])]
+    match data.draw(st.sampled_from(deeds)):
+        case "lose":
+            return desk.lose(name)
+        case "hear":
+            return desk.hear(name)
+        case "suspect":
+            return desk.suspect(name)
+        case "publish":
+            return desk.publish_again()
+        case "hold":
+            return desk.hold(name, relay.taking)
+        case "stall":
+            return desk.stall(name)
+        case "refuse":
+            return desk.refuse(name, data.draw(st.sampled_from(["source", "base", "broken", "room"])))
+        case _:
+            return desk.wait(1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(relays=st.integers(1, 6), data=st.data())
+def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObject) -> None:
+    desk = Desk(relays, restarts=1000).up()
+    desk.publish()
+    for _ in range(data.draw(st.integers(1, 30))):
+        before = {name: (relay.taking, relay.source, relay.epoch) for name, relay in desk.core.state.relays.items()}
+        found = [command for command in step(desk, data) if isinstance(command, c.TakeWeights)]
+        state = desk.core.state
+        for command in found:
+            assert command.source in may_give(desk, command.relay_id, command.weights_id), command
+            taking, source, epoch = before[command.relay_id]
+            if (taking, epoch) == (command.weights_id, desk.relay(command.relay_id).epoch) and source != command.source:
+                relay = desk.relay(command.relay_id)
+                assert source not in may_give(desk, relay.id, taking) or source in [*relay.refused, *relay.left]
+        for name in state.chain:
+            relay = desk.relay(name)
+            wanted = relay.taking if relay.taking >= 0 else state.published_id
+            better = [other for other in may_give(desk, name, wanted) if other not in relay.refused]
+            if relay.taking < 0 and wanted not in relay.held:
+                assert not better, f"{name} could take from {better}"
+            elif relay.taking >= 0 and relay.source is not None and desk.relay(relay.source).suspected:
+                assert relay.suspected or not better, f"{name} could take from {better}"
+        for name in state.chain:
+            seen = [name]
+            while (last := desk.relay(seen[-1])).taking >= 0 and last.source is not None and last.source not in seen:
+                if last.taking in desk.relay(last.source).held:
+                    break
+                seen.append(last.source)
+            assert last.taking < 0 or last.source not in seen, f"they wait for each other: {seen}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(relays=st.integers(2, 6), data=st.data())
+def test_all_get_the_weights_once_all_are_heard(relays: int, data: st.DataObject) -> None:
+    desk = Desk(relays, restarts=1000).up()
+    desk.publish()
+    for _ in range(data.draw(st.integers(1, 20))):
+        step(desk, data)
+    for name in sorted(desk.core.state.relays):
+        if desk.relay(name).status is RelayStatus.STARTING:
+            desk.join(name)
+        desk.hear(name)
+    state = desk.core.state
+    for _ in range(3 * relays):
+        desk.wait(1.0)
+        for name in state.chain:
+            relay = desk.relay(name)
+            if relay.taking >= 0 and (relay.source is None or relay.taking in desk.relay(relay.source).held):
+                desk.hold(name, relay.taking)
+    assert all(state.published_id in desk.relay(name).held for name in state.chain)

@@ -415,6 +415,12 @@ class World:
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
         assert command.source is None or command.source in self.relay_epoch, f"{command} from a relay that is gone"
         assert command.base_id is None or command.base_id in self.told[name], f"{command} on a base that it never had"
+        state = self.core.state
+        if command.source is None:
+            ahead = state.chain[: state.chain.index(name)]
+            assert all(state.relays[one].suspected for one in ahead), f"{command} past {ahead}"
+        else:
+            assert not state.relays[command.source].suspected, f"{command} from a relay that is suspected"
         self.relay_has[name] &= kept
         self.told[name] &= kept
         self.taken.append(command)
@@ -426,6 +432,17 @@ class World:
             self.later(e.WeightsHeld(relay_id=name, epoch=epoch, weights_id=command.weights_id))
         if self.fails():
             self.lose_relay(name)
+        if self.fails():
+            self.doubt_relay(name)
+        if self.fails() and command.source is not None:
+            key = {"relay_id": name, "epoch": self.relay_epoch[name], "weights_id": command.weights_id}
+            self.later(e.WeightsStalled(**key, source=command.source))
+
+    def doubt_relay(self, name: str) -> None:
+        """It is silent for a while; of what is said of it the second may come first."""
+        key = {"relay_id": name, "epoch": self.relay_epoch[name]}
+        self.later(e.RelaySuspected(**key))
+        self.later(e.RelayHeard(**key), self.random.expovariate(1 / (3 * self.spread)))
 
     def forget_relay(self, name: str) -> None:
         self.relay_has[name], self.told[name] = set(), set()

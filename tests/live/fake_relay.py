@@ -12,6 +12,7 @@ from pathlib import Path
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.schema.weights import (
+    BEAT_S,
     RelayAddress,
     RelayBeat,
     RelayCommand,
@@ -39,7 +40,7 @@ def main() -> None:
     def beat() -> None:
         while True:
             say(RelayBeat())
-            threading.Event().wait(1.0)
+            threading.Event().wait(BEAT_S)
 
     say(RelayReady(address=RelayAddress(host=spec.host, port=1, secret=b"")))
     threading.Thread(target=beat, daemon=True).start()

@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from rollweave.live.relay_link import ONE_THREAD, ProcessRelay, RelayLostError
-from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, WeightManifest
+from rollweave.live.relay_link import ONE_THREAD, SUSPECT_BEATS, OnStalled, ProcessRelay, RelayLostError, Suspected
+from rollweave.schema.weights import BEAT_S, RelayAddress, RelaySpec, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.words import Alive, Ask, Raw
 from tests.weights.host import KIB, Memory, tapped, versions
@@ -23,7 +24,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     made: list[ProcessRelay] = []
 
     def one(
-        number: int, *, silent_s: float = 20.0, module: str = "rollweave.live.relay_process", file_bytes: int | None = None
+        number: int,
+        *,
+        suspected: Suspected = lambda silent: None,
+        stalled: OnStalled = lambda word: None,
+        silent_s: float = 20.0,
+        module: str = "rollweave.live.relay_process",
+        file_bytes: int | None = None,
     ) -> ProcessRelay:
         spec = RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
         env = dict(ONE_THREAD)
@@ -31,7 +38,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             module, env["FILE_BYTES"] = "tests.live.small_relay", str(file_bytes)
         log = tmp_path / f"r{number}.log"
         env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
-        made.append(ProcessRelay(spec, log=log, env=env, silent_s=silent_s, module=module))
+        made.append(ProcessRelay(spec, suspected, stalled, log=log, env=env, silent_s=silent_s, module=module))
         return made[-1]
 
     yield one
@@ -131,13 +138,111 @@ async def test_a_dead_master(start: Start) -> None:
         assert 0 < taken.nbytes < new.manifest.nbytes / 10
 
 
-async def test_a_relay_that_hangs_is_lost_and_killed(start: Start) -> None:
-    relay = start(0, silent_s=1.5)
+async def test_a_relay_that_hangs_is_suspected_and_then_lost_and_killed(start: Start) -> None:
+    told: list[bool] = []
+    relay = start(0, silent_s=1.5, suspected=told.append)
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
     assert "said nothing for 1.5 s" in await relay.lost
+    assert told[-1] is True
     with versions(1) as (memory,):
         assert await relay.take(command(memory.manifest)) is None
+
+
+class Doubts:
+    """What a link says of its relay's silence."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[bool] = asyncio.Queue()
+
+    def __call__(self, silent: bool) -> None:
+        self.told.put_nowait(silent)
+
+    async def until(self, silent: bool) -> None:
+        """Wait for that news; a busy machine may bring other news before."""
+        async with asyncio.timeout(30):
+            while await self.told.get() is not silent:
+                pass
+
+
+async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_when_it_is_back(start: Start) -> None:
+    """No byte comes twice to anybody, and nobody is restarted."""
+    with versions(1) as (memory,):
+        doubts = Doubts()
+        relays = [start(number, suspected=doubts if number == 1 else lambda silent: None) for number in range(4)]
+        addresses = [(await relay.ready()).address for relay in relays]
+        async with tapped(memory) as (slow, address):
+            answers = [
+                relay.take(command(memory.manifest, source))
+                for relay, source in zip(relays, (address, *addresses), strict=False)
+            ]
+            slow.let(3)
+            await passed(addresses[3], memory, 3 * 256 * KIB)
+            os.kill(relays[1].pid, signal.SIGSTOP)
+            await doubts.until(True)
+            again = relays[2].take(command(memory.manifest, addresses[0]))
+            slow.let_all()
+            for answer in (answers[0], again, answers[3]):
+                taken = await answer
+                assert payload(taken) == memory.payload
+                assert isinstance(taken, Taken)
+                assert taken.nbytes == memory.manifest.nbytes  # none twice
+            assert not answers[1].done()
+            os.kill(relays[1].pid, signal.SIGCONT)
+            await doubts.until(False)
+            assert payload(await answers[1]) == memory.payload
+            assert not relays[1].lost.done()
+        assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
+
+
+async def test_a_master_that_hangs_has_a_deputy(start: Start) -> None:
+    """Whoever stands behind it reads what it lacks from the trainer's memory, and those after that one go on."""
+    with versions(1) as (memory,):
+        doubts = Doubts()
+        relays = [start(number, suspected=doubts if number == 0 else lambda silent: None) for number in range(3)]
+        addresses = [(await relay.ready()).address for relay in relays]
+        async with tapped(memory) as (slow, address):
+            answers = [
+                relay.take(command(memory.manifest, source))
+                for relay, source in zip(relays, (address, *addresses), strict=False)
+            ]
+            slow.let(3)
+            await passed(addresses[2], memory, 3 * 256 * KIB)
+            os.kill(relays[0].pid, signal.SIGSTOP)
+            await doubts.until(True)
+            again = relays[1].take(command(memory.manifest))
+            assert payload(await again) == payload(await answers[2]) == memory.payload
+            os.kill(relays[0].pid, signal.SIGCONT)
+            await doubts.until(False)
+            slow.let_all()
+            assert payload(await answers[0]) == memory.payload
+
+
+async def test_nobody_is_suspected_because_we_were_busy_ourselves(start: Start) -> None:
+    """Our loop stands still for longer than a relay may be silent; it beats meanwhile, and is heard first."""
+    told: list[bool] = []
+    relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * BEAT_S)
+    await relay.ready()
+    for _ in range(3):
+        time.sleep((SUSPECT_BEATS + 4) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert told == []
+    assert not relay.lost.done()
+
+
+async def test_what_is_not_read_is_no_silence(start: Start) -> None:
+    """As long as our loop stands still nothing is counted, whether beats wait to be read or not."""
+    told: list[bool] = []
+    relay = start(0, suspected=told.append)
+    await relay.ready()
+    os.kill(relay.pid, signal.SIGSTOP)
+    for _ in range(SUSPECT_BEATS - 1):
+        time.sleep((SUSPECT_BEATS + 1) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert told == [], "each time counts as one beat"
+    os.kill(relay.pid, signal.SIGCONT)
 
 
 async def test_a_relay_that_cannot_start(start: Start) -> None:

@@ -14,7 +14,6 @@ from rollweave.policy.relay import (
     chain,
     chunk_bytes,
     chunk_count,
-    master,
     repair,
     sends_changes,
     sources,
@@ -30,12 +29,6 @@ def test_a_chain_covers_all_from_its_master(relays: list[str], data: st.DataObje
     assert order[0] == first
     assert sorted(order) == sorted(relays)
     assert [relay for relay in relays if relay != first] == order[1:]
-
-
-@given(NAMES, st.one_of(st.none(), st.integers(0, 30).map("r{}".format)))
-def test_a_master_stays_while_it_lives(relays: list[str], preferred: str | None) -> None:
-    assert master(relays, preferred) == (preferred if preferred in relays else relays[0])
-    assert master([], preferred) is None
 
 
 def reached(taking: dict[str, str | None]) -> list[str]:

@@ -11,7 +11,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.sim.clock import Clock
-from rollweave.sim.relays import DELTA_SHARE, RESTART_S, SimRelays
+from rollweave.sim.relays import DELTA_SHARE, RESTART_S, SILENT_S, SUSPECT_S, SimRelays
 
 CHUNKS = 100
 
@@ -88,6 +88,61 @@ def test_a_repair_sends_nothing_again(relays: int, lost: int, at: float) -> None
     held = stage.held_at()
     assert held.keys() == {f"r{relay}" for relay in range(relays) if relay != lost}
     assert max(held.values()) <= 10.0 + (relays - 1) * 10.0 / CHUNKS
+
+
+@given(relays=st.integers(2, 6), hung=st.integers(0, 5), at=st.floats(0.1, 9.9), seconds=st.floats(0.05, 4.9))
+def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(relays: int, hung: int, at: float, seconds: float) -> None:
+    """Nothing of what has come comes again; without a new source everybody behind it is as late as it was silent."""
+    hung = min(hung, relays - 1)
+    times = []
+    for pause in (0.0, seconds):
+        stage = Stage(relays)
+        began = stage.clock.now
+        for relay in range(relays):
+            stage.take(relay, relay - 1 if relay else None)
+        stage.run(until=at)
+        if pause:
+            stage.relays.hang(f"r{hung}", pause)
+            stage.relays.hang(f"r{hung}", pause)  # no more than once at a time
+        stage.run()
+        times.append({name: when - began for name, when in stage.held_at().items()})
+        said = [type(event) for _, event in stage.said if isinstance(event, e.RelaySuspected | e.RelayHeard | e.RelayLost)]
+        assert said == ([e.RelaySuspected, e.RelayHeard] if pause > SUSPECT_S else [])
+    quiet, late = times
+    assert late.keys() == quiet.keys()
+    for relay in range(relays):
+        name = f"r{relay}"
+        over = relay == 0 and hung == 0  # the master has read the trainer's memory before
+        expected = 0.0 if relay < hung or over or quiet[name] <= at else seconds
+        behind = 10.0 / CHUNKS * relays  # chunks that were on their way
+        assert quiet[name] + expected - behind <= late[name] <= quiet[name] + expected + 1e-6
+
+
+def test_who_takes_from_another_does_not_wait_for_the_one_that_hangs() -> None:
+    stage = Stage(3)
+    for relay in range(3):
+        stage.take(relay, relay - 1 if relay else None)
+    stage.run(until=5.0)
+    stage.relays.hang("r1", 60.0)
+    stage.run(until=5.0 + SUSPECT_S)
+    assert isinstance(stage.said[-1][1], e.RelaySuspected)
+    stage.take(2, 0)
+    stage.run()
+    assert stage.held_at() == pytest.approx({"r0": 0.0, "r2": 10.0 + SUSPECT_S})
+    now, event = stage.said[-1] if isinstance(stage.said[-1][1], e.RelayLost) else stage.said[-2]
+    assert isinstance(event, e.RelayLost)
+    assert now == pytest.approx(5.0 + SILENT_S)
+
+
+def test_what_is_said_to_a_relay_that_hangs_it_hears_later() -> None:
+    stage = Stage(2)
+    stage.take(0, None)
+    stage.run()
+    stage.relays.hang("r1", 2.0)
+    began = stage.clock.now
+    stage.take(1, 0)
+    stage.run()
+    assert stage.held_at()["r1"] - began == pytest.approx(12.0)
 
 
 def test_a_change_takes_its_share() -> None:

@@ -21,6 +21,7 @@ class FakeChannel:
         self._moved = asyncio.Event()
         self.other: FakeChannel | None = None
         self._closed = False
+        self.waits_since: float | None = None
 
     async def send(self, word: Word, body: Body | None = None) -> None:
         data = b""
@@ -46,10 +47,13 @@ class FakeChannel:
                 while not self._inbox:
                     if self._closed:
                         raise TakeError("source", "it is closed")
+                    self.waits_since = asyncio.get_running_loop().time()
                     await self._wait()
         except TimeoutError:
             self.close()
             raise TakeError("source", "nothing was said") from None
+        finally:
+            self.waits_since = None
         message = self._inbox[0]
         if message is None:
             raise TakeError("source", "the other end has hung up")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, TensorMeta, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, TensorMeta, WeightManifest
 from rollweave.weights.memory import seal
 from rollweave.weights.offers import News, Offer, give
 from rollweave.weights.relay import Relay
@@ -92,7 +92,8 @@ class Host:
 
     def __init__(self, transport: Transport, *, linger_s: float = 60.0) -> None:
         self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
-        self.relay = Relay(transport, self.answers.put_nowait, linger_s=linger_s)
+        self.stalls: list[Stalled] = []
+        self.relay = Relay(transport, self._hear, linger_s=linger_s)
         self.address = RelayAddress(host="", port=0, secret=b"")
 
     async def take(
@@ -118,6 +119,12 @@ class Host:
     ) -> None:
         address = source.address if isinstance(source, Host) else source
         self.relay.take(Take(manifest=manifest, source=address, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes))
+
+    def _hear(self, word: RelayReply) -> None:
+        if isinstance(word, Stalled):
+            self.stalls.append(word)
+        else:
+            self.answers.put_nowait(word)
 
     async def answer(self) -> Taken | TakeFailed:
         async with asyncio.timeout(30):

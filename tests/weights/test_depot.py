@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from rollweave.schema.weights import TensorMeta
-from rollweave.weights.depot import Depot, Draft, Held, cuts, encoded
+from rollweave.weights.depot import Depot, Draft, Held, close_all, cuts, encoded
 from rollweave.weights.ranges import Ranges
 from rollweave.weights.store import read_tensors
 from rollweave.weights.words import TakeError
@@ -74,7 +74,9 @@ def test_engines_read_it_like_the_trainers() -> None:
         theirs, ours = read_tensors(memory.manifest), read_tensors(held.manifest)
         assert all(bool((theirs[name] == ours[name]).all()) for name in theirs)
         view = held.view()
-        assert depot.keep([]) == [1]
+        gone = depot.keep([])
+        assert [held.manifest.weights_id for held in gone] == [1]
+        close_all(gone)
         assert depot.ids() == []
         assert bytes(view) == memory.payload  # whoever has it keeps it
 

@@ -7,7 +7,10 @@ import os
 import msgspec
 import pytest
 
-from rollweave.schema.weights import RelayAddress, TakeFailed, Taken
+from rollweave.schema.weights import BEAT_S, RelayAddress, TakeFailed, Taken
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.transport import Channel
+from rollweave.weights.watch import STALL_BEATS
 from tests.weights.host import KIB, SHAPES, Host, Memory, changed, hosts, payload_of, tapped, tensors_of, until, versions
 
 
@@ -137,6 +140,77 @@ async def test_a_source_that_is_not_there_and_a_wrong_secret() -> None:
             nobody = RelayAddress(host="127.0.0.1", port=1, secret=b"")
             assert "cannot be reached" in failed(await host.take(memory.manifest, nobody), "source")
             assert isinstance(await host.take(memory.manifest, source), Taken)
+
+
+async def test_nothing_comes_and_it_says_so_again_and_again_and_goes_on() -> None:
+    """From a source that has taken the connection and says nothing; another one has it."""
+    silent = asyncio.Event()
+
+    async def say_nothing(_: Channel) -> None:
+        await silent.wait()
+
+    listener = await Tcp(silent_s=30.0).listen("127.0.0.1", say_nothing)
+    try:
+        with versions(1) as (memory,):
+            async with hosts(2) as (source, host):
+                await source.take(memory.manifest)
+                host.begin(memory.manifest, listener.address)
+                await until(lambda: len(host.stalls) > 1)
+                assert {(word.weights_id, word.source) for word in host.stalls} == {(1, listener.address)}
+                assert host.answers.empty()
+                host.begin(memory.manifest, source)
+                answers = [await host.answer(), await host.answer()]
+                assert [type(answer) for answer in answers] == [TakeFailed, Taken]
+    finally:
+        await listener.close()
+
+
+async def test_a_source_that_gives_little_by_little_does_not_stall() -> None:
+    """A piece may take as long as it likes, as long as bytes come; so may a source that waits itself."""
+    with versions(1) as (memory,):
+        sent, total, over = 0, memory.manifest.nbytes, asyncio.Event()
+
+        async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """To the relay's own socket, a slice at a time."""
+            nonlocal sent
+            inner_reader, inner = await asyncio.open_connection(source.address.host, source.address.port)
+
+            async def up() -> None:
+                while data := await reader.read(1 << 16):
+                    inner.write(data)
+
+            task = asyncio.create_task(up())
+            while data := await inner_reader.read(1 << 16):
+                sent += len(data)
+                for start in range(0, len(data), 1 << 14):
+                    writer.write(data[start : start + (1 << 14)])
+                    await writer.drain()
+                await asyncio.sleep(2.0 * len(data) / total)
+            await task
+            for end in (writer, inner):
+                end.close()
+                await end.wait_closed()
+            over.set()
+
+        async with hosts(2) as (source, host):
+            await source.take(memory.manifest, chunk_bytes=1 << 30)
+            server = await asyncio.start_server(drip, "127.0.0.1", 0)
+            async with server:
+                address = msgspec.structs.replace(source.address, host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+                assert isinstance(await host.take(memory.manifest, address), Taken)
+                await over.wait()
+        assert sent > total
+        assert host.stalls == []
+
+
+async def test_who_waits_hears_that_its_source_lives() -> None:
+    with versions(1) as (memory,):
+        async with hosts(1) as (host,), tapped(memory) as (slow, address):
+            host.begin(memory.manifest, address)
+            await asyncio.sleep(2 * STALL_BEATS * BEAT_S)
+            slow.let_all()
+            assert isinstance(await host.answer(), Taken)
+            assert host.stalls == []
 
 
 async def test_a_base_that_nobody_has() -> None:

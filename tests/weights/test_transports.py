@@ -14,7 +14,7 @@ import xxhash
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.weights import RelayAddress, Taken
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.tcp import Tcp
+from rollweave.weights.tcp import CONNECTIONS, STRANGERS, Tcp
 from rollweave.weights.transport import Body, Channel, Listener, Serve, Transport
 from rollweave.weights.transports import transport_of
 from rollweave.weights.words import Alive, Raw, Refused, TakeError, Word
@@ -200,6 +200,33 @@ async def test_a_chain_of_relays(kind: str) -> None:
                     answer = await host.answer()
                     assert isinstance(answer, Taken), answer
             assert {host.payload(2) for host in chain} == {new.payload}
+
+
+async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
+    """More of them than are served at once; whoever knows the secret gets in at once, and who is in stays."""
+    one, transport, loop = Line(), Tcp(silent_s=60.0), asyncio.get_running_loop()
+    listener = await transport.listen("127.0.0.1", one.serve)
+    idle = []
+    inside = await transport.connect(listener.address)
+    theirs = await one.theirs.get()
+    try:
+        for _ in range(CONNECTIONS + STRANGERS):
+            idle.append(socket.socket())
+            idle[-1].setblocking(False)
+            await loop.sock_connect(idle[-1], ("127.0.0.1", listener.address.port))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            (await transport.connect(listener.address)).close()
+            await theirs.send(Alive())
+            assert (await inside.receive())[0] == Alive()
+            assert await loop.sock_recv(idle[0], 1) == b"", "the first to come was the first to go"
+        with pytest.raises(BlockingIOError):
+            idle[-1].recv(1)
+    finally:
+        for sock in idle:
+            sock.close()
+        inside.close()
+        await listener.close()
 
 
 def test_a_library_that_is_not_there_is_named() -> None:

@@ -37,6 +37,7 @@ class Referee:
         self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
         self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
+        self.silent: set[tuple[str, int]] = set()  # relays that are suspected, by epoch
         self.trainer: tuple[int, str] = (0, "start")
         self.measured: list[str] = []  # groups that the trainer is to measure
         self.timer = False
@@ -69,6 +70,7 @@ class Referee:
                     table.clear()
                 self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
+                self.silent.clear()
             case e.TimerFired():
                 assert self.timer, "a timer that nobody set"
                 self.timer = False
@@ -146,8 +148,18 @@ class Referee:
                 self._relay(event, "join")
             case e.WeightsHeld() | e.WeightsRefused():
                 self._relay(event, f"take {event.weights_id}")
+            case e.WeightsStalled():
+                assert event.source in self.relays, event
             case e.RelayLost():
                 self._relay(event, *({self.relays[event.relay_id][1]}))
+                self.silent.discard((event.relay_id, event.epoch))
+            case e.RelaySuspected():
+                assert self.relays[event.relay_id][1] != "join", f"{event} before it is up"
+                assert (event.relay_id, event.epoch) not in self.silent, f"{event} is no news"
+                self.silent.add((event.relay_id, event.epoch))
+            case e.RelayHeard():
+                assert (event.relay_id, event.epoch) in self.silent, f"{event} is no news"
+                self.silent.discard((event.relay_id, event.epoch))
             case e.TrainerReady():
                 self._trainer(event, "start")
             case e.StepTrained():

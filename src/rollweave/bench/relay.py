@@ -49,7 +49,6 @@ class Size:
     rounds: int
     fits: int
     repairs: int
-    hangs: int
     publications: int
     period_s: float
     links: relay_links.Plan
@@ -62,7 +61,6 @@ FULL = Size(
     rounds=5,
     fits=5,
     repairs=5,
-    hangs=3,
     publications=12,
     period_s=5.0,
     links=relay_links.Plan(
@@ -82,7 +80,6 @@ QUICK = Size(
     rounds=3,
     fits=3,
     repairs=1,
-    hangs=0,
     publications=3,
     period_s=2.0,
     links=relay_links.Plan(
@@ -113,7 +110,7 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
         figures |= await _broadcasts(size, net, logs, whole.manifest, say)
         figures |= await _repairs(size, net, logs, whole.manifest, say)
     if net.why_not:
-        missing = ("gain_all", "crossover", "push_s", "accumulated_pull_s", "exposed_pull_s", "naive_s")
+        missing = ("repair_cut_s", "gain_all", "crossover", "push_s", "accumulated_pull_s", "exposed_pull_s", "naive_s")
         figures |= dict.fromkeys(missing)
         conditions |= dict.fromkeys(missing, net.why_not)
     else:
@@ -123,8 +120,6 @@ async def _measure(size: Size, net: Network, logs: Path, say: Say) -> Result:
     if figures["link_mb_per_s"] is None:
         unknown = ("link_mb_per_s", "time_over_formula", "curve_time_over_formula")
         conditions |= dict.fromkeys(unknown, "a larger version took no longer from one relay to the next: cores, not a link")
-    if figures.get("repair_hang_s", 0.0) is None:
-        conditions["repair_hang_s"] = "left out of the quick form: it takes as long as a relay may be silent"
     shown = {name: _rounded(value) for name, value in figures.items()}
     return Result(bench="relay", figures=shown, conditions=conditions)
 
@@ -163,26 +158,27 @@ async def _broadcasts(size: Size, net: Network, logs: Path, manifest: WeightMani
 
 
 async def _repairs(size: Size, net: Network, logs: Path, manifest: WeightManifest, say: Say) -> dict[str, Figure]:
-    """A relay in the middle, and the master, are killed; one in the middle hangs."""
+    """A relay in the middle, and the master, are killed, or hang; one in the middle is cut off."""
     relays = _repaired(size)
-    figures: dict[str, Figure] = {"repair_s": None, "repair_master_s": None, "repair_hang_s": None}
+    figures: dict[str, Figure] = {"repair_cut_s": None}
     repeated = 0
-    for name, victim, rounds in (
-        ("repair", relays // 2, size.repairs),
-        ("repair_master", 0, size.repairs),
-        ("repair_hang", relays // 2, size.hangs),
-    ):
+    faults: list[tuple[str, int, relay_repair.Fault]] = [
+        ("repair", relays // 2, "killed"),
+        ("repair_master", 0, "killed"),
+        ("repair_hang", relays // 2, "hangs"),
+        ("repair_master_hang", 0, "hangs"),
+        ("repair_cut", relays // 2, "cut"),
+    ]
+    for name, victim, fault in faults[: -1 if net.why_not else None]:
         found = []
-        for number in range(rounds):
-            say(f"{name.replace('_', ', ')}: {number + 1} of {rounds}")
-            hang = name == "repair_hang"
-            found.append(await relay_repair.repaired(net, manifest, logs, relays=relays, victim=victim, hang=hang))
-        if found:
-            figures[f"{name}_s"] = statistics.median(one.repair_s for one in found)
-            figures[f"{name}_worst_s"] = max(one.repair_s for one in found)
-            figures[f"{name}_known_s"] = statistics.median(one.known_s for one in found)
-            figures[f"{name}_whole_s"] = statistics.median(one.whole_s for one in found)
-            repeated += sum(one.repeated_bytes for one in found)
+        for number in range(size.repairs):
+            say(f"{name.replace('_', ', ')}: {number + 1} of {size.repairs}")
+            found.append(await relay_repair.repaired(net, manifest, logs, relays=relays, victim=victim, fault=fault))
+        figures[f"{name}_s"] = statistics.median(one.repair_s for one in found)
+        figures[f"{name}_worst_s"] = max(one.repair_s for one in found)
+        figures[f"{name}_known_s"] = statistics.median(one.known_s for one in found)
+        figures[f"{name}_whole_s"] = statistics.median(one.whole_s for one in found)
+        repeated += sum(one.repeated_bytes for one in found)
     return figures | {"repair_repeated_bytes": repeated}
 
 
@@ -232,7 +228,9 @@ def _conditions(size: Size, net: Network) -> dict[str, Any]:
         "time_over_gloo": "of the most relays, as is time_over_star; gloo broadcasts one tensor into memory, without a digest",
         "repair": f"chain of {_repaired(size)}, SIGKILL when the successor has {relay_repair.PART:.0%}; until its "
         "second chunk after the new source was named, since the first may have been on its way; `known`: until the controller "
-        "knew. A relay that hangs is found by its silence alone",
+        "knew",
+        "repair_hang": "the same with SIGSTOP: known by its silence alone, for which it is suspected, and keeps its process",
+        "repair_cut": "the same with its link down: known to its successor, to which nothing comes",
         "repair_master": "its successor reads what it lacks from the trainer's memory, which all hosts here share",
         "wait": f"an engine a relay; it wants weights each {0.5 * size.period_s:g} to {1.5 * size.period_s:g} s, published "
         f"every {size.period_s:g} s, {size.publications} times; global: gloo to all, who stop for it",

@@ -77,6 +77,19 @@ class Network:
         """A file by which any process of ours can enter the host (setns); empty on loopback."""
         return "" if self.why_not else f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
 
+    def cut(self, host: int) -> None:
+        """Nothing gets to this host or from it any more. Raises RuntimeError on loopback."""
+        self._link(host, "down")
+
+    def join(self, host: int) -> None:
+        """It is reached again."""
+        self._link(host, "up")
+
+    def _link(self, host: int, state: str) -> None:
+        if self.why_not:
+            raise RuntimeError(self.why_not)
+        _run("ip", [f"link set h{host} {state}"])
+
     def limit(self, mbits: float | None, hosts: Iterable[int] | None = None) -> None:
         """So many megabits a second, from now on, up and down for each of these hosts (all); None: as fast as it goes.
 

@@ -1,12 +1,13 @@
-"""How long a chain of relays stands still when one of them dies during a broadcast (Laminar §4.3)."""
+"""How long a chain stands still when a relay of it dies, hangs or loses its link during a broadcast (Laminar §4.3)."""
 
 import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollweave.bench.relay_net import Network
 from rollweave.bench.relay_tier import Tier, chain, checked, tier
@@ -16,6 +17,8 @@ from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import RelayAddress, Take, TakeFailed, Taken, WeightManifest
 from rollweave.weights.transports import transport_of
 from rollweave.weights.words import Ask, Pieces, Raw
+
+Fault = Literal["killed", "hangs", "cut"]
 
 CHUNK_BYTES = LEAST_CHUNK_BYTES
 """As the controller has them cut on links like these."""
@@ -29,8 +32,8 @@ PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class Repaired:
-    """Seconds from the death: until the controller knew, until the successor had a chunk from its new source, until all had
-    the version. `repeated_bytes` came twice."""
+    """Seconds from the death, or from when it stood still: until the controller knew, until the successor had a chunk from its
+    new source, until all had the version. `repeated_bytes` came twice."""
 
     known_s: float
     repair_s: float
@@ -74,22 +77,35 @@ async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arriv
 
 
 async def repaired(
-    network: Network, manifest: WeightManifest, logs: Path, *, relays: int, victim: int, hang: bool = False
+    network: Network, manifest: WeightManifest, logs: Path, *, relays: int, victim: int, fault: Fault = "killed"
 ) -> Repaired:
-    """Start a chain, and kill relay `victim` (stop it, with `hang`) once its successor has a part. Raises WeightsError."""
+    """Start a chain, and do this to relay `victim` once its successor has a part. Raises WeightsError."""
     async with tier(network, range(relays), logs) as made:
         version, arrivals = made.version(manifest), Arrivals()
         watching = asyncio.create_task(watch(made.addresses[victim + 1], version, arrivals))
         try:
-            return await _repaired(made, version, arrivals, victim=victim, hang=hang)
+            return await _repaired(made, version, arrivals, victim=victim, strike=lambda: strike(network, made, victim, fault))
         except TimeoutError:
             raise WeightsError(f"a chain without relay r{victim} was not whole after {PATIENCE_S:g} s") from None
         finally:
+            if fault == "cut":
+                network.join(victim)
+            elif not made.links[victim].lost.done():
+                os.kill(made.links[victim].pid, signal.SIGCONT)
             watching.cancel()
             await asyncio.wait([watching])
 
 
-async def _repaired(made: Tier, version: WeightManifest, arrivals: Arrivals, *, victim: int, hang: bool) -> Repaired:
+def strike(network: Network, made: Tier, victim: int, fault: Fault) -> None:
+    if fault == "cut":
+        network.cut(victim)
+    else:
+        os.kill(made.links[victim].pid, signal.SIGSTOP if fault == "hangs" else signal.SIGKILL)
+
+
+async def _repaired(
+    made: Tier, version: WeightManifest, arrivals: Arrivals, *, victim: int, strike: Callable[[], None]
+) -> Repaired:
     order = [f"r{number}" for number in range(len(made.links))]
     after = victim + 1
 
@@ -99,10 +115,14 @@ async def _repaired(made: Tier, version: WeightManifest, arrivals: Arrivals, *, 
     taking = [take(relay, source) for relay, source in enumerate(chain(len(made.links)))]
     await arrivals.reach(max(1, int(PART * version.nbytes / CHUNK_BYTES)))
     died = time.monotonic()
-    os.kill(made.links[victim].pid, signal.SIGSTOP if hang else signal.SIGKILL)
+    made.stalled[after].clear()  # what was before does not count
+    strike()
     async with asyncio.timeout(PATIENCE_S):
-        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after]]
+        doubts = [asyncio.ensure_future(event.wait()) for event in (made.suspected[victim], made.stalled[after])]
+        signs: list[asyncio.Future[Any]] = [made.links[victim].lost, taking[after], *doubts]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
+        for doubt in doubts:
+            doubt.cancel()
     known = time.monotonic()
     plan = policy.repair(order, order[victim])
     assert plan.relay == order[after], "only its successor takes from another source"

@@ -5,6 +5,7 @@ Invariants: relay `r<i>` is on host i; every broadcast is of a version that no r
 
 import asyncio
 import contextlib
+import functools
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -16,14 +17,21 @@ from rollweave.bench.relay_net import Network
 from rollweave.live.relay_link import ProcessRelay, in_process
 from rollweave.policy import relay as policy
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelaySpec, Stalled, Take, TakeFailed, Taken, WeightManifest
 
 
 class Tier:
     """So many relays, from the first host on."""
 
-    def __init__(self, links: Sequence[ProcessRelay], addresses: Sequence[RelayAddress]) -> None:
-        self.links, self.addresses = list(links), list(addresses)
+    def __init__(
+        self,
+        links: Sequence[ProcessRelay],
+        addresses: Sequence[RelayAddress],
+        suspected: Sequence[asyncio.Event],
+        stalled: Sequence[asyncio.Event],
+    ) -> None:
+        """Events are set while a relay is suspected, and once nothing has come to it from its source for a moment."""
+        self.links, self.addresses, self.suspected, self.stalled = list(links), list(addresses), suspected, stalled
         self._last_id = 0
 
     def next_id(self) -> int:
@@ -93,13 +101,22 @@ def star(relays: int) -> list[int | None]:
 async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
     """Relays on these hosts. Raises WeightsError where one does not start."""
     opened: list[ProcessRelay] = []
+    suspected, stalled = ([asyncio.Event() for _ in hosts] for _ in range(2))
+
+    def mark(number: int, silent: bool) -> None:
+        (suspected[number].set if silent else suspected[number].clear)()
+
+    def stop(number: int, word: Stalled) -> None:
+        stalled[number].set()
+
     try:
         for number, host in enumerate(hosts):
             with network.inside(host):
-                link = in_process(logs=logs)(RelaySpec(id=f"r{number}", host=network.address(host)))
+                spec = RelaySpec(id=f"r{number}", host=network.address(host))
+                link = in_process(logs=logs)(spec, functools.partial(mark, number), functools.partial(stop, number))
             assert isinstance(link, ProcessRelay), "in_process makes processes"
             opened.append(link)
         ready = [await link.ready() for link in opened]
-        yield Tier(opened, [found.address for found in ready])
+        yield Tier(opened, [found.address for found in ready], suspected, stalled)
     finally:
         await asyncio.gather(*(link.close() for link in opened))

@@ -152,9 +152,7 @@ def _check_weights(run: Run) -> None:
         assert relay.taking not in relay.held, relay
         assert len(relay.held) <= MOST + 1, relay
         source = state.relays[relay.source] if relay.source is not None else None
-        if relay.taking >= 0 and source is None:
-            assert place == 0, f"{relay.id} takes from the trainer, the master is {state.chain[0]}"
-        elif relay.taking >= 0 and source is not None and relay.taking not in source.held:
+        if relay.taking >= 0 and source is not None and relay.taking not in source.held:
             assert source.taking == relay.taking, f"{relay.id} takes {relay.taking} from {source.id}, which lacks it"
             assert state.chain.index(source.id) < place, f"{relay.id} takes from {source.id}, which stands behind it"
         if relay.base is not None:

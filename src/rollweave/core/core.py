@@ -169,6 +169,9 @@ def _route_rare(
     | e.WeightsLoadFailed
     | e.RelayJoined
     | e.RelayLost
+    | e.RelaySuspected
+    | e.RelayHeard
+    | e.WeightsStalled
     | e.WeightsRefused
     | e.TrainerReady
     | e.TrainerLost
@@ -200,6 +203,12 @@ def _route_rare(
             relays.on_joined(run, event)
         case e.RelayLost():
             relays.on_lost(run, event)
+        case e.RelaySuspected():
+            relays.on_suspected(run, event)
+        case e.RelayHeard():
+            relays.on_heard(run, event)
+        case e.WeightsStalled():
+            relays.on_stalled(run, event)
         case e.WeightsRefused():
             relays.on_refused(run, event)
         case e.TrainerReady():

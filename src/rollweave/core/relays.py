@@ -4,6 +4,12 @@ The master, first in the chain, takes them from the trainer, every other relay f
 passes on what it has got so far. Invariants: a relay that is taking has a source that holds the same weights, or stands before
 it and is taking them too, so that no relays wait for each other; who joins last stands last; what fails is tried in another way
 at once where there is one, else after a look of the watchdog. A lost trainer is no relay's fault.
+
+A relay that is silent for a moment is suspected, long before it counts as lost: who takes from it goes on from one that is not,
+if there is any (the first that is not suspected may take from the trainer), and nobody begins to take from it. It keeps its
+process, its place and what it takes, and when it is heard again everything stays as it is then: nobody is moved back.
+A relay to which nothing comes from a source that is heard tries another, too, but each only once for the same weights: a slow
+link is not left for ever again.
 """
 
 from bisect import insort
@@ -14,7 +20,15 @@ from rollweave.core.state import Phase, Relay, RelayStatus
 from rollweave.policy.relay import repair, sends_changes
 from rollweave.policy.retry import Failover, failover
 from rollweave.schema.commands import RestartRelay, TakeWeights
-from rollweave.schema.events import RelayJoined, RelayLost, WeightsHeld, WeightsRefused
+from rollweave.schema.events import (
+    RelayHeard,
+    RelayJoined,
+    RelayLost,
+    RelaySuspected,
+    WeightsHeld,
+    WeightsRefused,
+    WeightsStalled,
+)
 
 
 def start(run: Run, count: int) -> None:
@@ -42,7 +56,7 @@ def on_held(run: Run, event: WeightsHeld) -> None:
         return
     if len(relay.held) > 1:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
-    relay.refused, relay.whole, relay.missing_since, relay.blames = [], False, None, None
+    relay.refused, relay.left, relay.whole, relay.missing_since, relay.blames = [], [], False, None, None
     _stop(run, relay)
     _measure(run)
     for other in run.state.relays.values():
@@ -61,17 +75,42 @@ def on_refused(run: Run, event: WeightsRefused) -> None:
         relay.whole = True
     else:
         relay.refused.append(relay.source)
-    if event.reason == "source" and source is not None and event.weights_id in source.held:
+    if event.reason == "source" and source is not None and event.weights_id in source.held and not source.suspected:
         relay.blames = source.id
     if (event.reason != "source" or relay.blames is not None) and relay.missing_since is None:
         relay.missing_since = run.now
     _stop(run, relay)
 
 
+def on_stalled(run: Run, event: WeightsStalled) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is None or (relay.taking, relay.source) != (event.weights_id, event.source) or event.source in relay.left:
+        return
+    tried = {*relay.refused, *relay.left, event.source}
+    ways = [source for source in _sources(run, relay, relay.taking) if source not in tried]
+    if ways:
+        run.warn(relay.id, f"weights {relay.taking} stall on their way from {event.source}", count="take_stalled")
+        relay.left.append(event.source)
+        _take(run, relay, relay.taking, ways[0])
+
+
 def on_lost(run: Run, event: RelayLost) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None:
         restart(run, relay, f"lost: {event.error}")
+
+
+def on_suspected(run: Run, event: RelaySuspected) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is not None and relay.status is not RelayStatus.STARTING and not relay.suspected:
+        relay.silent_since = run.now
+        run.warn(relay.id, "suspected: silent for a moment", count="relay_suspected")
+
+
+def on_heard(run: Run, event: RelayHeard) -> None:
+    relay = _find(run, event.relay_id, event.epoch)
+    if relay is not None:
+        relay.silent_since = None
 
 
 def restart(run: Run, relay: Relay, reason: str) -> None:
@@ -99,15 +138,24 @@ def advance(run: Run) -> None:
     for relay in [relay for relay in state.relays.values() if relay.doubted]:
         restart(run, relay, relay.doubted)
     for relay in [state.relays[relay_id] for relay_id in state.chain]:
-        served = relay.taking >= 0 and _is_served(run, relay)
-        wanted = relay.taking if relay.taking >= 0 else _lacks(run, relay)
-        if served or wanted is None:
-            continue
-        ways = [source for source in _sources(run, relay, wanted) if source not in relay.refused]
-        if ways:
-            _take(run, relay, wanted, ways[0])
-        elif relay.taking >= 0:
+        if relay.taking >= 0:
+            served = _is_served(run, relay)
+            if served and (relay.suspected or not _source_is_suspected(run, relay)):
+                continue  # what is suspected itself cannot act: it goes on, or is lost, as it is
+            if _seek(run, relay, relay.taking) or served:
+                continue
             _stop(run, relay)
+        wanted = _lacks(run, relay)
+        if wanted is not None:
+            _seek(run, relay, wanted)
+
+
+def _seek(run: Run, relay: Relay, wanted: int) -> bool:
+    """Have it take these weights from the best source that has not refused; False where there is none."""
+    ways = [source for source in _sources(run, relay, wanted) if source not in relay.refused]
+    if ways:
+        _take(run, relay, wanted, ways[0])
+    return bool(ways)
 
 
 def _lacks(run: Run, relay: Relay) -> int | None:
@@ -115,7 +163,7 @@ def _lacks(run: Run, relay: Relay) -> int | None:
     state = run.state
     if state.published_id in state.kept and state.published_id not in relay.held:
         return state.published_id
-    if not run.alone or relay.id != state.chain[0]:
+    if not run.alone or relay.suspected or not _leads(run, relay):
         return None
     other = pace.other_weights(run)
     if other not in state.kept:
@@ -134,6 +182,8 @@ def look(run: Run) -> None:
             restart(run, relay, f"not ready within {limits.start_s:g} s")
         elif relay.status is RelayStatus.TAKING and relay.id not in waiting and waited > limits.weights_s:
             restart(run, relay, f"weights {relay.taking} not taken within {limits.weights_s:g} s")
+        elif relay.silent_since is not None and run.now - relay.silent_since > limits.weights_s:
+            restart(run, relay, f"not heard for {limits.weights_s:g} s")
         elif relay.missing_since is not None and run.now - relay.missing_since > limits.weights_s:
             if relay.blames in state.relays:  # which of the two it is nobody knows
                 state.relays[relay.blames].doubted = f"{relay.id} gets nothing from it"
@@ -149,18 +199,29 @@ def _is_served(run: Run, relay: Relay) -> bool:
     return source is not None and (relay.taking in source.held or relay.taking == source.taking)
 
 
+def _source_is_suspected(run: Run, relay: Relay) -> bool:
+    return relay.source is not None and run.state.relays[relay.source].suspected
+
+
+def _leads(run: Run, relay: Relay) -> bool:
+    """Nobody stands before it in the chain but relays that are suspected: it is the master, or acts in the master's place."""
+    state = run.state
+    return all(state.relays[other].suspected for other in state.chain[: state.chain.index(relay.id)])
+
+
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
     """From whom it may take these weights, the best first: the nearest before it, then any that has them whole.
 
-    None, the trainer, is for the master. After a change that did not fit, those who have them whole come first.
+    None, the trainer, is for who leads the chain. Nobody takes from a relay that is suspected. After a change that did not fit,
+    those who have them whole come first.
     """
     state = run.state
     at = state.chain.index(relay.id)
     before = [state.relays[relay_id] for relay_id in reversed(state.chain[:at])]
     behind = [state.relays[relay_id] for relay_id in state.chain[at + 1 :]]
-    near = [other.id for other in before if wanted in other.held or other.taking == wanted]
-    whole = [other.id for other in (*before, *behind) if wanted in other.held]
-    first: list[str | None] = [None] if at == 0 else []
+    near = [other.id for other in before if not other.suspected and (wanted in other.held or other.taking == wanted)]
+    whole = [other.id for other in (*before, *behind) if not other.suspected and wanted in other.held]
+    first: list[str | None] = [None] if _leads(run, relay) else []
     return [*first, *whole, *near] if relay.whole else [*first, *near, *whole]
 
 

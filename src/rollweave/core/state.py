@@ -174,11 +174,17 @@ class Relay(msgspec.Struct):
     base: int | None = None
     tries: int = 0  # so far, of any weights
     refused: list[str | None] = []  # sources that did not serve since it last took weights or looked anew
+    left: list[str] = []  # sources from which nothing came, of these weights: it has gone elsewhere, once for each
     whole: bool = False  # a change did not fit: the next try is of the whole
     missing_since: float | None = None  # it has been refused weights that another one has
     blames: str | None = None  # the last source that was said to have them and did not serve
     doubted: str = ""  # why it is to be restarted at once: others cannot use what it is said to hold
     restarts: int = 0
+    silent_since: float | None = None  # it is suspected: not heard since about then
+
+    @property
+    def suspected(self) -> bool:
+        return self.silent_since is not None
 
 
 class Migration(msgspec.Struct):

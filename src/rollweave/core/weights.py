@@ -40,7 +40,7 @@ def published(run: Run, version: int, weights_id: int) -> None:
     state.published_version, state.published_id, state.published_at = version, weights_id, run.now
     state.broadcast = {}
     for relay in state.relays.values():
-        relay.refused, relay.whole = [], False
+        relay.refused, relay.left, relay.whole = [], [], False
     keep = needed(run)
     state.kept = {kept: state.kept.get(kept, version) for kept in keep}
 

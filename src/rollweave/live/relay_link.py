@@ -1,7 +1,12 @@
 """The way to one relay: versions to take, and what came of each.
 
 Invariants: every `take` has one result; `ready`'s and `take`'s futures are done once the relay is lost; `lost` is done, with
-the reason, after death, silence, `kill` and `close` alike, and only once the process is reaped: nothing of it is left then.
+the reason, after death, silence, `kill` and `close` alike, and only once the process is reaped: nothing of it is left then;
+`suspected` is called with True and False in turn, and not after that.
+
+Silence is counted in beats that have not come, on a clock that goes on only while our own event loop does: a tick is set when
+the one before it has been served, and what waits in the socket is read before a tick is. So however long we were held up
+ourselves, nobody was silent for more than a beat of it.
 """
 
 import asyncio
@@ -14,12 +19,26 @@ from typing import Protocol, TypeVar
 from rollweave.backends.child import spawn
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import RelayBeat, RelayReady, RelayReply, RelaySpec, StopRelay, Take, TakeFailed, Taken
+from rollweave.schema.weights import (
+    BEAT_S,
+    RelayBeat,
+    RelayReady,
+    RelayReply,
+    RelaySpec,
+    Stalled,
+    StopRelay,
+    Take,
+    TakeFailed,
+    Taken,
+)
 
 T = TypeVar("T")
 
+SUSPECT_BEATS = 3
+"""Beats that have not come in a row until a relay is suspected: it costs no more than another source for who takes from it."""
+
 SILENT_S = 5.0
-"""Seconds without a beat, which comes every second, after which a relay counts as lost: more than a busy machine delays it."""
+"""Seconds without a beat after which a relay counts as lost, and is killed: more than a busy machine delays it."""
 
 START_S = 60.0
 """Seconds that a relay has to start: an interpreter, numpy, and an address to listen on."""
@@ -61,7 +80,12 @@ class RelayLink(Protocol):
         """Ask it to end, kill it if it does not, and return when it is gone."""
 
 
-OpenRelay = Callable[[RelaySpec], RelayLink]
+Suspected = Callable[[bool], None]
+"""Told True when nothing has been heard of a relay for SUSPECT_BEATS, and False when it is heard again."""
+
+OnStalled = Callable[[Stalled], None]
+
+OpenRelay = Callable[[RelaySpec, Suspected, OnStalled], RelayLink]
 """Starts a relay. Raises OSError where no process can be made."""
 
 
@@ -69,14 +93,30 @@ def in_process(
     *, logs: Path, env: Mapping[str, str] = ONE_THREAD, silent_s: float = SILENT_S, module: str = "rollweave.live.relay_process"
 ) -> OpenRelay:
     """Each relay as a child process, `python -m module`; its output goes to `logs/<id>.log`."""
-    return lambda spec: ProcessRelay(spec, log=logs / f"{spec.id}.log", env=env, silent_s=silent_s, module=module)
+
+    def start(spec: RelaySpec, suspected: Suspected, stalled: OnStalled) -> ProcessRelay:
+        return ProcessRelay(spec, suspected, stalled, log=logs / f"{spec.id}.log", env=env, silent_s=silent_s, module=module)
+
+    return start
 
 
 class ProcessRelay:
     """`RelayLink` to a child process, which takes a `RelaySpec` as its first frame."""
 
-    def __init__(self, spec: RelaySpec, *, log: Path, env: Mapping[str, str], silent_s: float, module: str) -> None:
+    def __init__(
+        self,
+        spec: RelaySpec,
+        suspected: Suspected,
+        stalled: OnStalled,
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        silent_s: float,
+        module: str,
+    ) -> None:
         self._id, self._silent_s = spec.id, silent_s
+        self._suspected, self._stalled = suspected, stalled
+        self._missed = 0  # beats in a row
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
@@ -122,7 +162,10 @@ class ProcessRelay:
 
     def _on_frame(self, payload: bytes) -> None:
         self._patience.cancel()
-        self._patience = self._loop.call_later(self._silent_s, self._give_up, f"said nothing for {self._silent_s:g} s")
+        self._patience = self._loop.call_later(BEAT_S, self._miss)
+        missed, self._missed = self._missed, 0
+        if missed >= SUSPECT_BEATS:
+            self._suspected(False)
         match _decode(payload):
             case RelayReady() as ready:
                 _give(self._ready, ready)
@@ -130,8 +173,20 @@ class ProcessRelay:
                 self._answer(taken.manifest.weights_id, taken)
             case TakeFailed() as failed:
                 self._answer(failed.weights_id, failed)
+            case Stalled() as word:
+                self._stalled(word)
             case RelayBeat():
                 pass
+
+    def _miss(self) -> None:
+        """A beat has not come."""
+        self._missed += 1
+        if self._missed * BEAT_S >= self._silent_s:
+            self._give_up(f"said nothing for {self._silent_s:g} s")
+            return
+        self._patience = self._loop.call_later(BEAT_S, self._miss)
+        if self._missed == SUSPECT_BEATS:
+            self._suspected(True)
 
     def _answer(self, weights_id: int, word: Taken | TakeFailed) -> None:
         waiting = self._waiting.get(weights_id)

@@ -5,12 +5,9 @@ import os
 
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
-from rollweave.schema.weights import RelayBeat, RelayCommand, RelayReady, RelayReply, RelaySpec, StopRelay
+from rollweave.schema.weights import BEAT_S, RelayBeat, RelayCommand, RelayReady, RelayReply, RelaySpec, StopRelay
 from rollweave.weights.relay import Relay
 from rollweave.weights.transports import transport_of
-
-BEAT_S = 1.0
-"""Seconds between two signs of life."""
 
 
 async def serve(parent: Parent, spec: RelaySpec) -> None:

@@ -18,9 +18,19 @@ from rollweave.policy.relay import chunk_bytes
 from rollweave.record.trace import RELAYS, Trace
 from rollweave.schema.commands import RemoveRelay, RestartRelay, TakeWeights
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.events import Event, RefusalReason, RelayJoined, RelayLost, WeightsHeld, WeightsRefused
+from rollweave.schema.events import (
+    Event,
+    RefusalReason,
+    RelayHeard,
+    RelayJoined,
+    RelayLost,
+    RelaySuspected,
+    WeightsHeld,
+    WeightsRefused,
+    WeightsStalled,
+)
 from rollweave.schema.sections import WeightsConfig
-from rollweave.schema.weights import RelayAddress, RelaySpec, Take, TakeFailed, Taken, TransportName, WeightManifest
+from rollweave.schema.weights import RelayAddress, RelaySpec, Stalled, Take, TakeFailed, Taken, TransportName, WeightManifest
 
 FIRST_HOST = ipaddress.IPv4Address("127.0.0.2")
 """Machines are loopback addresses from here on: each looks like a host of its own, and `tc` can tell them apart."""
@@ -136,7 +146,11 @@ class Relays:
             started = self._clock()
             try:
                 spec = RelaySpec(id=relay_id, host=host_of(seat.machine), transport=self._transport)
-                seat.link = self._open(spec)
+                seat.link = self._open(
+                    spec,
+                    lambda silent: self._suspected(relay_id, seat, silent=silent),
+                    lambda word: self._stalled(relay_id, seat, word),
+                )
                 seat.address = (await seat.link.ready()).address
             except (WeightsError, OSError) as error:
                 self._lost(relay_id, seat, str(error))
@@ -148,6 +162,18 @@ class Relays:
             if seat.link is not None:
                 seat.link.kill()
             seat.closed.set()
+
+    def _suspected(self, relay_id: str, seat: Seat, *, silent: bool) -> None:
+        if not seat.ours:
+            self._trace.instant(RELAYS, relay_id, "suspected" if silent else "heard again", self._clock())
+            kind = RelaySuspected if silent else RelayHeard
+            self._post(kind(relay_id=relay_id, epoch=seat.epoch))
+
+    def _stalled(self, relay_id: str, seat: Seat, word: Stalled) -> None:
+        source = next((other for other, its in self._seats.items() if its.address == word.source), None)
+        if not seat.ours and source is not None:
+            event = WeightsStalled(relay_id=relay_id, epoch=seat.epoch, weights_id=word.weights_id, source=source)
+            self._post(event)
 
     def _lost(self, relay_id: str, seat: Seat, error: str) -> None:
         if not seat.ours:

@@ -19,13 +19,6 @@ LEAST_CHUNK_BYTES = 256 * 2**10
 """At least so much at once: below that what each chunk costs its processes exceeds what App. C's start-up latency counts."""
 
 
-def master(relays: Sequence[str], preferred: str | None) -> str | None:
-    """Who takes from the trainer: `preferred` while it is among the living `relays`, else their first; None if none lives."""
-    if preferred in relays:
-        return preferred
-    return relays[0] if relays else None
-
-
 def chain(relays: Sequence[str], master: str) -> list[str]:
     """All relays from the master on, the others in the order given, so that who joins last stands last.
 

@@ -300,12 +300,35 @@ class RelayLost(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+class RelaySuspected(Tagged, frozen=True, kw_only=True):
+    """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine is busy. → RelayHeard | RelayLost"""
+
+    relay_id: str
+    epoch: int
+
+
+class RelayHeard(Tagged, frozen=True, kw_only=True):
+    """A suspected relay speaks again."""
+
+    relay_id: str
+    epoch: int
+
+
 class WeightsHeld(Tagged, frozen=True, kw_only=True):
     """The relay has these weights, whole and verified: engines on its machine may load them."""
 
     relay_id: str
     epoch: int
     weights_id: int
+
+
+class WeightsStalled(Tagged, frozen=True, kw_only=True):
+    """Nothing has come of them from the relay `source` for a moment. The take goes on."""
+
+    relay_id: str
+    epoch: int
+    weights_id: int
+    source: str
 
 
 class WeightsRefused(Tagged, frozen=True, kw_only=True):
@@ -428,7 +451,10 @@ Event = (
     | EngineLost
     | RelayJoined
     | RelayLost
+    | RelaySuspected
+    | RelayHeard
     | WeightsHeld
+    | WeightsStalled
     | WeightsRefused
     | TrainerReady
     | StepTrained

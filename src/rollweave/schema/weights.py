@@ -89,6 +89,13 @@ class Taken(Tagged, frozen=True, kw_only=True):
     seconds: float
 
 
+class Stalled(Tagged, frozen=True, kw_only=True):
+    """Said again and again while nothing comes from the source of a `Take`, which goes on. No answer: another may be better."""
+
+    weights_id: int
+    source: RelayAddress
+
+
 class TakeFailed(Tagged, frozen=True, kw_only=True):
     """The version has not come; those that were here are untouched.
 
@@ -101,8 +108,12 @@ class TakeFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
+BEAT_S = 0.2
+"""Seconds between two beats of a relay."""
+
+
 class RelayBeat(Tagged, frozen=True, kw_only=True):
-    """Sent every second, so that a relay that hangs is told from one that works."""
+    """Sent every BEAT_S, so that a relay that hangs is told from one that works."""
 
 
-RelayReply = RelayReady | Taken | TakeFailed | RelayBeat
+RelayReply = RelayReady | Taken | Stalled | TakeFailed | RelayBeat

@@ -242,6 +242,8 @@ class Chaos:
                 relays.lose(relay, "injected")
             case "relay silent":
                 relays.silence(relay)
+            case "relay hangs":
+                relays.hang(relay, draw.choice([0.3, 2.0, 4.0, 60.0]))
             case _:
                 relays.refusals[relay] = draw.randint(1, 3)
         return True

@@ -1,9 +1,11 @@
 """The simulated relays: they take weights from each other in the time that the links between their machines need.
 
 Invariants: commands and answers are those of `live/relays.py`; a relay is never ahead of the one that it takes from, and ends
-at least a chunk after it (Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is another.
+at least a chunk after it (Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is another; a
+relay that hangs does nothing, and nothing comes from it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +15,12 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCosts
+
+SUSPECT_S = 0.6
+"""Seconds for which a relay may be silent until it is suspected (live/relay_link)."""
+
+SILENT_S = 5.0
+"""The same, until it counts as lost."""
 
 RESTART_S = 5.0
 """Seconds until a relay that was started again listens. Assumption: the start of a small process."""
@@ -36,6 +44,8 @@ class Node:
     seconds: float = 0.0
     waits: bool = False  # all that its source had has come
     ticket: int = 0
+    hangs: bool = False
+    unheard: list[c.TakeWeights] = field(default_factory=list)  # what was said to it meanwhile
 
 
 class SimRelays:
@@ -73,6 +83,33 @@ class SimRelays:
         """The process dies and nobody says so: what is asked of it from now on is not answered."""
         self._drop(self.nodes.get(relay_id))
 
+    def hang(self, relay_id: str, seconds: float) -> None:
+        """The process stands still for so long, or until it counts as lost. What it holds can be read."""
+        node = self.nodes.get(relay_id)
+        if node is None or not node.up or node.hangs:
+            return
+        for other in (node, *self._takers(node)):
+            self._pause(other)
+        node.hangs = True
+        suspected = seconds > SUSPECT_S
+
+        def suspect() -> None:
+            if self._still_hangs(node):
+                self._post(e.RelaySuspected(relay_id=relay_id, epoch=node.epoch))
+
+        def end() -> None:
+            if self._still_hangs(node) and seconds >= SILENT_S:
+                self.lose(relay_id, f"said nothing for {SILENT_S:g} s")
+            elif self._still_hangs(node):
+                node.hangs = False
+                if suspected:
+                    self._post(e.RelayHeard(relay_id=relay_id, epoch=node.epoch))
+                self._go_on_after(node)
+
+        if suspected:
+            self._clock.after(SUSPECT_S, suspect)
+        self._clock.after(min(seconds, SILENT_S), end)
+
     def drop_all(self) -> None:
         """The controller is gone, and its children with it."""
         for node in self.nodes.values():
@@ -97,6 +134,9 @@ class SimRelays:
         node = self.nodes.get(command.relay_id)
         if node is None or not node.up:
             return
+        if node.hangs:
+            node.unheard.append(command)
+            return
         former, now = node.take, self._clock.now
         goes_on = former is not None and former.weights_id == command.weights_id
         node.got = self._share(node) if goes_on else 0.0
@@ -104,9 +144,40 @@ class SimRelays:
             node.began = now
         self._clock.cancel(node.ticket)
         node.held = {held: since for held, since in node.held.items() if held in command.keep or held == command.base_id}
-        node.take, node.since, node.waits = command, now, False
-        node.seconds = (1 - node.got) * self._whole_s(command)
+        node.take, node.since, node.waits, node.seconds = command, now, False, math.inf
+        self._go_on(node)
+
+    def _pause(self, node: Node) -> None:
+        """From now on nothing comes."""
+        if node.take is not None:
+            self._clock.cancel(node.ticket)
+            node.got, node.since, node.seconds = self._share(node), self._clock.now, math.inf
+
+    def _go_on(self, node: Node) -> None:
+        """The rest of what it takes comes from now on, unless it stands still, or its source does."""
+        if node.take is None or node.waits or self._stands_still(node):
+            return
+        node.since, node.seconds = self._clock.now, (1 - node.got) * self._whole_s(node.take)
         node.ticket = self._clock.after(node.seconds, lambda: self._came(node))
+
+    def _go_on_after(self, node: Node) -> None:
+        """It hangs no more, or is gone."""
+        unheard, node.unheard = node.unheard, []
+        for command in unheard:
+            self.take(command)
+        for other in (node, *self._takers(node)):
+            if other.seconds == math.inf:
+                self._go_on(other)
+
+    def _stands_still(self, node: Node) -> bool:
+        source = self.nodes.get(node.take.source) if node.take is not None and node.take.source is not None else None
+        return node.hangs or (source is not None and source.hangs)
+
+    def _takers(self, source: Node) -> list[Node]:
+        return [node for node in self.nodes.values() if node.take is not None and node.take.source == source.id]
+
+    def _still_hangs(self, node: Node) -> bool:
+        return node.hangs and self.nodes.get(node.id) is node
 
     def _whole_s(self, command: c.TakeWeights) -> float:
         """The trainer has handed them to the master already: that is what its publication takes."""
@@ -124,6 +195,9 @@ class SimRelays:
         """All has come that its source has. Where the source is still taking it too, the rest comes a chunk behind."""
         command = node.take
         assert command is not None, "a relay that takes nothing has no ticket"
+        if self._stands_still(node):
+            self._pause(node)
+            return
         source = self.nodes.get(command.source) if command.source is not None else None
         if command.base_id is not None and command.base_id not in node.held:
             self._refuse(node, command, "base", f"weights {command.base_id} are not here")
@@ -169,8 +243,8 @@ class SimRelays:
 
     def _let_go_on(self, source: Node) -> None:
         """Whoever waited for this one gets its last chunk next; or learns that it will not come."""
-        for node in self.nodes.values():
-            if node.waits and node.take is not None and node.take.source == source.id:
+        for node in self._takers(source):
+            if node.waits:
                 node.waits = False
                 node.ticket = self._clock.after(0.0, lambda node=node: self._came(node))  # type: ignore[misc]
 
@@ -187,6 +261,8 @@ class SimRelays:
         if node is None:
             return
         self._clock.cancel(node.ticket)
-        node.up, node.take, node.waits = False, None, False
+        node.up, node.take, node.waits, node.hangs = False, None, False, False
         node.held.clear()
+        node.unheard.clear()
         self._let_go_on(node)
+        self._go_on_after(node)

@@ -42,7 +42,7 @@ works on.
 FLEET_KINDS = {"engine joins": 2, "engine leaves": 2}
 """Where no plan decides which engines there are. No faults, but at no better moments."""
 
-RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "take refused": 3}
+RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "take refused": 3}
 """The same as KINDS, in runs with relays."""
 
 LARGEST_FLEET = 6

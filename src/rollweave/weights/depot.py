@@ -277,16 +277,18 @@ class Depot:
         self.admit(held)
         return held
 
-    def keep(self, ids: Collection[int]) -> list[int]:
-        """Let go of all others; returns their ids."""
-        gone = [weights_id for weights_id in self._held if weights_id not in ids]
-        for weights_id in gone:
-            self._held.pop(weights_id).close()
-        return gone
+    def keep(self, ids: Collection[int]) -> list[Held]:
+        """Let go of all others, which the caller closes: freeing gigabytes takes seconds, and may be done in a thread."""
+        return [self._held.pop(weights_id) for weights_id in list(self._held) if weights_id not in ids]
 
     def close(self) -> None:
         """Let go of all."""
-        self.keep(())
+        close_all(self.keep(()))
+
+
+def close_all(gone: Collection[Held]) -> None:
+    for held in gone:
+        held.close()
 
 
 Read = Callable[[slice], memoryview]

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from rollweave.schema.weights import WeightManifest
+from rollweave.schema.weights import BEAT_S, WeightManifest
 from rollweave.weights.memory import READ_CHUNK
 from rollweave.weights.transport import Body, Channel
 from rollweave.weights.words import Alive, Ask, Base, Delta, Pieces, Range, Raw, Refused, TakeError, Whole, within
 
-ALIVE_S = 1.0
+ALIVE_S = BEAT_S
 """Seconds between two words to somebody for whom there is nothing yet."""
 
 SHORT_BYTES = 64 << 10
@@ -224,6 +224,8 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
             fd = os.dup(owned)
         return fd
 
+    loop = asyncio.get_running_loop()
+    spoke = loop.time()
     try:
         number = 0
         while number < len(ask.ranges):
@@ -240,12 +242,16 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
                     word, body = piece
                     own = current()
                     await channel.send(word, body._replace(fd=own) if body is not None else await _raw(offer, word, own))
-                    at = word.stop
-                elif not await _waited(channel, offer):
+                    at, spoke = word.stop, loop.time()
+                elif (told := await _waited(channel, offer, spoke)) is not None:
+                    spoke = told
+                else:
                     return
         while ask.confirm and not offer.verified:
-            if not await _waited(channel, offer):
+            told = await _waited(channel, offer, spoke)
+            if told is None:
                 return
+            spoke = told
         if ask.confirm:
             await channel.send(Whole())
     finally:
@@ -273,14 +279,16 @@ async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offe
     return offer
 
 
-async def _waited(channel: Channel, offer: Offer) -> bool:
-    """Wait for news; False, and refused, where none will come."""
+async def _waited(channel: Channel, offer: Offer, spoke: float) -> float | None:
+    """Wait for news, or for a sign of life to be due. When we spoke last; or None, and refused, where no news will come."""
     if offer.withdrawn:
         await channel.send(Refused(reason="source", error=offer.withdrawn))
-        return False
-    if not await offer.news.wait():
-        await channel.send(Alive())
-    return True
+        return None
+    loop = asyncio.get_running_loop()
+    if await offer.news.wait() and loop.time() < spoke + ALIVE_S:
+        return spoke
+    await channel.send(Alive())
+    return loop.time()
 
 
 async def _raw(offer: Offer, word: Raw | Delta, fd: int) -> Body:

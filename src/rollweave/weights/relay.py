@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Take, TakeFailed, Taken, WeightManifest
-from rollweave.weights.depot import Depot, Draft, Held, check_same, cuts, encoded
+from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, WeightManifest
+from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
 from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Listener, Transport
+from rollweave.weights.watch import Watch
 from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
 
 LINGER_S = 60.0
@@ -68,6 +69,7 @@ class Relay:
         self._keep: set[int] = set()
         self._arrivals = News()
         self._encoding: dict[int, asyncio.Task[None]] = {}
+        self._freeing: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encode")
         self._listener: Listener | None = None
 
@@ -114,6 +116,8 @@ class Relay:
         for coming in self._coming.values():
             if coming.draft is not None:
                 coming.draft.close()
+        if self._freeing:
+            await asyncio.wait(self._freeing)
         self._pool.shutdown(cancel_futures=True)
         self._depot.close()
 
@@ -194,8 +198,12 @@ class Relay:
             draft = await in_thread(make, command.manifest, undo=Draft.close)
         except TakeError as error:
             base = set() if command.base_id is None else {command.base_id}
-            if error.reason != "room" or not self._let_go(self._keep | base):
+            if error.reason != "room":
                 raise
+            self._let_go(self._keep | base)
+            if not self._freeing:
+                raise
+            await asyncio.wait(self._freeing)
             draft = await in_thread(make, command.manifest, undo=Draft.close)
         weights_id = command.manifest.weights_id
         offer = self._offers.get(weights_id)
@@ -239,8 +247,10 @@ class Relay:
             change = bytearray(nbytes)
             return memoryview(change)
 
-        channel = await self._transport.connect(source)
+        watch = Watch(lambda: self._say(Stalled(weights_id=manifest.weights_id, source=source)))
+        channel: Channel | None = None
         try:
+            channel = watch.channel = await self._transport.connect(source)
             missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
             named = base.name if base is not None else None
             ask = Ask(
@@ -270,7 +280,9 @@ class Relay:
                     case _:
                         raise TakeError("broken", f"{source.host}:{source.port} said {type(word).__name__}")
         finally:
-            channel.close()
+            watch.close()
+            if channel is not None:
+                channel.close()
 
     async def _encode(self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int) -> None:
         """Make the changes since `base` that have not come from elsewhere, once for all who ask."""
@@ -299,11 +311,16 @@ class Relay:
             if encoding.done():
                 del self._encoding[weights_id]
 
-    def _let_go(self, keep: set[int]) -> list[int]:
+    def _let_go(self, keep: set[int]) -> None:
+        """Memory of gigabytes is freed in a thread: whoever is served goes on, and so do our beats."""
         gone = self._depot.keep(keep)
-        for weights_id in gone:
+        for held in gone:
+            weights_id = held.manifest.weights_id
             self._withdraw(weights_id, f"weights id {weights_id} was let go")
-        return gone
+        if gone:
+            freeing = asyncio.get_running_loop().create_task(in_thread(close_all, gone), name="free memory")
+            self._freeing.add(freeing)
+            freeing.add_done_callback(self._freeing.discard)
 
     def _abandon(self, coming: _Coming, reason: str) -> None:
         """Nobody wants this version any more. Whoever is at work on it sees to the rest."""

@@ -12,7 +12,7 @@ is not asked for again. A relay can take from a store as from a relay: it says `
 import asyncio
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
-from rollweave.weights.depot import Depot, Draft, Held, check_same
+from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all
 from rollweave.weights.offers import Change, News, Offer, give
 from rollweave.weights.ranges import Ranges
 from rollweave.weights.threads import in_thread
@@ -223,8 +223,11 @@ class RemoteStore:
         self._end(growing)
         self._depot.admit(held)
         growing.offer.verify()
-        for weights_id in self._depot.keep(sorted(self._depot.ids())[-self._keep :]):
+        gone = self._depot.keep(sorted(self._depot.ids())[-self._keep :])
+        for old in gone:
+            weights_id = old.manifest.weights_id
             self._offers.pop(weights_id).withdraw(f"weights id {weights_id} was let go")
+        close_all(gone)
 
     def _wait_on(self, growing: _Growing) -> None:
         """Somebody has begun, or ended, to send."""

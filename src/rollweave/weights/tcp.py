@@ -40,6 +40,9 @@ SLICE_BYTES = 1 << 20
 CONNECTIONS = 256
 """That one listener serves at once; who comes beyond them is turned away."""
 
+STRANGERS = 64
+"""Connections that have not shown the secret yet; who comes beyond them takes the place of the one that has had longest to."""
+
 PAUSE_S = 0.1
 """Seconds without accepting, where the process has no more descriptors."""
 
@@ -111,6 +114,7 @@ class TcpListener:
         self.address = RelayAddress(host=host, port=sock.getsockname()[1], secret=os.urandom(32))
         self._shown = HELLO + _shown(self.address.secret)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}
         self._pause: asyncio.TimerHandle | None = None
         self._loop.add_reader(sock, self._accept)
 
@@ -136,12 +140,18 @@ class TcpListener:
             self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
             return
         sock.setblocking(False)
-        if len(self._tasks) >= CONNECTIONS:
+        if len(self._tasks) - len(self._strangers) >= CONNECTIONS:
             sock.close()
             return
+        if len(self._strangers) >= STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         task = self._loop.create_task(self._one(sock, f"{peer[0]}:{peer[1]}"), name=f"serve {peer}")
         self._tasks.add(task)
+        self._strangers[task] = None
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda task: self._strangers.pop(task, None))
         task.add_done_callback(lambda _: _hang_up(sock))  # also where it was cancelled before it began
 
     async def _one(self, sock: socket.socket, peer: str) -> None:
@@ -150,6 +160,9 @@ class TcpListener:
             async with asyncio.timeout(self._silent_s):
                 if not hmac.compare_digest(await _exactly(self._loop, sock, len(self._shown)), self._shown):
                     return
+                task = asyncio.current_task()
+                assert task is not None, "we are one"
+                self._strangers.pop(task, None)
                 await self._loop.sock_sendall(sock, WELCOME)
             channel = self._channel(sock, peer)
             await self._serve(channel)
@@ -169,6 +182,7 @@ class TcpChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._peer, self._silent_s, self._carrier = sock, peer, silent_s, carrier
         self._loop = asyncio.get_running_loop()
+        self.waits_since: float | None = None
 
     async def send(self, word: Word, body: Body | None = None) -> None:
         head = encode(word)
@@ -271,11 +285,14 @@ class TcpChannel:
         """Raises TakeError (source)."""
         done = 0
         while done < len(view):
+            self.waits_since = self._loop.time()
             try:
                 async with asyncio.timeout(self._silent_s):
                     count = await self._loop.sock_recv_into(self._sock, view[done:])
             except TimeoutError:
                 raise TakeError("source", f"{self._peer} has said nothing for {self._silent_s:g} s") from None
+            finally:
+                self.waits_since = None
             if count == 0:
                 raise TakeError("source", f"{self._peer} has hung up")
             done += count

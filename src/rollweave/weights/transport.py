@@ -40,6 +40,10 @@ class Body(NamedTuple):
 class Channel(Protocol):
     """One end of a conversation. One task sends and one receives at a time."""
 
+    @property
+    def waits_since(self) -> float | None:
+        """Since when, on the loop's clock, `receive` has waited without a byte; None while it does not wait, or cannot tell."""
+
     async def send(self, word: Word, body: Body | None = None) -> None:
         """Raises TakeError (source)."""
 
