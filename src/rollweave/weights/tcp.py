@@ -35,7 +35,7 @@ HEAD_BYTES = 64 << 20
 """Bytes of the largest head: a manifest of a million tensors has fewer."""
 
 SLICE_BYTES = 1 << 20
-"""Bytes sent before others get their turn."""
+"""Bytes sent or received before others get their turn."""
 
 CONNECTIONS = 256
 """That one listener serves at once; who comes beyond them is turned away."""
@@ -288,7 +288,7 @@ class TcpChannel:
             self.waits_since = self._loop.time()
             try:
                 async with asyncio.timeout(self._silent_s):
-                    count = await self._loop.sock_recv_into(self._sock, view[done:])
+                    count = await self._loop.sock_recv_into(self._sock, view[done : done + SLICE_BYTES])
             except TimeoutError:
                 raise TakeError("source", f"{self._peer} has said nothing for {self._silent_s:g} s") from None
             finally:
@@ -296,6 +296,7 @@ class TcpChannel:
             if count == 0:
                 raise TakeError("source", f"{self._peer} has hung up")
             done += count
+            await asyncio.sleep(0)  # where bytes come faster than they are taken, nothing above waits
 
     # Bodies that a library carries: the socket has a token instead, and an answer once the peer has read it.
 
