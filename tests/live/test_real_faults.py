@@ -86,7 +86,8 @@ def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
     check_totals(config, found)
     assert found["watchdog"]["engine_restarted"] >= 1
     told = [line["message"] for line in lines(config, "warning") if "restarted" in line["message"]]
-    assert any("without an answer" in message or "stuck" in message for message in told), told
+    reasons = ("without an answer", "stuck", "no answer to 2 heartbeats")  # the last where it had no turn at that moment
+    assert any(reason in message for message in told for reason in reasons), told
 
 
 # Relays.
