@@ -204,6 +204,19 @@ def test_an_engine_that_is_to_leave_at_once_gives_its_turns_to_others() -> None:
     assert all(hand.core.state.trajectories[name].attempt == 0 for name in mine)
 
 
+def test_what_the_user_asked_for_is_no_failure_of_a_turn() -> None:
+    hand = Hand(made(rollout={"retries": 0}))
+    mine = hand.on(E1)
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
+    state = hand.core.state
+    assert list(state.engines) == [E0]
+    for name in hand.on(E0):
+        hand.end(name)
+    assert set(mine) <= set(hand.on(E0))
+    assert all(state.trajectories[name].attempt == 0 for name in mine)
+    assert state.counters.watchdog == {}
+
+
 def test_what_a_lost_engine_leaves_goes_rather_to_one_that_stays() -> None:
     hand = Hand(made(engines=3))
     orphans = hand.on(E2)

@@ -245,7 +245,7 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
     engine.leaving = True
     if not event.drain:
         drain(run, engine)
-        restart(run, engine, "it was withdrawn")
+        turns.recall_all(run, engine)
 
 
 def let_go(run: Run) -> None:
