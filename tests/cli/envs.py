@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Sequence
 
 from rollweave.envs.base import Observation, Options, Split, Step
@@ -34,6 +35,12 @@ class Fine:
 
 class Untaught(Fine):
     transcript = None  # type: ignore[assignment]
+
+
+class Interrupts(Fine):
+    async def reset(self, task: Task) -> Observation:
+        os.kill(os.getpid(), signal.SIGINT)
+        return await super().reset(task)
 
 
 class Raises(Fine):

@@ -83,6 +83,7 @@ def test_the_function_of_the_manual_works(written: Written) -> None:
     [
         (None, "no_such_module:pick", "cannot import no_such_module: ModuleNotFoundError"),
         ("raise RuntimeError('not today')", "pick", "RuntimeError: not today"),
+        ("raise SystemExit(3)", "pick", "SystemExit: 3"),
         ("def picks(experiences, version): ...", "pick", "has no pick (did you mean picks?)"),
         ("pick = 7", "pick", "must be a function, got int"),
         ("async def pick(experiences, version): ...", "pick", "must be a function, got a coroutine function"),

@@ -184,6 +184,15 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert "model.safetensors must be a whole safetensors file" in line
 
 
+@pytest.mark.parametrize(("env", "exit_code", "last"), [("Interrupts", 130, "interrupted"), ("Raises", 1, "error: ")])
+def test_an_evaluation_without_a_result_says_why(config: Path, env: str, exit_code: int, last: str) -> None:
+    assert say("train", "small.toml", "--inproc", "--set", "eval.final_episodes=0")[0] == 0
+    of_run = Path("runs/small/config.toml")
+    of_run.write_text(of_run.read_text().replace("envs:Fine", f"envs:{env}"))
+    code, _, errors = say("eval", "small", "--episodes", "2", "--inproc")
+    assert (code, errors[-1].startswith(last)) == (exit_code, True), errors
+
+
 def test_ctrl_c_before_anything_has_begun_is_quiet(tmp_path: Path) -> None:
     """In the middle of the imports, which take most of the first moments."""
     program = """

@@ -204,6 +204,19 @@ def test_an_engine_that_is_to_leave_at_once_gives_its_turns_to_others() -> None:
     assert all(hand.core.state.trajectories[name].attempt == 0 for name in mine)
 
 
+def test_what_the_user_asked_for_is_no_failure_of_a_turn() -> None:
+    hand = Hand(made(rollout={"retries": 0}))
+    mine = hand.on(E1)
+    hand.feed(e.EngineWithdrawn(engine_id=E1, drain=False))
+    state = hand.core.state
+    assert list(state.engines) == [E0]
+    for name in hand.on(E0):
+        hand.end(name)
+    assert set(mine) <= set(hand.on(E0))
+    assert all(state.trajectories[name].attempt == 0 for name in mine)
+    assert state.counters.watchdog == {}
+
+
 def test_what_a_lost_engine_leaves_goes_rather_to_one_that_stays() -> None:
     hand = Hand(made(engines=3))
     orphans = hand.on(E2)
@@ -257,3 +270,19 @@ def test_later_lives_have_the_engines_that_were_asked_for() -> None:
     larger = config("bounded", engines={"count": 5})
     again = begun_with(larger, core.state)
     assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], "a number of the configuration is not taken"
+
+
+def test_who_was_to_leave_when_the_controller_was_lost_has_left_for_good() -> None:
+    """Also in the life after the next one, and it is counted."""
+    made_of = config("decoupled", engines={"count": 3})
+    core = Core(made_of)
+    core.handle(0.0, e.RunStarted(engines=first_seats(made_of)))
+    core.handle(0.0, registered(EngineId("e3")))
+    for name in ("e1", "e3"):
+        core.state.engines[EngineId(name)].leaving = True  # what each began goes on
+    for life in (1.0, 2.0, 3.0):
+        seats = begun_with(made_of, core.state)
+        assert [seat.id for seat in seats] == ["e0", "e2"]
+        core.handle(life, e.WorldLost(engines=seats))
+        core.check()
+    assert core.state.counters.engines_left == 2

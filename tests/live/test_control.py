@@ -230,6 +230,20 @@ async def test_a_run_goes_on_where_there_can_be_no_socket(path: Path, notes: Non
         ask(path, ListEngines())
 
 
+async def test_whoever_asks_waits_where_many_do(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(str(path))
+        listener.listen(0)  # room for one
+        other.connect(str(path))
+        asked = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
+        assert await asyncio.wait([asked], timeout=0.5) == (set(), {asked})
+        listener.accept()[0].close()
+        connection = (await asyncio.to_thread(listener.accept))[0]
+        with connection:
+            connection.sendall(b"{}\n")
+        assert await asked == ControlReply()
+
+
 def test_an_answer_that_is_none(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

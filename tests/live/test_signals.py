@@ -69,3 +69,61 @@ def test_a_loop_that_never_comes_round_is_interrupted(held: int) -> None:
             process.send_signal(number)
         until("let go", "closing", "closed", "interrupted")
         assert process.wait() == 0
+
+
+IMPATIENT = """
+import asyncio, sys
+from rollweave.live.signals import on_ending_signals
+
+def hold():
+    print("held", flush=True)
+    while True:
+        pass
+
+async def main():
+    heard, main = [], asyncio.current_task()
+    def hear():
+        heard.append(None)
+        print("heard", flush=True)
+        if len(heard) > 1:
+            main.cancel()
+    with on_ending_signals(hear):
+        try:
+            if sys.argv[1] == "held":
+                hold()
+            print("waiting", flush=True)
+            await asyncio.sleep(1000)
+        finally:
+            print("closing", flush=True)
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+            print("closed", flush=True)
+
+try:
+    asyncio.run(main())
+except (KeyboardInterrupt, asyncio.CancelledError):
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["heard", "held"])
+def test_whoever_asks_thrice_does_not_break_off_the_end(how: str) -> None:
+    """Nor has it a word of what was left in the middle."""
+    command, pipe = [sys.executable, "-c", IMPATIENT, how], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == ("held\n" if how == "held" else "waiting\n")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            if how == "heard":
+                assert process.stdout.readline() == "heard\n"
+        assert process.stdout.readline() == "closing\n"
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.read().splitlines() == ["closed", "interrupted"]
+        assert process.wait() == 0
+        assert process.stderr.read() == ""

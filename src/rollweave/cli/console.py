@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rollweave.cli.interrupt import INTERRUPTED, begun
+from rollweave.cli.interrupt import INTERRUPTED, begun, quiet
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2
@@ -78,6 +78,7 @@ def reported() -> Iterator[None]:
         error_lines(str(error))
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
+        quiet()  # all is over: once more must not be heard in the middle of the interpreter's own end
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
     except OSError as error:  # a disk that is full, a file that may not be read

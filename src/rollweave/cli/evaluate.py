@@ -7,7 +7,7 @@ from rich.table import Table
 
 from rollweave.cli import dryrun
 from rollweave.cli.checks import human_seconds, must_do
-from rollweave.cli.console import err, error_lines, out
+from rollweave.cli.console import err, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.codec.config import load
@@ -22,7 +22,11 @@ DIRECTORY = "evaluations"
 
 
 def evaluate(name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool) -> None:
-    """Evaluate and print success by task. Raises ConfigError for a run or checkpoint that is not there, or not whole."""
+    """Evaluate and print success by task.
+
+    Raises ConfigError for a run or checkpoint that is not there, or not whole; RollweaveError where nothing came of it, and
+    KeyboardInterrupt where that was because the user ended it.
+    """
     run = find_run(name)
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, found none")
@@ -36,6 +40,8 @@ def evaluate(name: str, *, episodes: int | None, temperature: float | None, chec
         summary = launch.train(config, inproc=inproc, progress=progress)
     if summary.error:
         raise RollweaveError(summary.error)
+    if summary.interrupted and not summary.success_rate:
+        raise KeyboardInterrupt
     _show(summary, step, Path(config.run.dir) / config.run.name)
 
 
@@ -82,4 +88,4 @@ def _show(summary: Summary, step: int, directory: Path) -> None:
     out.print(table)
     out.print(f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: rollweave trace {directory}[/]")
     if not summary.success_rate:
-        error_lines("no episode was scored: see the stop reasons in the run's summary.json")
+        raise RollweaveError(f"no episode was scored: see the stop reasons in {directory}/summary.json")

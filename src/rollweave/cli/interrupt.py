@@ -1,4 +1,4 @@
-"""Ctrl-C: quiet until something has been begun, then an orderly end. Imports nothing of ours: it is the first thing."""
+"""Ctrl-C: quiet until something has been begun and after it is over, an orderly end between. Imports nothing of ours: it is the first thing."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ INTERRUPTED = 130
 
 
 def quiet() -> None:
-    """Ctrl-C ends the program at once, without a word: nothing has been begun yet."""
+    """Ctrl-C ends the program at once, without a word: nothing has been begun yet, or all is over."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the caller has it ignored
         signal.signal(signal.SIGINT, _leave)
 

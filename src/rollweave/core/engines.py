@@ -7,7 +7,7 @@ version that is being evaluated. In mode decoupled each engine updates by itself
 
 from rollweave.core import costs, evaluation, pace, placing, seats, turns, weights
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, Phase
+from rollweave.core.state import Engine, EngineStatus, Phase, State
 from rollweave.policy.modes import update_now
 from rollweave.policy.relay import repair
 from rollweave.policy.retry import Failover, failover
@@ -37,8 +37,11 @@ LOAD_TRIES = 2
 
 
 def start(run: Run, begun: tuple[EngineSeat, ...]) -> None:
-    """The world is starting these engines, and has no others."""
+    """The world is starting these engines, and has no others: whoever was on its way out of a former world has gone with it."""
     state, configured = run.state, {seat.id for seat in seats.first_seats(run.config)}
+    for engine in state.engines.values():
+        if engine.leaving and all(seat.id != engine.id for seat in begun):
+            _left(state, engine)
     state.engines = {seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun}
     state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
     state.next_engine = max([state.next_engine, *(seats.number_of(seat.id) + 1 for seat in begun)])
@@ -242,7 +245,7 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
     engine.leaving = True
     if not event.drain:
         drain(run, engine)
-        restart(run, engine, "it was withdrawn")
+        turns.recall_all(run, engine)
 
 
 def let_go(run: Run) -> None:
@@ -274,14 +277,20 @@ def remove(run: Run, engine: Engine, reason: str) -> None:
     """For good. It has no turns."""
     state = run.state
     del state.engines[engine.id]
-    state.counters.engines_left += engine.leaving
-    if engine.leaving and not engine.joined:
-        state.withdrawn.append(engine.id)
+    if engine.leaving:
+        _left(state, engine)
     _came_or_went(run)
     if run.alone:
         pace.left(run, engine)
     turns.leave(run, engine)
     run.emit(RemoveEngine(engine_id=engine.id, reason=reason))
+
+
+def _left(state: State, engine: Engine) -> None:
+    """Count one that was withdrawn, and keep it out of later lives."""
+    state.counters.engines_left += 1
+    if not engine.joined:
+        state.withdrawn.append(engine.id)
 
 
 def update(run: Run) -> None:

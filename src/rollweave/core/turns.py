@@ -129,6 +129,14 @@ def recall(run: Run, trajectory: Trajectory) -> None:
         turn.try_number += 1
 
 
+def recall_all(run: Run, engine: Engine) -> None:
+    """Every turn on this engine goes on elsewhere."""
+    for trajectory_id in list(engine.active):
+        trajectory = run.state.trajectories[trajectory_id]
+        recall(run, trajectory)
+        enqueue(run, trajectory)
+
+
 def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
     assert trajectory.turn is not None, "an active turn is open"
     run.emit(

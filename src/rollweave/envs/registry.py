@@ -102,7 +102,7 @@ def load(reference: str, *, what: str) -> Any:
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # the user's module runs here: whatever it raises is why it cannot be used
+    except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is why it cannot be used
         raise ConfigError(f"{what}: cannot import {module}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -194,8 +195,10 @@ def ask(path: Path, request: ControlRequest) -> ControlReply:
     nobody = f"RUN must be a run that is going on, and none is in {path.parent}"
     try:
         with _short(path) as name, socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(4 * SAY_S)
+            # Or connecting would not wait at all where as many are served, and wait, as may.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(4 * SAY_S), 0))
             connection.connect(name)
+            connection.settimeout(4 * SAY_S)
             connection.sendall(_encode.encode(request) + b"\n")
             answer = b""
             while not answer.endswith(b"\n") and len(answer) < REPLY_BYTES and (more := connection.recv(1 << 16)):
