@@ -1,4 +1,7 @@
-"""Ctrl-C: quiet until something has been begun and after it is over, an orderly end between. Imports nothing of ours: it is the first thing."""
+"""Ctrl-C: quiet until something has been begun and after it is over, an orderly end between.
+
+Imports nothing of ours: it is the first thing.
+"""
 
 import os
 import signal

@@ -1,8 +1,8 @@
 """SIGINT and SIGTERM, for whoever runs in the main thread: no other can take signals.
 
-Invariants: whoever asks twice is heard, also where code of the user's holds up the event loop and will never give it back (the
-loop's own `add_signal_handler` could not do that: it calls nobody before the loop comes round); whoever asks more often does not
-break off the end that is under way, which would leave tasks in the middle of it, unless that takes very long.
+Invariants: whoever asks twice is heard, also where code of the user's holds up the event loop and will never give it back
+(the loop's own `add_signal_handler` could not do that: it calls nobody before the loop comes round); whoever asks more often
+does not break off the end that is under way, which would leave tasks in the middle of it, unless that takes very long.
 """
 
 import asyncio
