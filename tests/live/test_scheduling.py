@@ -56,7 +56,8 @@ def test_trajectories_are_predicted_placed_and_moved(tmp_path: Path) -> None:
     assert any(move.moved_tokens for move in moves), "no KV has moved"
     # On a busy machine new weights, or another context, may have taken the place of the KV before it went.
     failed = [move for move in moves if move.error]
-    assert all("evicted" in move.error or "nothing of the context" in move.error for move in failed), failed
+    reasons = ("evicted", "nothing of the context", "weights_id of the KV")
+    assert all(any(reason in move.error for reason in reasons) for move in failed), failed
     assert len(moves) == sum(isinstance(command, c.Migrate) for command in commands)
     assert summary.scheduling["migrations"] == len(moves) - len(failed)
 
