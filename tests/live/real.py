@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from rollweave.bench.trial import children_of
 from rollweave.cli import main as cli
 from rollweave.codec.config import dumps
 from rollweave.core.core import Core
@@ -100,15 +101,8 @@ class Life:
         return summary(self.config)
 
     def children(self, module: str = "rollweave.") -> list[int]:
-        """Living processes of `module` that it started, also when it is gone: their command line ends with its id."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                place = words.index(b"-m") + 1
-                if words[place + 2] == str(self.process.pid).encode() and words[place].decode().startswith(module):
-                    found.append(int(entry.name))
-        return found
+        """Living processes of `module` that it started, also when it is gone."""
+        return children_of(self.process.pid, module)
 
     def child(self, module: str) -> int:
         """The one child of that module."""

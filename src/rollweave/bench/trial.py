@@ -98,15 +98,8 @@ class Trial:
         return self._process.pid
 
     def children(self, module: str = "rollweave.") -> list[int]:
-        """Processes of `module` that this life's controller has started: their command line ends with its id."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                place = words.index(b"-m") + 1
-                if words[place + 2] == str(self.pid).encode() and words[place].decode().startswith(module):
-                    found.append(int(entry.name))
-        return sorted(found)
+        """As `children_of`, of this life's controller."""
+        return children_of(self.pid, module)
 
     def strike(self, module: str, number: signal.Signals, choose: Callable[[list[int]], int]) -> None:
         """Send the signal to one of the processes of `module`, as soon as there is one. Raises RollweaveError as `wait`."""
@@ -256,3 +249,15 @@ def _die_with() -> None:
     """Asked of the kernel by the controller to be: to end when we do, however that is."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def children_of(controller: int, module: str = "rollweave.") -> list[int]:
+    """Processes of `module` that this controller has started, also when it is gone: their command line has its id."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            place = words.index(b"-m") + 1
+            if words[place + 2] == str(controller).encode() and words[place].decode().startswith(module):
+                found.append(int(entry.name))
+    return sorted(found)

@@ -150,7 +150,7 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     turns.fail_all(run, engine, f"engine restarted: {reason}", abort=True)
     if run.state.phase is Phase.FINISHED:
         return
-    if engine.leaving or engine.draining:
+    if engine.going:
         remove(run, engine, reason)
         _end_without(run, engine, reason)
         return
@@ -200,7 +200,7 @@ def _serving_elsewhere(run: Run, machine: int | None) -> int:
     if machine is None:
         return 0
     others = [engine for engine in run.state.engines.values() if weights.machine_of(run, engine) != machine]
-    return sum(engine.version >= 0 and not (engine.leaving or engine.draining) for engine in others)
+    return sum(engine.version >= 0 and not engine.going for engine in others)
 
 
 def _end_without(run: Run, engine: Engine, reason: str) -> None:
@@ -243,6 +243,7 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
     if engine is None or (not run.state.serving and seats.cannot_leave(run.config, run.state, engine)):
         return
     engine.leaving = True
+    run.fleet_changed()
     if not event.drain:
         drain(run, engine)
         turns.recall_all(run, engine)
@@ -254,7 +255,7 @@ def let_go(run: Run) -> None:
     Where everyone else was lost meanwhile, a training run keeps the one that was to leave.
     """
     state = run.state
-    for engine in [engine for engine in state.engines.values() if engine.leaving or engine.draining]:
+    for engine in [state.engines[engine_id] for engine_id in run.fleet.going]:
         if engine.leaving and not state.serving and not seats.staying(state, engine):
             run.warn(engine.id, "stays: it was to leave, and is the last engine", count="engine_stays")
             engine.leaving = engine.draining = False

@@ -22,6 +22,7 @@ class Fleet:
     free: int = 0  # slots of these without a turn: an engine that was given more turns than it has slots hides none
     busy: int = 0  # of these, the engines that have turns
     draining: int = 0
+    going: tuple[EngineId, ...] = ()  # engines on their way out, draining or about to
     starting: int = 0
     updating: int = 0  # stale, suspending or loading
     version: int | None = None  # the oldest that an engine has; None if no engine has any
@@ -47,6 +48,7 @@ class Fleet:
             free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
             busy=sum(bool(engine.active) for engine in serving),
             draining=len(state.engines) - len(staying),
+            going=tuple(engine.id for engine in state.engines.values() if engine.going),
             starting=starting,
             updating=len(staying) - len(serving) - starting,
             version=min((engine.version for engine in staying if engine.version >= 0), default=None),

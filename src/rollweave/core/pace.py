@@ -129,7 +129,12 @@ def _serves(engine: Engine) -> bool:
 
 def is_bound(run: Run, engine: Engine) -> bool:
     """What began with its weights is not over, or KV is on its way from it or to it."""
-    return residents(run, engine) > 0 or any(engine.id in (m.source, m.target) for m in run.state.migrations.values())
+    return residents(run, engine) > 0 or engine.id in _moving(run)
+
+
+def _moving(run: Run) -> frozenset[EngineId | None]:
+    """Engines that KV leaves or comes to."""
+    return frozenset(end for m in run.state.migrations.values() for end in (m.source, m.target))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +146,10 @@ class _Wishes:
     holder: EngineId | None
     """The engine that keeps the weights of an evaluation."""
     moving: frozenset[EngineId | None]
-    """Engines that KV leaves or comes to."""
 
     @classmethod
     def of(cls, run: Run) -> Self:
-        moving = frozenset(end for m in run.state.migrations.values() for end in (m.source, m.target))
-        return cls(other=other_weights(run), holder=_holder(run), moving=moving)
+        return cls(other=other_weights(run), holder=_holder(run), moving=_moving(run))
 
 
 def wanted(run: Run, engine: Engine) -> int | None:
@@ -158,8 +161,7 @@ def updates(run: Run) -> Iterator[tuple[Engine, int]]:
     """Engines that are to load other weights now, each with these. What is done about one counts for the next."""
     wishes, loads = _Wishes.of(run), run.order.loads
     for engine in [engine for engine in run.state.engines.values() if engine.id not in loads]:
-        stays = not (engine.leaving or engine.draining)
-        if stays and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
+        if not engine.going and engine.status in (EngineStatus.STALE, EngineStatus.SERVING):
             target = _wanted(run, engine, wishes)
             if target is not None:
                 yield engine, target

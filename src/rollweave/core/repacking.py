@@ -31,7 +31,7 @@ def now(run: Run) -> None:
     waited_for = {state.trajectories[member].home for member in state.turn_queue}
     replicas = []
     for engine in state.engines.values():
-        stays = not (engine.leaving or engine.draining)  # who leaves is nobody's target, and ends its own batch
+        stays = not engine.going  # who leaves is nobody's target, and ends its own batch
         if engine.status is EngineStatus.SERVING and stays and engine.weights_id != state.published_id:
             held = _kv_tokens(run, engine)
             # Use rises in the tail too, as its contexts grow: nothing that waits tells the tail from the filling up.

@@ -104,7 +104,7 @@ def cannot_leave(config: RunConfig, state: State, engine: Engine) -> str:
 
 def staying(state: State, engine: Engine) -> list[Engine]:
     """The other engines, without those that are on their way out."""
-    return [other for other in state.engines.values() if other is not engine and not (other.leaving or other.draining)]
+    return [other for other in state.engines.values() if other is not engine and not other.going]
 
 
 def number_of(engine_id: EngineId) -> int:

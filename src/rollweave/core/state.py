@@ -153,6 +153,11 @@ class Engine(msgspec.Struct):
     begun: int = 0  # trajectories that it has begun under its weights (mode decoupled)
     kv_before: int | None = None  # tokens of KV that its trajectories held at the last look (core/repacking)
 
+    @property
+    def going(self) -> bool:
+        """It is on its way out: whatever it still works on, nobody counts on it for more."""
+        return self.leaving or self.draining
+
 
 class RelayStatus(enum.StrEnum):
     STARTING = "starting"

@@ -179,7 +179,7 @@ class Control:
     def _line(self, engine: Engine) -> EngineLine:
         return EngineLine(
             id=engine.id,
-            status="leaving" if engine.leaving or engine.draining else engine.status,
+            status="leaving" if engine.going else engine.status,
             version=engine.version,
             machine=machine_of(self._state(), engine.id),
             group=engine.group,
