@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.codec.disk import NEW_SUFFIX
-from rollweave.codec.journal import HEAD, HEADER, SCHEMA_VERSION, JournalReader, JournalWriter
+from rollweave.codec.journal import SCHEMA_VERSION, JournalReader, JournalWriter
+from rollweave.codec.records import HEAD, HEADER
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineLost, EngineSuspended, Event, StopRequested, TimerFired
@@ -77,13 +78,13 @@ def test_cut_at_every_byte_it_opens_as_its_whole_records_and_goes_on(tmp_path: P
             assert read(path) == [*SAMPLE[:whole], (9.0, StopRequested())]
 
 
-def test_a_flipped_byte_anywhere_before_the_last_record_is_named(tmp_path: Path) -> None:
+def test_a_flipped_byte_anywhere_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     ends = write(path, SAMPLE, snapshot=b"snap")
     content = path.read_bytes()
     starts = [HEADER.size, *ends[:-1]]
-    for position in range(ends[-2]):
-        for flip in (0x01, 0x80):
+    for position in range(len(content)):
+        for flip in (0x01, 0x10, 0x80):
             damaged = bytearray(content)
             damaged[position] ^= flip
             path.write_bytes(damaged)
@@ -95,21 +96,21 @@ def test_a_flipped_byte_anywhere_before_the_last_record_is_named(tmp_path: Path)
                 read(path)
             if position >= HEADER.size:
                 at = max(start for start in starts if start <= position)
-                assert f"at byte {at} " in str(caught.value)
+                assert f"record at byte {at} " in str(caught.value)
+                assert f"`truncate -s {at} {path}`" in str(caught.value)
             with pytest.raises(CorruptJournalError):
                 JournalWriter(path)
             assert path.read_bytes() == damaged
 
 
-def test_a_damaged_last_record_is_never_read(tmp_path: Path) -> None:
+def test_a_writer_says_how_much_it_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "journal.bin"
     ends = write(path, SAMPLE)
-    content = path.read_bytes()
-    for position in range(ends[-2] + HEAD.size, ends[-1]):
-        damaged = bytearray(content)
-        damaged[position] ^= 0x10
-        path.write_bytes(damaged)
-        assert read(path) == SAMPLE[:-1]
+    path.write_bytes(path.read_bytes()[:-3])
+    with JournalWriter(path) as writer:
+        assert (writer.torn, writer.size) == (ends[-1] - 3 - ends[-2], ends[-2])
+    with JournalWriter(path) as writer:
+        assert writer.torn == 0
 
 
 def test_records_that_changed_places_are_damage(tmp_path: Path) -> None:

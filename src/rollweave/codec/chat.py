@@ -25,6 +25,7 @@ from rollweave.codec.template import ChatError, ChatTemplate, read_json, read_te
 from rollweave.codec.tools import ToolFormat, calls_of
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.text import valid
 
 __all__ = ["ChatCodec", "ChatError"]
 
@@ -159,6 +160,7 @@ class ChatCodec:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a rendering: special ones where it spells them, save between OPEN and CLOSE."""
+        text = valid(text)
         if OPEN not in text:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
         ids: list[int] = []

@@ -6,7 +6,7 @@ dumped loads as itself.
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,6 +20,29 @@ from rollweave.schema.errors import ConfigError
 OVERRIDES = "--set"
 SHOWN = 60
 """Characters of a wrong value that an error line quotes."""
+
+RULES = {
+    "bool_type": "be true or false",
+    "dict_type": "be a table",
+    "enum": "be {expected}",
+    "finite_number": "be a finite number",
+    "float_type": "be a number",
+    "greater_than": "be above {gt:g}",
+    "greater_than_equal": "be at least {ge:g}",
+    "int_from_float": "be a whole number",
+    "int_type": "be a whole number",
+    "less_than": "be below {lt}",
+    "less_than_equal": "be at most {le}",
+    "literal_error": "be {expected}",
+    "model_attributes_type": "be a section",
+    "model_type": "be a section",
+    "multiple_of": "be a multiple of {multiple_of:g}",
+    "string_too_long": "have at most {max_length} characters",
+    "string_type": "be text",
+    "too_short": "have at least {min_length} of them",
+    "tuple_type": "be a list",
+}
+"""Kind of a pydantic error → its wording here; kind `rule` is our own (`schema/sections.matching`)."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -49,6 +72,28 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
 def dumps(config: RunConfig) -> str:
     """The config as TOML, defaults included, what is not set left out."""
     return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def differences(former: RunConfig, now: RunConfig) -> list[str]:
+    """Return the settings that differ, as `section.key: before → after`, in the order of the file."""
+    found = _differing(former.model_dump(mode="json"), now.model_dump(mode="json"))
+    return [f"{key}: {_shown(before)} → {_shown(after)}" for key, before, after in found]
+
+
+def _differing(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in dict.fromkeys([*before, *after]):
+            yield from _differing(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for place, pair in enumerate(zip(before, after, strict=True)):
+            yield from _differing(*pair, f"{key}.{place}")
+    elif before != after:
+        yield key, before, after
+
+
+def _shown(value: Any) -> str:
+    text = "unset" if value is None else repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
@@ -110,12 +155,11 @@ def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ..
         return f"{source}: unknown key {field}{_suggestion(where)}"
     if detail["type"] == "missing":
         return f"{source}: {field} must be set, got nothing"
-    message = detail["msg"]
-    if detail["type"] == "value_error":  # a rule of our own: it names field and value itself
+    message, kind = detail["msg"], detail["type"]
+    if kind == "value_error":  # a rule of our own, which names field and value itself
         return f"{source}: {message.removeprefix('Value error, ')}"
-    rule = message.removeprefix("Input should ").removeprefix("Value should ")
-    rule = rule if rule != message else f"satisfy: {message}"
-    return f"{source}: {field} must {rule}, got {_short(detail['input'])}"
+    rule = message if kind not in RULES else RULES[kind].format_map(detail.get("ctx", {}))
+    return f"{source}: {field or 'the file'} must {rule}, got {_short(detail['input'])}"
 
 
 def _short(value: Any) -> str:
@@ -124,14 +168,15 @@ def _short(value: Any) -> str:
 
 
 def _suggestion(where: tuple[str | int, ...]) -> str:
-    """The nearest key of the same section, else one of that name anywhere."""
+    """Suggest the nearest key of the same section, else one of that name anywhere, else all keys of the section."""
     section, last = _section(where[:-1]), str(where[-1])
-    if section is not None:
-        near = difflib.get_close_matches(last, list(section.model_fields), n=1)
-        if near:
-            return f" (did you mean {near[0]}?)"
-    elsewhere = [key for key in _keys(RunConfig, "") if key.rpartition(".")[2] == last]
-    return f" (did you mean {elsewhere[0]}?)" if elsewhere else ""
+    keys = list(section.model_fields) if section is not None else []
+    if near := difflib.get_close_matches(last, keys, n=1):
+        return f" (did you mean {near[0]}?)"
+    if elsewhere := [key for key in _keys(RunConfig, "") if key.rpartition(".")[2] == last]:
+        return f" (did you mean {elsewhere[0]}?)"
+    place = ".".join(map(str, where[:-1]))
+    return f" ({place or 'the file'} has {', '.join(keys)})" if keys else ""
 
 
 def _section(path: Sequence[str | int]) -> type[BaseModel] | None:

@@ -20,6 +20,7 @@ class _Turn:
     end: int
     state_key: str
     reward: float = 0.0
+    finish_reason: str = "stop"
 
 
 PLAN_TOKENS = 64
@@ -61,6 +62,11 @@ class Conversation:
         return len(self._turns)
 
     @property
+    def finish_reason(self) -> str:
+        """How the last turn ended: "stop", or "length" where a token limit cut it."""
+        return self._turns[-1].finish_reason
+
+    @property
     def plan(self) -> tuple[int, ...]:
         """The first tokens of the agent's first turn: how it means to go on."""
         if not self._turns:
@@ -69,7 +75,13 @@ class Conversation:
         return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
     def sampled(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[VersionSpan], *, exact: bool = True
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        *,
+        exact: bool = True,
+        finish_reason: str = "stop",
     ) -> str:
         """Take the agent's turn as the engine sampled it, and return its words.
 
@@ -88,9 +100,10 @@ class Conversation:
             self._append(tokens[span.start : span.end], SegmentKind.OUTPUT, span.version, logprobs[span.start : span.end])
         if not exact:
             self._append(tokens, SegmentKind.OBSERVATION)
-        self._turns.append(_Turn(start, len(self._tokens), self._state_key))
+        self._turns.append(_Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason))
         text = self._codec.text(tokens)
-        self._messages.append(Message(role="assistant", content=text))
+        cut = finish_reason if finish_reason != "stop" else ""
+        self._messages.append(Message(role="assistant", content=text, finish_reason=cut))
         return text
 
     def reward(self, value: float) -> None:
@@ -116,7 +129,14 @@ class Conversation:
             segments=tuple(self._segments),
             logprobs=tuple(self._logprobs),
             turns=tuple(
-                TurnSpan(start=turn.start, end=turn.end, reward=turn.reward, state_key=turn.state_key) for turn in self._turns
+                TurnSpan(
+                    start=turn.start,
+                    end=turn.end,
+                    reward=turn.reward,
+                    state_key=turn.state_key,
+                    finish_reason=turn.finish_reason,
+                )
+                for turn in self._turns
             ),
         )
 

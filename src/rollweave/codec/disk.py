@@ -9,10 +9,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
+
 from rollweave.schema.errors import DiskError
 
 NEW_SUFFIX = ".new"
 """What a replacement is called until it is whole."""
+
+READ_CHUNK = 1 << 20
+"""Number of bytes read at once to compute a file's digest."""
 
 
 @contextlib.contextmanager
@@ -76,12 +81,16 @@ class AppendFile:
             self._fd = -1
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Let `path` be `content`, whole and on the disk, or leave it as it is. Raises DiskError."""
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write `content` to `path` atomically, and sync it to the disk. Raises DiskError; `path` is then unchanged.
+
+    `mode` is as for `open(2)`: the umask applies.
+    """
     new = path.with_name(path.name + NEW_SUFFIX)
     with writing(path):
         try:
-            with new.open("wb") as file:
+            new.unlink(missing_ok=True)  # a leftover may have another mode
+            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -91,6 +100,15 @@ def replace_file(path: Path, content: bytes) -> None:
             raise
     with contextlib.suppress(OSError):  # `path` is replaced; some file systems cannot sync a directory
         _sync_directory(path.parent)
+
+
+def file_digest(path: Path) -> str:
+    """Return the xxh3-128 of the file, in hex. Raises OSError."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 def _sync_directory(path: Path) -> None:

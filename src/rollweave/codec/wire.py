@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from rollweave.codec.packing import packed
 from rollweave.schema.errors import WireError
 
 T = TypeVar("T")
@@ -19,12 +20,10 @@ LENGTH = struct.Struct("<I")
 FRAME_BYTES = 1 << 30
 """Bytes of the largest payload: far beyond any training batch, far below what a length of garbage asks for."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def encode(noun: object) -> bytes:
-    """The noun as msgpack. A member of a union carries its class name (`Tagged`)."""
-    return _encoder.encode(noun)
+    """Return the payload of a noun. A member of a union carries its class name (`Tagged`)."""
+    return packed(noun)
 
 
 def decoder_of(kind: Any) -> Callable[[bytes], Any]:

@@ -16,10 +16,14 @@ class ToolCall(Noun, frozen=True, kw_only=True):
 
 
 class Message(Noun, frozen=True, kw_only=True):
-    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id` and perhaps `name` are a tool's."""
+    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id` and perhaps `name` are a tool's.
+
+    `finish_reason` is "length" if a token limit cut what the agent sampled, else "". Chat templates do not see it.
+    """
 
     role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    finish_reason: str = ""

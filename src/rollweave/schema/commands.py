@@ -285,9 +285,10 @@ class PublishWeights(Tagged, frozen=True, kw_only=True):
 
 
 class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
-    """Save model, optimizer and a snapshot of the core, atomically; keep the steps `keep` too and prune all others.
+    """Save model and optimizer, atomically; keep the steps `keep` too and prune all others.
 
-    → CheckpointSaved | CheckpointFailed | TrainerLost
+    The trainer copies them and may then train on while the copy is written.
+    → CheckpointTaken?, then CheckpointSaved | CheckpointFailed | TrainerLost
     """
 
     step: int
@@ -311,7 +312,10 @@ class RestartTrainer(Tagged, frozen=True, kw_only=True):
 
 
 class RecordEvaluation(Tagged, frozen=True, kw_only=True):
-    """An evaluation of weight version `version` is complete. Rates are by task domain, over `episodes` scored episodes each."""
+    """An evaluation of weight version `version` is complete. Rates are by task domain, over `episodes` scored episodes each.
+
+    `success` has the domains whose environment defines success. `target_reached`: it reached `eval.stop_at`; training ends.
+    """
 
     version: int
     final: bool
@@ -319,6 +323,7 @@ class RecordEvaluation(Tagged, frozen=True, kw_only=True):
     reward: dict[str, float]
     episodes: dict[str, int]
     failed: dict[str, int]
+    target_reached: bool = False
 
 
 class MarkBest(Tagged, frozen=True, kw_only=True):

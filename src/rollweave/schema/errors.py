@@ -5,6 +5,10 @@ class RollweaveError(Exception):
     """Base of all our exceptions."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """The user ends the run while code blocks the event loop, so that the run cannot react. Nothing may catch this."""
+
+
 class ConfigError(RollweaveError, ValueError):
     """The user's input breaks a rule. The message names field, rule and value; the CLI exits with code 2."""
 
@@ -46,7 +50,11 @@ class KvError(RollweaveError):
 
 
 class CorruptJournalError(RollweaveError):
-    """A journal record before the tail does not match its checksum."""
+    """One of the run's files is damaged before its torn tail. `problem` says where, `remedy` what a user can do."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class DiskError(RollweaveError, OSError):
@@ -66,6 +74,13 @@ class SandboxError(RollweaveError):
 
 class SandboxLostError(SandboxError):
     """The sandbox's process or connection is gone, or sent what it never would: nothing more comes from it."""
+
+
+class SandboxSpoiledError(SandboxLostError):
+    """The sandbox is unusable because of the code in it, which exceeded a limit or ended its server, for example.
+
+    The agent is to blame, so another attempt would not help.
+    """
 
 
 class SandboxTimeoutError(SandboxError):

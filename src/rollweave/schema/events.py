@@ -25,12 +25,14 @@ class RunStarted(Tagged, frozen=True, kw_only=True):
     """The world is up for the first time. `engines` are the engines that the world is starting.
 
     `serving`: it has no trainer, and runs what it is asked for. `relays`: it starts so many of them too, r0, r1, …: one a
-    machine; engine number k is on machine k modulo their number.
+    machine; engine number k is on machine k modulo their number. `run_id` identifies the run, so that its journal cannot be
+    mistaken for another run's.
     """
 
     engines: tuple[EngineSeat, ...]
     serving: bool = False
     relays: int = 0
+    run_id: str = ""
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
@@ -116,7 +118,8 @@ class TurnRequested(Tagged, frozen=True, kw_only=True):
 class TurnDone(Tagged, frozen=True, kw_only=True):
     """The engine answered; the environment works now, until the next `TurnRequested` or `TrajectoryEnded`.
 
-    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first slot or after it was preempted.
+    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first slot or after it was preempted. `cut`:
+    the turn ended at the task's `max_turn_tokens`, not because the agent was done.
     """
 
     trajectory_id: TrajectoryId
@@ -127,6 +130,7 @@ class TurnDone(Tagged, frozen=True, kw_only=True):
     cached_tokens: int
     version: int
     queue_s: float = 0.0
+    cut: bool = False
 
 
 class TurnFailed(Tagged, frozen=True, kw_only=True):
@@ -400,6 +404,15 @@ class WeightsPublished(Tagged, frozen=True, kw_only=True):
     weights_id: int
 
 
+class CheckpointTaken(Tagged, frozen=True, kw_only=True):
+    """A copy of the checkpoint is in memory: training may continue while it is written. `CheckpointSaved` or
+    `CheckpointFailed` follows.
+    """
+
+    epoch: int
+    step: int
+
+
 class CheckpointSaved(Tagged, frozen=True, kw_only=True):
     epoch: int
     step: int
@@ -461,6 +474,7 @@ Event = (
     | RatiosMeasured
     | TrainFailed
     | WeightsPublished
+    | CheckpointTaken
     | CheckpointSaved
     | CheckpointFailed
     | TrainerLost

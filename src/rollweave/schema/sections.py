@@ -1,20 +1,35 @@
 """The sections of a configuration: every knob is stated once, here, with a sentence. `config.py` puts them together."""
 
 import enum
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from rollweave.schema.address import Hosts, check_names
 from rollweave.schema.weights import TransportName
 from rollweave.schema.work import Limits
 
 # Strict: `true` is no number, nor is a number in quotes. Whole numbers pass as floats.
+Flag = Annotated[bool, Field(strict=True)]
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]  # torch takes no larger one
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+
+
+def matching(pattern: str, rule: str) -> AfterValidator:
+    """Require text to match the whole `pattern`; otherwise the error says that the field must `rule`."""
+
+    def check(value: str) -> str:
+        if re.fullmatch(pattern, value) is None:
+            raise PydanticCustomError("rule", rule)
+        return value
+
+    return AfterValidator(check)
 
 
 class Section(BaseModel):
@@ -56,7 +71,9 @@ class ModelConfig(Section):
     path: str | None = Field(None, description="Checkpoint directory (config.json, safetensors, tokenizer) to start from.")
     scratch: ScratchModel | None = Field(None, description="Start from random weights of this shape instead of a checkpoint.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Number format of weights and activations.")
-    device: str = Field("cpu", description="torch device of engines and trainer.", pattern=r"^(cpu|cuda(:\d+)?)$")
+    device: Annotated[str, matching(r"cpu|cuda(:\d+)?", "be cpu, cuda or cuda:N")] = Field(
+        "cpu", description="torch device of engines and trainer."
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -82,7 +99,9 @@ class TaskConfig(Section):
     time_s: Positive = Field(300.0, description="Active seconds of one trajectory over init, run and eval.")
     step_s: Positive = Field(60.0, description="Seconds that one call of the environment or reward may take.")
     isolation: Literal["inline", "process"] = Field(
-        "inline", description="Where the environment runs; a hang is survivable only in `process`."
+        "inline",
+        description="Where the environment runs: inline, its plain methods on a thread that it keeps, or in a process, which "
+        "is killed where a call does not return.",
     )
 
     @property
@@ -109,12 +128,12 @@ class RolloutConfig(Section):
     spare_groups: Count = Field(0, description="Groups launched beyond the batch; the slowest are cancelled (sync, one_step).")
     spare_members: Count = Field(0, description="Members launched beyond group_size; the slowest are cancelled.")
     min_members: PositiveInt = Field(2, description="A group that lost members to failures is trained with at least this many.")
-    dynamic_sampling: bool = Field(False, description="Drop groups whose rewards are all equal and draw others (DAPO).")
+    dynamic_sampling: Flag = Field(False, description="Drop groups whose rewards are all equal and draw others (DAPO).")
     max_running: PositiveInt = Field(64, description="Trajectories whose environments are alive at once.")
     init_slots: PositiveInt = Field(16, description="Environments that may be starting at once (INIT pool).")
     eval_slots: PositiveInt = Field(16, description="Rewards that may be computing at once (EVAL pool).")
     temperature: Positive = Field(1.0, description="Sampling temperature in training.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling in training.")
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(1.0, description="Nucleus sampling in training.")
     top_k: Count = Field(0, description="Top-k sampling in training; 0 is off.")
     retries: Count = Field(2, description="Times that a turn or an environment start is tried again after a failure.")
     engine_batch: PositiveInt | None = Field(
@@ -122,7 +141,7 @@ class RolloutConfig(Section):
         description="Trajectories that an engine has at once in mode decoupled, at most its share of max_running; twice its "
         "slots if unset.",
     )
-    repack: bool = Field(
+    repack: Flag = Field(
         True, description="In mode decoupled, free engines that are down to the tail of their batch by moving it to others."
     )
     env_stepping: Literal["trajectory", "batch"] = Field(
@@ -160,11 +179,13 @@ class EngineConfig(Section):
     count: PositiveInt = Field(1, description="Engine processes.")
     degree: PositiveInt = Field(1, description="Parallel degree of one engine: CPU threads, or GPUs in a simulation.")
     max_slots: PositiveInt = Field(64, description="Sequences that one engine decodes at once.")
-    kv_tokens: PositiveInt = Field(65536, description="KV cache of one engine, in tokens.")
+    kv_tokens: PositiveInt = Field(
+        65536, description="KV cache of one engine, in tokens; in a simulation at most what its GPUs have room for."
+    )
     block_tokens: PositiveInt = Field(16, description="Tokens in one KV block.")
     prefill_chunk_tokens: PositiveInt = Field(512, description="Prompt tokens that one engine step computes at most.")
-    prefix_cache: bool = Field(True, description="Keep the KV of finished turns for the next turn.")
-    deterministic: bool = Field(False, description="Fixed tiles: bit-equal results whatever the rest of the batch, slower.")
+    prefix_cache: Flag = Field(True, description="Keep the KV of finished turns for the next turn.")
+    deterministic: Flag = Field(False, description="Fixed tiles: bit-equal results whatever the rest of the batch, slower.")
 
     @model_validator(mode="after")
     def _whole_blocks(self) -> Self:
@@ -198,7 +219,7 @@ class TrainerConfig(Section):
     lr: Positive = Field(1e-5, description="Peak learning rate.")
     final_lr: Share = Field(1.0, description="Learning rate at the last step, as a share of the peak; linear in between.")
     warmup_steps: Count = Field(5, description="Steps of linear learning-rate warm-up.")
-    beta2: Annotated[float, Field(gt=0, lt=1)] = Field(0.95, description="AdamW's second beta; the first is 0.9.")
+    beta2: Annotated[float, Field(gt=0, lt=1, strict=True)] = Field(0.95, description="AdamW's second beta; the first is 0.9.")
     weight_decay: NotNegative = Field(0.0, description="AdamW's decoupled weight decay.")
     max_grad_norm: Positive = Field(1.0, description="Gradient norm above which gradients are scaled down.")
     epochs: PositiveInt = Field(1, description="Passes over one batch.")
@@ -210,7 +231,9 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "grpo_no_std", "rloo", "reinforce_pp", "gigpo", "gigpo_no_std"] = Field(
         "grpo", description="Advantage estimator (train/advantages.py)."
     )
-    gamma: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Discount per turn, where rewards come per turn.")
+    gamma: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
+        1.0, description="Discount per turn, where rewards come per turn."
+    )
     clip_low: Share = Field(0.2, description="PPO ratio bound below 1.")
     clip_high: NotNegative = Field(0.28, description="PPO ratio bound above 1 (clip-higher, DAPO).")
     aggregate: Literal["token_mean", "sequence_mean"] = Field("token_mean", description="How token losses are averaged.")
@@ -239,7 +262,7 @@ class WarmupConfig(Section):
     steps: Count = Field(0, description="Optimizer steps; 0 is no warm-up.")
     batch: PositiveInt = Field(16, description="Transcripts in one step.")
     lr: Positive = Field(1e-2, description="Learning rate, decayed linearly to a tenth.")
-    observations: bool = Field(False, description="Also predict observation tokens, not only the agent's.")
+    observations: Flag = Field(False, description="Also predict observation tokens, not only the agent's.")
 
 
 class BufferConfig(Section):
@@ -250,17 +273,21 @@ class BufferConfig(Section):
         description="Groups that it holds, with those on their way counted by trajectories; if unset, a batch and what engines "
         "work on at once, or two batches.",
     )
-    sample: str = Field(
+    sample: Annotated[
+        str,
+        matching(
+            r"fifo|newest|advantage|ratio|staleness|[\w.]+:\w+",
+            "be fifo, newest, advantage, ratio, staleness or package.module:function",
+        ),
+    ] = Field(
         "fifo",
         description="Which are trained on first (policy/experience.py): fifo, newest, advantage (greatest first), ratio "
         "(nearest to 1; costs a forward pass over all that is held, before each step that can choose), staleness (drawn by "
         "chance, fresher ones more often), or `package.module:function`.",
-        pattern=r"^(fifo|newest|advantage|ratio|staleness|[\w.]+:\w+)$",
     )
-    evict: str = Field(
+    evict: Annotated[str, matching(r"age|size|[\w.]+:\w+", "be age, size or package.module:function")] = Field(
         "age",
         description="Which go first where there are too many: age, size (in tokens), or `package.module:function`.",
-        pattern=r"^(age|size|[\w.]+:\w+)$",
     )
     max_age: Count | None = Field(
         None, description="Greatest staleness in steps that may be trained on; unset: whatever comes (inherent staleness)."
@@ -275,7 +302,7 @@ class WeightsConfig(Section):
         description="Machines that engines are dealt to in turn, each with a relay that holds the weights for them "
         "(Laminar §4); 0: engines read the trainer's memory themselves.",
     )
-    delta: bool = Field(True, description="Relays send each other only what has changed since a version that both hold.")
+    delta: Flag = Field(True, description="Relays send each other only what has changed since a version that both hold.")
     transport: TransportName = Field("tcp", description="How bytes travel between relays.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Number format of published weights; model.dtype if unset."
@@ -283,11 +310,17 @@ class WeightsConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Count = Field(0, description="Steps between held-out evaluations; 0 is only at the end.")
+    every: Count = Field(
+        0,
+        description="Steps between held-out evaluations, which choose `best` (the last step has one); 0: only the final.",
+    )
     episodes: Count = Field(64, description="Episodes of each task domain in a periodic evaluation.")
     final_episodes: Count = Field(200, description="Episodes of each task domain in the evaluation at the end; 0 is none.")
     temperature: NotNegative = Field(0.0, description="Sampling temperature of evaluations; 0 is greedy.")
-    stop_at: Share | None = Field(None, description="Stop training when every task's held-out success reaches this.")
+    stop_at: Share | None = Field(
+        None,
+        description="Stop training when every task's held-out success reaches this; environments must define success.",
+    )
 
 
 class FaultsConfig(Section):
@@ -319,26 +352,32 @@ class SimConfig(Section):
     trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines where empty.")
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field("rdma", description="Link over which weights reach the engines, by name (sim/hardware.py).")
-    colocated: bool = Field(False, description="Engines and trainer share the same GPUs in turn (mode sync).")
+    colocated: Flag = Field(False, description="Engines and trainer share the same GPUs in turn (mode sync).")
     workloads: dict[str, str] = Field(
         default_factory=dict,
         description="Workload by task domain: a family (sim/families.py), a .jsonl trace or a run; else the env's name.",
     )
-    serverless: bool = Field(False, description="Rewards run on instances that start at need and stop when idle.")
+    serverless: Flag = Field(False, description="Rewards run on instances that start at need and stop when idle.")
     controller_s: NotNegative = Field(0.0, description="Seconds that the controller takes for one event; later ones wait.")
     profile: str | None = Field(None, description="Measured step times of an engine, instead of the GPU's roofline.")
 
 
 class RunSection(Section):
-    name: str = Field(
-        description="Name of the run directory: letters, digits, `._-`; dot and hyphen not first.",
-        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
-        max_length=100,
+    name: Annotated[
+        str,
+        matching(r"[A-Za-z0-9_][A-Za-z0-9._-]*", "consist of letters, digits and . _ -, and not begin with . or -"),
+    ] = Field(description="Name of the run directory: letters, digits, `._-`; dot and hyphen not first.", max_length=100)
+    dir: Annotated[str, matching(r"[^\x00]+", "be a path, without a null byte")] = Field(
+        "runs", description="Where run directories are made."
     )
-    dir: str = Field("runs", description="Where run directories are made.", pattern=r"^[^\x00]*$")
     seed: Seed = Field(0, description="Seed of tasks, sampling and training.")
     steps: Count = Field(100, description="Training steps.")
-    checkpoint_every: Count = Field(0, description="Steps between checkpoints; 0 is only at the end.")
+    checkpoint_every: Count = Field(0, description="Steps between checkpoints; 0 leaves it to checkpoint_s.")
+    checkpoint_s: NotNegative = Field(
+        30.0,
+        description="Seconds between checkpoints, each taken after a step; longer if writing one takes more than a "
+        "twentieth of that; 0: none by time.",
+    )
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Metric sinks beside metrics.jsonl.")
 
 
@@ -356,7 +395,12 @@ class ServeConfig(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on; others than this host reach it only if it says so.")
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = Field(8300, description="Port; 0: any that is free.")
-    token_env: str | None = Field(None, description="Environment variable with the bearer token that requests must carry.")
+    token_env: str | None = Field(
+        None, description="Environment variable with the bearer token that requests must carry; if unset, one is made and kept."
+    )
+    hosts: tuple[str, ...] = Field(
+        (), description="Names, or name:port, by which clients call the service, beside localhost and its addresses."
+    )
     queue: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
         10_000, description="Rollouts that may wait to begin; more are refused (429)."
     )
@@ -364,4 +408,14 @@ class ServeConfig(Section):
     engines: Literal["local", "registered"] = Field(
         "local", description="local: [[engines]] on the model's checkpoint, and whatever is registered; registered: only these."
     )
+    engine_hosts: tuple[str, ...] = Field(
+        ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
+        description="Hosts of engines that clients may register: names, addresses, networks.",
+    )
     keep: PositiveInt = Field(100_000, description="Newest finished rollouts whose results can be asked for.")
+
+    @model_validator(mode="after")
+    def _hosts_are_hosts(self) -> Self:
+        check_names(self.hosts, field="serve.hosts")
+        Hosts.parse(self.engine_hosts, field="serve.engine_hosts")
+        return self

@@ -1,9 +1,11 @@
 """What a rollout service is asked for, and what it answers (`service/`): the nouns of `/v1`, as JSON."""
 
 import math
-import urllib.parse
 from typing import Any
 
+import msgspec
+
+from rollweave.schema.address import parse_address
 from rollweave.schema.base import Noun, TrajectoryId
 from rollweave.schema.serving import DialectName
 from rollweave.schema.work import Decoding, Trajectory
@@ -11,6 +13,7 @@ from rollweave.schema.work import Decoding, Trajectory
 ID_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.:/@")
 ID_LENGTH = 200
 MEMBERS = 4096
+TOKEN_LENGTH = 4096
 
 
 class AskedLimits(Noun, frozen=True, kw_only=True):
@@ -79,12 +82,13 @@ class MemberStatus(Noun, frozen=True, kw_only=True):
 
 
 class RolloutStatus(Noun, frozen=True, kw_only=True):
-    """`state` is queued, running or done: when all members are."""
+    """`state` is queued, running, or done once all members are. `waits_for` says why it waits where no engine serves."""
 
     id: str
     handler: str
     state: str
     members: tuple[MemberStatus, ...]
+    waits_for: str = ""
 
 
 class Completion(Noun, frozen=True, kw_only=True):
@@ -99,7 +103,8 @@ class Completion(Noun, frozen=True, kw_only=True):
 class EngineRequest(Noun, frozen=True, kw_only=True):
     """An engine at `address` (http://host:port) that speaks `dialect`, for `slots` turns at once.
 
-    `text_only` admits one that gives no token ids: what it says is no output, so nothing is trained on it.
+    `token` is its bearer token, if it requires one; no answer of the service contains it. `text_only` admits an engine that
+    gives no token ids: its text is no output, so nothing is trained on it.
     """
 
     address: str
@@ -107,10 +112,12 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
     slots: int = 64
     kv_tokens: int = 1 << 20
     text_only: bool = False
+    token: str = ""
 
     def __post_init__(self) -> None:
-        if not _is_address(self.address):
-            raise ValueError(f"address must be http://host:port or https://host:port, got {self.address!r:.100}")
+        msgspec.structs.force_setattr(self, "address", parse_address(self.address))
+        if len(self.token) > TOKEN_LENGTH or not (self.token.isascii() and self.token.isprintable()) or " " in self.token:
+            raise ValueError(f"token must be at most {TOKEN_LENGTH} printable ASCII characters without spaces")
         if self.text_only and self.dialect != "completions":
             raise ValueError(f"text_only must be off unless the dialect is completions, got {self.dialect}")
         for name in ("slots", "kv_tokens"):
@@ -118,15 +125,9 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")
 
 
-def _is_address(text: str) -> bool:
-    try:
-        parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
-    except ValueError:  # brackets or a port that are none
-        return False
-
-
 class EngineStatus(Noun, frozen=True, kw_only=True):
+    """`reason` says why it does not serve, as far as known; "" for an engine that serves."""
+
     id: str
     address: str
     status: str
@@ -135,3 +136,4 @@ class EngineStatus(Noun, frozen=True, kw_only=True):
     running: int
     draining: bool
     restarts: int
+    reason: str = ""

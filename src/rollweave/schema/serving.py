@@ -49,6 +49,11 @@ class Finish(enum.StrEnum):
     ERROR = "error"
 
 
+def finish_word(finish: Finish) -> str:
+    """How a turn that counts has ended, in the terms of OpenAI's API: "stop", or "length" if a limit cut it."""
+    return "stop" if finish is Finish.STOP else "length"
+
+
 class VersionSpan(Noun, frozen=True, kw_only=True):
     """Output tokens `[start, end)` were sampled by weights `version`."""
 

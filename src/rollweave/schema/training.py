@@ -34,11 +34,13 @@ class Save(Tagged, frozen=True, kw_only=True):
     """Write a complete checkpoint of model, optimizer, schedule and RNG to directory `path`, atomically.
 
     `export` additionally writes a Hugging Face checkpoint (config, safetensors, tokenizer) under `path/hf`.
-    Answered by `Saved` or `SaveFailed`.
+    Answered by `Saved` or `SaveFailed`. With `beside`, answered by `Copied`; one of those follows later, among the answers to
+    other commands.
     """
 
     path: str
     export: bool = False
+    beside: bool = False
 
 
 class Restore(Tagged, frozen=True, kw_only=True):
@@ -94,6 +96,13 @@ class Published(Tagged, frozen=True, kw_only=True):
     gathered: bool = False
 
 
+class Copied(Tagged, frozen=True, kw_only=True):
+    """A copy of the checkpoint is in memory, which took `copy_s` seconds, and is being written."""
+
+    path: str
+    copy_s: float
+
+
 class Saved(Tagged, frozen=True, kw_only=True):
     path: str
     save_s: float
@@ -108,4 +117,4 @@ class Restored(Tagged, frozen=True, kw_only=True):
     step: int
 
 
-TrainerReply = TrainerReady | Trained | Measured | TrainFailed | Published | Saved | SaveFailed | Restored
+TrainerReply = TrainerReady | Trained | Measured | TrainFailed | Published | Copied | Saved | SaveFailed | Restored

@@ -122,13 +122,15 @@ class Segment(Noun, frozen=True, kw_only=True):
 class TurnSpan(Noun, frozen=True, kw_only=True):
     """One turn: output tokens `[start, end)`, the reward that the step gave, and a key that is equal for equal observations.
 
-    Groups of turns with the same `state_key` within one task share a baseline (GiGPO); "" means no key.
+    Groups of turns with the same `state_key` within one task share a baseline (GiGPO); "" means no key. `finish_reason` is
+    "stop", or "length" if a token limit cut the turn before the agent ended it.
     """
 
     start: int
     end: int
     reward: float = 0.0
     state_key: str = ""
+    finish_reason: str = "stop"
 
 
 class TokenSequence(Noun, frozen=True, kw_only=True):

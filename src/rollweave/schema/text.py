@@ -1,0 +1,63 @@
+"""Valid text: text that has an encoding in UTF-8, so that it can be stored and sent.
+
+Python's strings may hold lone surrogates: from a file name that is not UTF-8, from JSON's escapes, from a slice of UTF-16.
+No encoder accepts them. So text is made valid where it enters, and all code behind that boundary can rely on it.
+"""
+
+import math
+import re
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+_DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
+
+ERROR_CHARS = 8000
+"""Maximum length of a failure's description: an exception can quote a whole file, and every record repeats it."""
+
+
+def valid(text: str) -> str:
+    """Return the text with every surrogate replaced by U+FFFD."""
+    return text if text.isascii() else _SURROGATE.sub("\ufffd", text)
+
+
+def valid_tree(value: Any) -> Any:
+    """Return the dicts, lists and tuples with all text valid, keys included. Raises RecursionError for a very deep value."""
+    match value:
+        case str():
+            return valid(value)
+        case dict():
+            return {valid_tree(key): valid_tree(inner) for key, inner in value.items()}
+        case list():
+            return [valid_tree(inner) for inner in value]
+        case tuple():
+            return tuple(map(valid_tree, value))
+        case _:
+            return value
+
+
+def decoding_failure(body: bytes, error: Exception) -> str:
+    """Say why JSON could not be decoded. Of half a surrogate pair, decoders say that the body is malformed or too short."""
+    is_syntax = any(words in str(error) for words in ("truncated", "surrogate"))
+    if is_syntax and _ESCAPED_SURROGATE.search(body):
+        return f"text must be valid UTF-8, without one half of a surrogate pair (\\ud800 to \\udfff), and whole: {error}"
+    return str(error)
+
+
+def decimal(text: str) -> float | None:
+    """Parse a number in ASCII digits (`-1.5`, `2e-3`); None for anything else.
+
+    `float` accepts more: `1_000`, `nan`, digits of every script.
+    """
+    value = float(text) if _DECIMAL.fullmatch(text) else math.inf
+    return value if math.isfinite(value) else None
+
+
+def shortened(text: str, most: int = ERROR_CHARS) -> str:
+    """Return valid text of about `most` characters: a longer one is cut to its head and tail."""
+    if len(text) > most:
+        half = most // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[len(text) - half :]}"
+    return valid(text)
