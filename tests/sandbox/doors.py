@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from rollweave.backends.listening import listening
 from rollweave.sandbox.base import ExecResult, Sandbox
 
 
@@ -51,9 +50,14 @@ async def spied(spy: Spy) -> AsyncIterator[str]:
     """Serve; its URL, below which is the path /s/mine/v1."""
     app = web.Application(client_max_size=1 << 26)
     app.router.add_route("*", "/{path:.*}", spy.handle)
-    async with listening(app, "127.0.0.1", 0, shutdown_s=1.0) as url:
-        spy.url = url + "/s/mine/v1"
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        spy.url = f"http://127.0.0.1:{runner.addresses[0][1]}/s/mine/v1"
         yield spy.url
+    finally:
+        await runner.cleanup()
 
 
 HELPERS = '''

@@ -5,13 +5,16 @@ import pytest
 from rollweave.sandbox.argv import apptainer, bubblewrap
 from rollweave.sandbox.base import Limits, SandboxSpec
 
-LIMITS = '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "NOFILE": 1024, "NPROC": 128}'
+LIMITS = (
+    '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "MSGQUEUE": 0, "NICE": 0, "NOFILE": 1024, "NPROC": 128, '
+    '"RTPRIO": 0, "SIGPENDING": 4096}'
+)
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 def words(*lines: str, processes: int = 128) -> list[str]:
     """Of a command line; `_` is a blank in a word, LIMITS what boot.py is told."""
-    limits = LIMITS.replace("128}", f"{processes}}}")
+    limits = LIMITS.replace("128,", f"{processes},")
     return [limits if word == "LIMITS" else word.replace("_", " ") for line in lines for word in line.split()]
 
 
@@ -21,10 +24,10 @@ def test_bubblewrap() -> None:
     assert got == words(
         "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid --unshare-net --unshare-uts",
         "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent --new-session --cap-drop ALL",
-        "--hostname box --seccomp 4 --bind /run/r/root / --proc /proc --ro-bind /proc/sys /proc/sys --dev /dev",
-        "--size 67108864 --tmpfs /dev/shm --remount-ro /dev --clearenv --setenv PATH",
+        "--hostname box --seccomp 4 --bind /run/r/root / --dev-bind /run/r/root/dev /dev",
+        "--proc /proc --ro-bind /proc/sys /proc/sys --remount-ro /proc --clearenv --setenv PATH",
         f"{PATH} --setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
-        "--chdir /project -- /usr/bin/python3 -I /run/rollweave/boot.py LIMITS",
+        "--chdir /project -- /usr/bin/python3 -I -S /run/rollweave/boot.py {}",
         "/project /run/rollweave/inside --fd 3",
     )
 
@@ -43,7 +46,7 @@ def test_apptainer() -> None:
         "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot --net --network none",
         "--uts --hostname box --bind /opt/rollweave:/run/rollweave:ro --pwd /",
         f"--env PATH={PATH} --env HOME=/home/agent --env LANG=C.UTF-8 --env A=b_c",
-        "/images/a.sif python3 -I /run/rollweave/boot.py LIMITS",
+        "/images/a.sif python3 -I -S /run/rollweave/boot.py LIMITS",
         "/home/agent /run/rollweave/inside --fd 3",
         processes=16,
     )

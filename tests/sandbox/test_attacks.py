@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollweave.bench.attacks import ATTACKS, BAIT, Outcome, attempt
+from rollweave.bench.attacks import BAIT, Outcome, attacks_here, attempt
 
 from .worlds import ISOLATING, opened
 
@@ -22,7 +22,7 @@ async def test_no_attack_escapes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             async with room:
                 return await attempt(backend, attack)
 
-        outcomes = await asyncio.gather(*(one(attack) for attack in ATTACKS))
+        outcomes = await asyncio.gather(*(one(attack) for attack in attacks_here()))
     assert [outcome for outcome in outcomes if outcome.escaped] == []
 
 

@@ -97,7 +97,7 @@ async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
     writes = os.dup(sandbox._born.writes)  # type: ignore[attr-defined]
     await sandbox.stop(grace_s=60.0)
     await asyncio.gather(polite, return_exceptions=True)
-    home = "." if backend.name == "plain" else "home/agent"
+    home = "home/agent"
     assert _read(writes, f"{home}/bye") == b"bye\n"
     with pytest.raises(SandboxLostError, match="stopped"):
         await sandbox.exec(["true"])
@@ -166,6 +166,30 @@ async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) ->
     later = await backend.branch(await one.snapshot())
     assert (await later.exec(["sh", "-c", "ls; cat b d/e/f"])).stdout.split() == [b"b", b"d", b"link", b"one", b"3"]
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
+
+
+async def test_a_snapshot_of_some_paths_has_nothing_else(backend: Backend) -> None:
+    first = await backend.start(SPEC)
+    script = (
+        "mkdir -p d/e f; echo 1 > a; echo 2 > d/e/b; echo 3 > d/c; echo 4 > f/x; ln -s ../d/c d/in; ln -s /etc/passwd d/out"
+    )
+    await first.exec(["sh", "-c", f"{script}; chmod 0 d/c; ln -s d link; mkfifo d/fifo"])
+    snapshot = await first.snapshot(only=["a", "d/e", "d/in", "d/out", "d/fifo", "link/c", "missing"], at="/home/taken")
+    branch = await backend.branch(snapshot)
+    listed = await branch.exec(["sh", "-c", "ls -A; cd ../taken; find . | sort; cat a d/e/b; readlink d/in"])
+    assert listed.stdout.decode().split() == [".", "./a", "./d", "./d/e", "./d/e/b", "./d/in", "1", "2", "../d/c"]
+    whole = await backend.branch(await first.snapshot(only=["."], at="/home/taken"))
+    assert (await whole.exec(["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"])).stdout == b"4\n3\n"
+    for only, at in (
+        (["../x"], "/taken"),
+        (["/etc"], "/taken"),
+        ([""], "/taken"),
+        (["a"], ""),
+        (["a"], "taken"),
+        ((), "/taken"),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            await first.snapshot(only=only, at=at)
 
 
 async def test_wall_time_ends_a_sandbox_and_says_so(backend: Backend) -> None:

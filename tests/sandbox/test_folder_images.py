@@ -67,6 +67,23 @@ async def test_a_folder_that_is_replaced_hides_what_was_below_it(bubblewrap: Bac
     assert (await branch.exec(["ls", "/project"], cwd="/")).stdout == b"only\n"
 
 
+async def test_some_paths_of_an_image_are_taken_as_its_reader_sees_them(bubblewrap: Backend, folder: str) -> None:
+    first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
+    await first.exec(["sh", "-c", "echo changed > made; echo x > /usr/lib/left"])
+    second = await bubblewrap.branch(await first.snapshot())
+    await second.exec(["sh", "-c", "rm gone; echo more >> kept"])
+    branch = await bubblewrap.branch(await second.snapshot(only=["."], at="/taken"))
+    listed = await branch.exec(["sh", "-c", "ls /project /taken /usr/lib/left; cat /taken/kept /taken/made"])
+    assert listed.stdout.decode().split("\n")[:-1] == [
+        *("/project:", "gone", "kept", "", "/taken:", "kept", "made"),
+        *("from the imagemore", "changed"),
+    ]
+    source = "import os, shutil; shutil.rmtree('/project'); os.mkdir('/project'); open('/project/only', 'w').close()"
+    await second.exec(["python3", "-c", source], cwd="/")
+    replaced = await bubblewrap.branch(await second.snapshot(only=["."], at="/taken"))
+    assert (await replaced.exec(["ls", "/taken"], cwd="/")).stdout == b"only\n"
+
+
 async def test_links_in_a_snapshot_lead_nothing_of_ours_astray(bubblewrap: Backend, folder: str, tmp_path: Path) -> None:
     """The next start makes folders and files in what the last one left: /run, /tmp, /dev may be links to the host by then."""
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))

@@ -1,10 +1,14 @@
 """The processes of this machine: who descends from whom."""
 
+import mmap
 import os
 import subprocess
 import threading
 
-from rollweave.sandbox.processes import Table, family, started
+import pytest
+
+from rollweave.sandbox import processes
+from rollweave.sandbox.processes import Table, family, process, started
 
 
 def test_a_child_of_a_thread_is_seen_while_other_threads_end() -> None:
@@ -37,3 +41,34 @@ def test_a_child_of_a_thread_is_seen_while_other_threads_end() -> None:
         for child in children:
             child.kill()
             child.wait()
+
+
+def test_page_tables_count_as_memory() -> None:
+    """Reading what is not there maps one page of zeros, which resident memory does not count, by tables, which it does not
+    either."""
+
+    def now() -> tuple[int, int, int]:
+        line = process(os.getpid())
+        assert line is not None
+        return line.proportional_bytes(), line.most_bytes, line.resident_bytes
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+    before, _, resident_before = now()
+    with mmap.mmap(-1, 1 << 34, flags=flags, prot=mmap.PROT_READ) as area:
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+        assert {area[at] for at in range(0, len(area), 1 << 21)} == {0}
+        used, most, resident = now()
+    assert used - before >= (1 << 25) - (resident - resident_before) - (1 << 20)
+    assert most >= used
+
+
+def test_of_a_process_that_hides_its_memory_all_counts_that_it_did_not_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError
+
+    line = process(os.getpid())
+    assert line is not None
+    monkeypatch.setattr(processes, "_kilobytes", refused)
+    assert line.proportional_bytes() == line.resident_bytes
+    assert line.proportional_bytes(line.resident_bytes - 5) == 5
+    assert line.proportional_bytes(line.resident_bytes + 5) == 0

@@ -73,7 +73,8 @@ async def test_a_stream_shows_life_before_its_answer(sandbox: Sandbox) -> None:
         source = """
 talk = http.client.HTTPConnection("127.0.0.1", door(sys.argv[1]))
 body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
-path, headers = urllib.parse.urlsplit(sys.argv[1]).path, {"Authorization": "Bearer " + sys.argv[2]}
+path = urllib.parse.urlsplit(sys.argv[1]).path
+headers = {"Authorization": "Bearer " + sys.argv[2], "Content-Type": "application/json"}
 talk.request("POST", path + "/chat/completions", body, headers)
 answer = talk.getresponse()
 first = answer.readline()
@@ -411,7 +412,7 @@ class Liar:
             self.told.put_nowait(args)
         return Reply(header={}, body=b"")
 
-    def kill(self) -> None:
+    def kill(self, *, spoiled: str = "") -> None:
         self.killed.set()
 
 
@@ -453,7 +454,7 @@ async def test_a_sandbox_that_breaks_the_protocol_is_killed(notices: list[tuple[
 
 async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
     spy = Spy()
-    headers = {"authorization": "a\r\nX-Evil: b", "host": "evil", "accept": "x\0", "content-type": "t"}
+    headers = {"authorization": "a\r\nX-Evil: b", "host": "evil", "accept": "x\0", "content-type": "application/json"}
     notices = [
         (part(1, headers=headers), b"body"),
         (part(2, target="http://evil/s/mine/v1/a"), b""),
@@ -470,6 +471,6 @@ async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
     statuses = {args["number"]: args["status"] for args in told}
     assert statuses == {1: 200, 2: 404, 3: 404, 4: 404, 5: 405, 7: 200}
     (first, second) = sorted(spy.seen, key=lambda seen: -len(seen[3]))
-    assert first[2] == {"host": first[2]["host"], "content-type": "t", "content-length": "4"}
+    assert first[2] == {"host": first[2]["host"], "content-type": "application/json", "content-length": "4"}
     assert (first[1], second[1]) == ("/s/mine/v1/a",) * 2
     assert not liar.killed.is_set()

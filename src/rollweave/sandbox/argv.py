@@ -6,22 +6,22 @@ SECCOMP_FD. Nothing of our environment is named.
 
 import json
 
-from rollweave.sandbox.base import HOST, MIB, Limits, SandboxSpec
+from rollweave.sandbox.base import HOST, Limits, SandboxSpec
 
 CHANNEL_FD, SECCOMP_FD = 3, 4
 
 SUPPORT = "/run/rollweave"
 """Where a sandbox sees boot.py and the server."""
 
-SHM_BYTES = 64 * MIB
-"""Of /dev/shm, as container engines have it."""
+SIGNALS = 4096
+"""Maximum number of queued signals and of timers: each takes memory of the kernel."""
 
 UID = 1000
 """Of the agent, as seen inside."""
 
 
 def rlimits(limits: Limits) -> dict[str, int]:
-    """Limits of each process, by their names in <sys/resource.h>, as boot.py takes them.
+    """Return the limits of each process, by their names in <sys/resource.h>.
 
     Private memory, not address space: programs reserve much more of the latter than they use.
     """
@@ -31,27 +31,40 @@ def rlimits(limits: Limits) -> dict[str, int]:
         "FSIZE": limits.disk_bytes,
         "NOFILE": limits.files,
         "CPU": max(1, int(limits.cpu_s)),
+        "SIGPENDING": SIGNALS,
+        "MSGQUEUE": 0,
+        "NICE": 0,
+        "RTPRIO": 0,
     }
 
 
 def server(limits: dict[str, int], workdir: str, *, python: str = "python3", support: str = SUPPORT) -> list[str]:
-    """The program inside: the server, within the limits of a process."""
+    """Return the command of the program inside: the server, within per-process limits.
+
+    It runs without `site`. Installed packages may name paths that do not exist; an agent could make such a path, and code
+    there would run in the server of every sandbox that begins with what this agent wrote.
+    """
     packed = json.dumps(limits, sort_keys=True)
-    return [python, "-I", f"{support}/boot.py", packed, workdir, f"{support}/inside", "--fd", str(CHANNEL_FD)]
+    return [python, "-I", "-S", f"{support}/boot.py", packed, workdir, f"{support}/inside", "--fd", str(CHANNEL_FD)]
 
 
 def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list[str]:
-    """Of bubblewrap 0.8 or later: all namespaces new, no capability, a root that is mounted at `root` already."""
+    """Return the command of bubblewrap 0.8 or later: new namespaces, no capability, and the root already mounted at `root`
+    with its /dev.
+
+    /proc is read-only: writing to it could only weaken a limit (oom_score_adj) or change another process (mem). Per-process
+    limits are set before, when no code of an image or an agent has run.
+    """
     uid = "0" if spec.fakeroot else str(UID)
     argv = [bwrap, "--unshare-user", "--uid", uid, "--gid", uid, "--unshare-ipc", "--unshare-pid"]
     argv += [] if spec.network else ["--unshare-net"]
     argv += ["--unshare-uts", "--unshare-cgroup", "--disable-userns", "--assert-userns-disabled"]
     argv += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", spec.hostname]
-    argv += ["--seccomp", str(SECCOMP_FD), "--bind", root, "/", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]
-    argv += ["--dev", "/dev", "--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--clearenv"]
+    argv += ["--seccomp", str(SECCOMP_FD), "--bind", root, "/", "--dev-bind", f"{root}/dev", "/dev"]
+    argv += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc", "--clearenv"]
     for name, value in spec.environment().items():
         argv += ["--setenv", name, value]
-    return [*argv, "--chdir", spec.workdir, "--", *server(rlimits(spec.limits), spec.workdir, python=python)]
+    return [*argv, "--chdir", spec.workdir, "--", *server({}, spec.workdir, python=python)]
 
 
 def apptainer(spec: SandboxSpec, *, runtime: str, support: str) -> list[str]:

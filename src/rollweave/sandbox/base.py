@@ -9,6 +9,7 @@ import itertools
 import posixpath
 import re
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,6 +123,8 @@ class Sandbox(Protocol):
     id: str
     ready_s: float
     """Seconds from the request until its server answered."""
+    workdir: str
+    """Folder in which its commands run, as they see it."""
 
     @property
     def ended(self) -> str:
@@ -151,14 +154,19 @@ class Sandbox(Protocol):
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         """Replace a file. Raises SandboxError."""
 
-    async def snapshot(self) -> Snapshot:
-        """Keep what was written so far. Its commands wait meanwhile. Raises SandboxError."""
+    async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
+        """Keep what was written so far. Commands are paused meanwhile. Raises SandboxError, ValueError.
+
+        With `only`, paths relative to the work folder (`.` is all of it), the snapshot consists of the clean image and these
+        files and folders, in the folder `at` instead of the work folder. Other files are left out, and so are symbolic links
+        that lead out of the work folder and paths that do not exist.
+        """
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds. Returns when nothing is."""
 
-    def kill(self) -> None:
-        """SIGKILL to all its processes, at once."""
+    def kill(self, *, spoiled: str = "") -> None:
+        """Send SIGKILL to all its processes at once. `spoiled` says what the code inside did, if that is the reason."""
 
 
 class Backend(Protocol):
@@ -194,6 +202,15 @@ def check_image(image: str) -> None:
     """Raise ValueError where `image` is a path at which there is none."""
     if image != HOST and not Path(image).exists():
         raise ValueError(f"image must exist, got {image!r}")
+
+
+def check_taken(only: Sequence[str], at: str) -> None:
+    """Raise ValueError if a snapshot cannot consist of these paths in the folder `at`."""
+    if bool(only) != bool(at) or (at and (not _plain_path(at) or at == "/")):
+        raise ValueError(f"at must be an absolute path without '..' where only has paths, else empty, got {at!r}")
+    for path in only:
+        if path != "." and (not path or not _plain_path(f"/{path}") or path.startswith("../")):
+            raise ValueError(f"only must have paths relative to the work folder, without '..', got {path!r}")
 
 
 def _plain_path(path: str) -> bool:

@@ -2,30 +2,40 @@
 
 A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good as any other, and is trusted from
 nowhere: what arrives is hashed while it is written and kept only if it is what was asked for. Invariants: a file under its name
-is whole; a source that is slow, gone, torn or wrong costs time, never a wrong image.
+is whole; a source that is slow, gone, torn or wrong costs time, never a wrong image, and its cost is bounded in bytes and
+seconds.
 """
 
 import contextlib
 import hashlib
 import http.client
+import math
 import os
 import re
-import tempfile
+import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from rollweave.sandbox.unfinished import remove_leftovers, unfinished_file
 from rollweave.schema.errors import SandboxError
 
 CHUNK_BYTES = 1 << 20
 
 FETCH_S = 30.0
 """Seconds of silence after which a source is given up."""
+
+REQUEST_S = 30.0
+"""Seconds within which a peer must send its whole request."""
+
+CONNECTIONS = 64
+"""Maximum number of peers that a server answers at once; other connections are closed, and those peers ask elsewhere."""
 
 ROUTE = "/blobs/sha256/"
 
@@ -47,14 +57,31 @@ def digest_of(file: BufferedReader) -> str:
 class Blobs:
     """The local folder and what is behind it. Calls may come from any thread and any process: files are renamed into place."""
 
-    def __init__(self, folder: Path, *, peers: Sequence[str] = (), mirror: str | None = None) -> None:
-        """`peers` and `mirror` are base URLs, as `http://host:port`; the mirror is asked last."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        peers: Sequence[str] = (),
+        mirror: str | None = None,
+        limit_bytes: int = 32 << 30,
+        limit_s: float = 3600.0,
+    ) -> None:
+        """`peers` and `mirror` are base URLs, as `http://host:port`; the mirror is asked last.
+
+        `limit_bytes` bounds what each of them may send, `limit_s` the time of all of them together for one blob.
+        """
+        if limit_bytes < 1:
+            raise ValueError(f"limit_bytes must be at least 1, got {limit_bytes}")
+        if not 0 < limit_s < math.inf:
+            raise ValueError(f"limit_s must be positive and finite, got {limit_s}")
         for url in (*peers, *([mirror] if mirror else [])):
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"peers and mirror must be http or https URLs, got {url!r}")
         self._folder = folder
         self._sources = [*peers, *([mirror] if mirror else [])]
+        self._limit_bytes, self._limit_s = limit_bytes, limit_s
         folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
 
     def path(self, digest: str) -> Path:
         """Where a blob is, if it is here."""
@@ -63,13 +90,8 @@ class Blobs:
     @contextlib.contextmanager
     def new(self) -> Iterator["Writing"]:
         """A blob to be written; `Writing.keep` gives it its name, without that nothing is left of it."""
-        file = tempfile.NamedTemporaryFile(dir=self._folder, prefix=".new-", delete=False)  # noqa: SIM115
-        try:
-            with file:
-                yield Writing(file, self._folder)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.name)
+        with unfinished_file(self._folder) as file:
+            yield Writing(file, self._folder)
 
     def get(self, digest: str) -> Path:
         """The path of a blob that is whole, fetched if need be; a local one is hashed too. Raises SandboxError."""
@@ -80,26 +102,110 @@ class Blobs:
                     return path
             path.unlink(missing_ok=True)  # torn by a crash or a disk: it is fetched again
         failures = []
+        ends_at = time.monotonic() + self._limit_s
         for source in self._sources:
-            why = self._fetch(source, digest)
+            why = self._fetch(source, digest, ends_at)
             if why is None:
                 return path
             failures.append(f"{source}: {why}")
         raise SandboxError(f"no blob {digest}: {'; '.join(failures) or 'it is not here, and there is no peer to ask'}")
 
-    def _fetch(self, source: str, digest: str) -> str | None:
+    def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:
         """Why it failed; None where the blob is here now."""
+        late = f"all sources together must send it within limit_s = {self._limit_s:g} s"
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return f"not asked: {late}"
+        watch = _Watch(left_s)
         try:
-            with urllib.request.urlopen(source.rstrip("/") + ROUTE + digest, timeout=FETCH_S) as reply, self.new() as blob:
-                while chunk := reply.read(CHUNK_BYTES):
+            url = source.rstrip("/") + ROUTE + digest
+            with watch, watch.opener().open(url, timeout=FETCH_S) as reply, self.new() as blob:
+                while chunk := reply.read1(CHUNK_BYTES):
                     blob.write(chunk)
+                    if blob.bytes > self._limit_bytes:
+                        return f"must send at most limit_bytes = {self._limit_bytes}, and sends more"
+                    if watch.is_over:
+                        return late
                 got = blob.digest
+                if watch.is_over:
+                    return late
                 if got != digest:
                     return f"sent other bytes ({blob.bytes}, SHA-256 {got})"
                 blob.keep()
                 return None
         except (OSError, http.client.HTTPException, urllib.error.URLError) as error:
-            return f"{type(error).__name__}: {error}"
+            return late if watch.is_over else f"{type(error).__name__}: {error}"
+
+
+class _Watch:
+    """Shuts the connections that were opened within its context when time is over: a timeout of each read would not stop a
+    source that sends a byte now and then."""
+
+    def __init__(self, seconds: float) -> None:
+        self.is_over = False
+        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(seconds, self._shut)
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
+        for sock in self._sockets:
+            sock.close()
+
+    def connect(self, *args: Any, **kwargs: Any) -> socket.socket:
+        """Connect as `socket.create_connection` does, and watch a copy of the descriptor, since TLS takes over the original."""
+        sock = socket.create_connection(*args, **kwargs)
+        with self._lock:
+            self._sockets.append(sock.dup())
+        if self.is_over:
+            self._shut()
+        return sock
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """Opens http and https URLs, and follows redirects to such URLs only."""
+        watch = self
+
+        class Plain(http.client.HTTPConnection):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self._create_connection = watch.connect
+
+        class Secure(http.client.HTTPSConnection):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                self._create_connection = watch.connect
+
+        class PlainHandler(urllib.request.HTTPHandler):
+            def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+                return self.do_open(Plain, req)
+
+        class SecureHandler(urllib.request.HTTPSHandler):
+            def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+                return self.do_open(Secure, req)
+
+        opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler(),
+            PlainHandler(),
+            SecureHandler(),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPRedirectHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            urllib.request.UnknownHandler(),
+        ):
+            opener.add_handler(handler)
+        return opener
+
+    def _shut(self) -> None:
+        self.is_over = True
+        with self._lock:
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 class Writing:
@@ -135,8 +241,7 @@ class BlobServer:
         class Handler(_Handler):
             blobs = folder
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="blob-server")
 
     @property
@@ -154,11 +259,53 @@ class BlobServer:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    """At most `CONNECTIONS` at once, each with a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
 class _Handler(BaseHTTPRequestHandler):
     blobs: Path
     timeout = FETCH_S
 
+    def handle(self) -> None:
+        self._waiting = threading.Timer(REQUEST_S, self._give_up)
+        self._waiting.daemon = True
+        self._waiting.start()
+        try:
+            super().handle()
+        except ConnectionError:
+            pass  # the peer went away
+        finally:
+            self._waiting.cancel()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
+        self._waiting.cancel()
         digest = self.path.removeprefix(ROUTE)
         try:
             if not self.path.startswith(ROUTE):

@@ -1,7 +1,7 @@
 """The first program in a sandbox: take the limits of a process upon us, then become the server. Python 3.9, stdlib alone.
 
-`python3 -I boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. The limits are set
-inside, because the number of processes counts per user namespace, and inherited by all that the server starts.
+`python3 -I -S boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. A back end that
+sets the limits before any program of the image runs passes none here.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 import resource
 import runpy
 import sys
+
+_PR_SET_DUMPABLE = 4
 
 
 def limit(limits: "dict[str, int]") -> None:
@@ -20,18 +22,18 @@ def limit(limits: "dict[str, int]") -> None:
         resource.setrlimit(which, (least, least))
 
 
-def volunteer_for_oom() -> None:
-    """Where the machine's memory ends all the same, the kernel shall end a sandbox first."""
+def hide() -> None:
+    """Prevent programs that the server starts from reading or changing the server's memory and descriptors through /proc."""
     try:
-        with open("/proc/self/oom_score_adj", "w") as out:
-            out.write("1000")
-    except OSError:
-        pass  # a /proc that cannot be written: the machine is no worse off than before
+        import ctypes
+    except ImportError:  # the image's Python lacks ctypes: there is no other way to call prctl
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 if __name__ == "__main__":
     limit(json.loads(sys.argv[1]))
-    volunteer_for_oom()
+    hide()
     os.makedirs(sys.argv[2], exist_ok=True)
     os.chdir(sys.argv[2])
     sys.argv = sys.argv[3:]

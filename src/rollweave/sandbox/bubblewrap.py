@@ -2,7 +2,7 @@
 
 import shutil
 
-from rollweave.sandbox.argv import bubblewrap
+from rollweave.sandbox.argv import bubblewrap, rlimits
 from rollweave.sandbox.base import SandboxSpec, Snapshot, addressed, check_image
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, python_of, root_of
@@ -40,4 +40,13 @@ class Bubblewrap:
         asked, spec = spec, addressed(spec)
         argv = bubblewrap(spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec))
         root = root_of(spec, support=self._launcher.support, layers=layers)
-        return await started(spec, self._launcher, asked=asked, below=layers, argv=argv, env={}, root=root)
+        return await started(
+            spec,
+            self._launcher,
+            asked=asked,
+            below=layers,
+            argv=argv,
+            env={},
+            root=root,
+            rlimits=rlimits(spec.limits),
+        )

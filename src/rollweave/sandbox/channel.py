@@ -13,6 +13,7 @@ from typing import Any
 from rollweave.sandbox.inside.frames import FrameDecoder, FrameError, pack
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+from rollweave.schema.text import valid_tree
 
 RECEIVE_BYTES = 1 << 18
 """Taken from the socket at once."""
@@ -141,6 +142,10 @@ class Channel:
             self._lose(f"sent what is no reply of ours: {error}")
 
     def _answer(self, header: dict[str, Any], body: bytes) -> None:
+        try:
+            header = valid_tree(header)
+        except RecursionError:
+            raise FrameError("header must not be so deep") from None
         call_id, ok = header.pop("id"), header.pop("ok", None)
         if call_id in self._forgotten:
             self._forgotten.remove(call_id)

@@ -12,7 +12,8 @@ A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 template
     target = "/lock.txt"
 
 Invariants: an image is named by the SHA-256 of its archive; its folder appears whole or not at all; an archive puts nothing
-outside its folder, and nothing in it raises privileges; a command that fails fails the build and leaves no image.
+outside its folder (`unpacking.py`), is bounded, and nothing in it raises privileges; a command that fails fails the build and
+leaves no image.
 """
 
 import asyncio
@@ -20,12 +21,17 @@ import contextlib
 import hashlib
 import json
 import os
+import select
 import shutil
 import stat
+import subprocess
+import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Literal, cast
 
@@ -33,10 +39,13 @@ import jinja2
 import msgspec
 
 import rollweave
+from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, Writing, check_digest, digest_of
-from rollweave.sandbox.layers import Copy
+from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import made_folder
+from rollweave.sandbox.unfinished import remove_leftovers, unfinished_folder
+from rollweave.sandbox.unpacking import DONE, Bounds, Refused, check_bytes, check_member
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, SandboxError
 
@@ -46,6 +55,12 @@ is."""
 
 RUN_LIMITS = Limits(processes=1024, memory_bytes=8192 * MIB, disk_bytes=8192 * MIB, wall_s=7200.0, cpu_s=14_400.0, files=4096)
 """Of the sandbox that runs a recipe's commands."""
+
+WHY_BYTES = 1000
+"""Maximum length of the message from the process that unpacks, which may quote the archive."""
+
+END_S = 10.0
+"""Seconds within which that process must end, with the process that it started."""
 
 FOLDER_BYTES = 1 << 40
 """Of what a recipe copies: the user's own files, bounded by the disk."""
@@ -87,17 +102,19 @@ def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recip
 class Images:
     """Images of this host, in `folder`. Calls may come from several processes: what appears is renamed into place."""
 
-    def __init__(self, folder: Path, blobs: Blobs) -> None:
-        self._folder, self._blobs = folder, blobs
+    def __init__(self, folder: Path, blobs: Blobs, *, bounds: Bounds | None = None) -> None:
+        """`bounds` apply to each archive that is unpacked."""
+        self._folder, self._blobs, self._bounds = folder, blobs, bounds or Bounds()
         for name in ("roots", "built"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
 
     def path(self, digest: str) -> str:
         """The folder of an image, for `SandboxSpec.image`; fetched and unpacked if need be. Raises SandboxError, ValueError."""
         root = self._folder / "roots" / check_digest(digest)
         if not root.is_dir():
             with self._new() as made:
-                unpack(self._blobs.get(digest), made)
+                unpack(self._blobs.get(digest), made, self._bounds)
                 _appear(made, root)
         return str(root)
 
@@ -105,10 +122,10 @@ class Images:
         """The digest of a folder or an archive, kept as an image. Raises SandboxError."""
         if source.is_dir():
             with self._blobs.new() as blob:
-                pack(source, blob)
+                pack(source, blob, self._bounds)
                 return blob.keep()
         with self._new() as made:  # through a folder, so that one content has one digest
-            unpack(source, made)
+            unpack(source, made, self._bounds)
             return self.add(made)
 
     async def build(
@@ -156,7 +173,7 @@ class Images:
         if base.is_dir():
             copy_folder(base, made)
         else:
-            unpack(base if base.exists() else self._blobs.get(check_digest(recipe.base)), made)
+            unpack(base if base.exists() else self._blobs.get(check_digest(recipe.base)), made, self._bounds)
         top = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for step in recipe.copy:
@@ -169,12 +186,9 @@ class Images:
     @contextlib.contextmanager
     def _new(self) -> Iterator[Path]:
         """A folder that is gone afterwards, unless it was renamed."""
-        made = Path(tempfile.mkdtemp(dir=self._folder, prefix=".new-"))
-        os.chmod(made, 0o755)
-        try:
+        with unfinished_folder(self._folder) as made:
+            os.chmod(made, 0o755)
             yield made
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
@@ -196,41 +210,106 @@ async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
     await asyncio.to_thread(shutil.rmtree, snapshot.layers[0])
 
 
-def pack(folder: Path, out: Writing) -> None:
-    """Write a folder as an archive whose bytes depend on names, content, modes and times alone: no owner, one order."""
+def pack(folder: Path, out: Writing, bounds: Bounds) -> None:
+    """Write a folder as an archive whose bytes depend on names, content, modes and times alone: no owner, one order.
+
+    Raises SandboxError if it cannot be read, or exceeds the bounds within which it could be unpacked.
+    """
+    members = 0
 
     def plain(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        nonlocal members
         member.uid = member.gid = 0
         member.uname = member.gname = ""
         member.mtime = int(member.mtime)
         member.mode &= 0o1777
-        return member if member.isreg() or member.isdir() or member.issym() or member.islnk() else None
-
-    with tarfile.open(fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT) as archive:  # it only writes
-        for name in sorted(os.listdir(folder)):
-            archive.add(folder / name, arcname=name, filter=plain)  # in folders `add` goes by name too
-
-
-def unpack(archive: Path, folder: Path) -> None:
-    """Put an archive's files into a folder that is empty. Raises SandboxError where it is torn, or reaches outside."""
-    if not hasattr(tarfile, "tar_filter"):
-        raise SandboxError("images need Python 3.11.4 or later: before, archives could reach outside of their folder")
-    inside = os.path.realpath(folder)
-
-    def safe(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-        checked = tarfile.tar_filter(member, path)
-        if checked.islnk() and not os.path.realpath(os.path.join(inside, checked.linkname)).startswith(inside + os.sep):
-            raise tarfile.OutsideDestinationError(checked, checked.linkname)
-        if not (checked.isreg() or checked.isdir() or checked.issym() or checked.islnk()):
+        if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
             return None
-        mode = (checked.mode or 0) & 0o1777 | (0o700 if checked.isdir() else 0)
-        return checked.replace(mode=mode, uid=None, gid=None, uname=None, gname=None)  # type: ignore[arg-type]
+        members += 1
+        check_member(member.name, members, bounds)
+        check_bytes(out.bytes + member.size, bounds)
+        return member
 
     try:
-        with tarfile.open(archive) as opened:
-            opened.extractall(folder, filter=safe)
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise SandboxError(f"archive {archive} cannot be unpacked: {error}") from error
+        with tarfile.open(fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT) as archive:  # it only writes
+            for name in sorted(os.listdir(folder)):
+                archive.add(folder / name, arcname=name, filter=plain)  # in folders `add` goes by name too
+        check_bytes(out.bytes, bounds)
+    except (OSError, Refused) as error:
+        raise SandboxError(f"image {folder} cannot be packed: {error}") from error
+
+
+def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
+    """Unpack an archive into an empty folder, in a confined process. A failure leaves the folder empty.
+
+    Raises SandboxError if the archive is torn, reaches outside, or exceeds its bounds.
+    """
+    try:
+        with archive.open("rb") as file:
+            why = _unpacked(file, folder, bounds)
+    except OSError as error:
+        why = str(error)
+    if why:
+        _clear(folder)
+        raise SandboxError(f"image {archive} cannot be unpacked: {why}")
+
+
+def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
+    """Unpack in a child process, and return why that failed; "" if it did not."""
+    source = str(Path(rollweave.__file__).parent.parent)
+    code = f"import sys; sys.path.insert(0, {source!r}); from {unpacking.__name__} import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(folder.absolute()), json.dumps(asdict(bounds)), str(os.getpid())],
+        stdin=archive,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            said, in_time = _read(process.stdout.fileno(), time.monotonic() + bounds.seconds)
+        finally:
+            _end(process)
+    if not in_time:
+        return f"it must unpack within bounds.seconds = {bounds.seconds:g} s, and takes longer"
+    if said == DONE:
+        return ""
+    return said.decode("ascii", "backslashreplace").strip() or "the process that unpacks it ended without a word"
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
+    """Read the stream to its end, at most `WHY_BYTES`; also return whether the end came in time."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    said = b""
+    while len(said) < WHY_BYTES:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return said, False
+        if poll.poll(left_s * 1000):
+            data = os.read(fd, WHY_BYTES - len(said))
+            if not data:
+                break
+            said += data
+    return said, True
+
+
+def _clear(folder: Path) -> None:
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in os.listdir(top):
+            remove(name, top)
+    finally:
+        os.close(top)
 
 
 def copy_folder(source: Path, target: Path) -> None:

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import rollweave
+from rollweave.sandbox import folders
+from rollweave.sandbox.cgroups import sweep_all
 from rollweave.schema.errors import SandboxError, SandboxLostError
 
 HERE = Path(__file__).parent
@@ -31,13 +33,20 @@ HERE = Path(__file__).parent
 WARDEN = "rollweave.sandbox.warden"
 
 MESSAGE_BYTES = 1 << 17
-"""Of a request: what the warden reads at once."""
+"""Maximum size of a message in bytes: as much as is read at once."""
+
+PRIVATE_BYTES = 1 << 17
+"""Maximum size in bytes of the arguments and environment, which only a sandbox's process reads."""
 
 END_S = 10.0
 """Seconds that a warden has to end all its sandboxes."""
 
 ERROR_BYTES = 4096
 """Of what a sandbox wrote as errors before it was ready, for our message."""
+
+
+UNHELD, CLOSED = "the process that holds the sandboxes is gone", "closed"
+"""Reasons for which all sandboxes of a launcher end at once."""
 
 
 class Born:
@@ -90,11 +99,12 @@ class Launcher:
         self._opening: asyncio.Task[None] | None = None
         self._lost = ""
         # Root's sandboxes have other uids: the way to their root must be open to all, and /run is.
-        self._base = tempfile.mkdtemp(prefix="rollweave-sandbox-", dir="/run" if os.getuid() == 0 else None)
+        self._parents = ("/run" if os.getuid() == 0 else tempfile.gettempdir(), tempfile.gettempdir())
+        (self._base, lock), (self._kept, other) = map(folders.made, self._parents)
+        self._locks = (lock, other)
         os.chmod(self._base, 0o711)
-        self._kept = tempfile.mkdtemp(prefix="rollweave-sandbox-")
         # Whoever forgets a launcher, or never opens it, leaves no folder behind.
-        self._remove = weakref.finalize(self, _remove, self._base, self._kept)
+        self._remove = weakref.finalize(self, _remove, (self._base, self._kept), self._locks)
 
     @property
     def root(self) -> str:
@@ -106,12 +116,11 @@ class Launcher:
         """The folder that has boot.py and the server, compiled. It is there once the first sandbox is being launched."""
         return f"{self._base}/support"
 
-    async def launch(
-        self, *, argv: Sequence[str], limits: dict[str, float], contained: bool, writes: int = -1, **more: Any
-    ) -> Born:
+    async def launch(self, *, limits: dict[str, float], contained: bool, drop: bool, writes: int = -1, **becomes: Any) -> Born:
         """Ask for a sandbox and wait until its first program is about to run. `writes` is as in Born, which closes it.
 
-        Raises SandboxError.
+        Only the process that becomes the sandbox reads `becomes` (arguments, environment, root), not the warden, whose memory
+        every later sandbox inherits. Raises SandboxError.
         """
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open(), name="open a warden")
@@ -119,21 +128,24 @@ class Launcher:
         if self._lost:
             raise SandboxLostError(self._lost)
         name = str(next(self._ids))
-        request = {"do": "start", "id": name, "argv": list(argv), "limits": limits, "contained": contained, **more}
-        message = json.dumps(request).encode()
-        if len(message) > MESSAGE_BYTES:
+        request = {"do": "start", "id": name, "limits": limits, "contained": contained, "drop": drop}
+        private = json.dumps(becomes).encode()
+        if len(private) > PRIVATE_BYTES:
             raise SandboxError(
-                f"a sandbox's arguments and environment must have at most {MESSAGE_BYTES} bytes, got {len(message)}"
+                f"a sandbox's arguments and environment must have at most {PRIVATE_BYTES} bytes, got {len(private)}"
             )
         ours, theirs = socket.socketpair()
         errors_r, errors_w = os.pipe()
         born = self._born[name] = Born(name, ours, errors_r, writes)
+        paper = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
             try:
-                await self._send(message, theirs.fileno(), errors_w)
+                os.write(paper, private)
+                await self._send(json.dumps(request).encode(), theirs.fileno(), errors_w, paper)
             finally:
                 theirs.close()
                 os.close(errors_w)
+                os.close(paper)
             await born.staged
         except BaseException:
             self.tell(born, "kill")
@@ -165,7 +177,10 @@ class Launcher:
         if self._opening is not None:
             await asyncio.wait([self._opening])
             if not self._opening.cancelled() and self._opening.exception() is None:
+                died = bool(self._lost)
                 await self._close_warden()
+                if died:  # the warden could not remove its control groups
+                    await asyncio.to_thread(sweep_all)
         await asyncio.to_thread(self._remove)
         self._thread.shutdown(wait=False)
 
@@ -173,6 +188,8 @@ class Launcher:
 
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
+        for parent in dict.fromkeys(self._parents):
+            await asyncio.to_thread(folders.sweep, parent)
         await asyncio.to_thread(_furnish, Path(self._base))
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = await loop.run_in_executor(self._thread, self._spawn, theirs)
@@ -187,7 +204,7 @@ class Launcher:
                 [sys.executable, "-I", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
                 env={},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *self._locks),  # the warden keeps the folders locked, and removes them if we cannot
                 start_new_session=True,
             )
 
@@ -211,7 +228,7 @@ class Launcher:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._lose("the process that holds the sandboxes is gone")
+            self._lose(UNHELD)
             return
         message = json.loads(data)
         born = self._born.get(message["id"])
@@ -257,7 +274,7 @@ class Launcher:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         if not self._lost:
-            self._lose("closed")
+            self._lose(CLOSED)
         self._socket.close()
 
 
@@ -270,6 +287,8 @@ def _furnish(base: Path) -> None:
     compileall.compile_dir(support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
 
 
-def _remove(*folders: str) -> None:
-    for folder in folders:
+def _remove(made: Sequence[str], locks: Sequence[int]) -> None:
+    for folder in made:
         shutil.rmtree(folder, ignore_errors=True)
+    for lock in locks:
+        os.close(lock)

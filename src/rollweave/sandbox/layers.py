@@ -8,6 +8,7 @@ removed is kept as such. Standard library alone.
 import contextlib
 import os
 import stat
+from collections.abc import Sequence
 
 DEPTH = 100
 """Folders in folders: each holds two descriptors open while it is copied."""
@@ -28,10 +29,23 @@ class LayerError(OSError):
 class Copy:
     """One copy of a folder's content into another that exists. `flatten` applies removals instead of keeping them as such."""
 
-    def __init__(self, *, limit_bytes: int, skip: frozenset[str] = frozenset(), flatten: bool = False, owner: int = -1) -> None:
-        """`skip` has paths, relative to the folder, that are left out; `owner` is the uid and gid of what is made."""
+    def __init__(
+        self,
+        *,
+        limit_bytes: int,
+        skip: frozenset[str] = frozenset(),
+        only: Sequence[str] = (),
+        flatten: bool = False,
+        owner: int = -1,
+    ) -> None:
+        """`skip` has paths, relative to the folder, that are left out; `owner` is the uid and gid of the files that are made.
+
+        With `only`, just these paths are copied, without symbolic links that lead out of the folder; the copy's owner can read
+        every file in it.
+        """
         self.bytes = 0
-        self._limit_bytes, self._skip, self._flatten, self._owner = limit_bytes, skip, flatten, owner
+        self._limit_bytes, self._skip, self._only = limit_bytes, skip, tuple(only)
+        self._flatten, self._owner = flatten, owner
 
     def run(self, source: int, target: int) -> None:
         """Copy between two open folders. Raises LayerError, OSError."""
@@ -42,7 +56,7 @@ class Copy:
             raise LayerError(f"folders must be at most {DEPTH} deep, got more at {path[:60]!r}…")
         for name in sorted(os.listdir(source)):
             where = f"{path}{name}"
-            if where in self._skip:
+            if where in self._skip or not self._is_wanted(where):
                 continue
             status = os.stat(name, dir_fd=source, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
@@ -53,13 +67,25 @@ class Copy:
                 continue  # sockets, FIFOs, devices: nothing of them outlives their sandbox
             if self._flatten:
                 remove(name, target)
+            if self._only and not self._is_whole(where):
+                continue  # it is in the place of a folder of a wanted path
             if is_whiteout and not self._flatten:
                 os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
             elif stat.S_ISLNK(status.st_mode):
-                os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+                says = os.readlink(name, dir_fd=source)
+                if self._only and _leads_out(says, where.count("/")):
+                    continue
+                os.symlink(says, name, dir_fd=target)
                 os.chown(name, self._owner, self._owner, dir_fd=target, follow_symlinks=False)
             elif stat.S_ISREG(status.st_mode):
                 self._file(source, target, name, where)
+
+    def _is_wanted(self, where: str) -> bool:
+        """True if anything at or below a path is to be copied."""
+        return not self._only or self._is_whole(where) or any(path.startswith(f"{where}/") for path in self._only)
+
+    def _is_whole(self, where: str) -> bool:
+        return any(path == "." or where == path or where.startswith(f"{path}/") for path in self._only)
 
     def _subfolder(self, source: int, target: int, name: str, status: os.stat_result, path: str, depth: int) -> None:
         inner = os.open(name, _FOLDER, dir_fd=source)
@@ -120,9 +146,54 @@ class Copy:
     def _finish(self, made: int, status: os.stat_result) -> None:
         if self._owner >= 0:
             os.fchown(made, self._owner, self._owner)
-        mode = status.st_mode & 0o1777
+        mode = status.st_mode & 0o1777 | (0o400 if self._only else 0)
         os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)  # a folder that its owner can remove
         os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def take(layers: Sequence[int], folder: str, target: int, only: Sequence[str], *, limit_bytes: int) -> int:
+    """Copy the paths `only` of the folder `folder`, as the union of the open `layers` shows them, into the open `target`.
+
+    The oldest layer comes first. Returns the number of bytes. Raises LayerError, OSError.
+    """
+    copy = Copy(limit_bytes=limit_bytes, only=only, flatten=True)
+    for layer in layers:
+        here, is_new = _descend(layer, folder)
+        if is_new:
+            for name in os.listdir(target):
+                remove(name, target)
+        if here >= 0:
+            try:
+                copy.run(here, target)
+            finally:
+                os.close(here)
+    return copy.bytes
+
+
+def _descend(layer: int, folder: str) -> tuple[int, bool]:
+    """Open a folder of one layer; -1 if the layer has none. Also return whether the layer hides the layers below it there."""
+    here, is_new = os.dup(layer), False
+    for name in folder.strip("/").split("/"):
+        try:
+            below = os.open(name, _FOLDER, dir_fd=here)
+        except FileNotFoundError:
+            below = -1
+        except NotADirectoryError:  # a whiteout, or something that is not a folder
+            below, is_new = -1, True
+        os.close(here)
+        if below < 0:
+            return -1, is_new
+        here = below
+        is_new = is_new or any(mark in os.listxattr(here) for mark in OPAQUE)
+    return here, is_new
+
+
+def _leads_out(link: str, depth: int) -> bool:
+    """True if a symbolic link in a folder `depth` levels below the top may lead out of it. After a name, `..` need not lead
+    back, because the name may be a link, too."""
+    names = [name for name in link.split("/") if name not in ("", ".")]
+    ups = next((place for place, name in enumerate(names) if name != ".."), len(names))
+    return link.startswith("/") or ups > depth or ".." in names[ups:]
 
 
 def remove(name: str, folder: int) -> None:

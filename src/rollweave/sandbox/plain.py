@@ -46,8 +46,9 @@ class Plain:
 
     async def _started(self, spec: SandboxSpec, folder: str) -> Running:
         path = os.environ.get("PATH", os.defpath)
-        workdir = folder if spec.workdir == HOME else spec.workdir
-        env = {"PATH": path, "HOME": folder, **addressed(spec).env}
+        home = folder + HOME
+        workdir = home if spec.workdir == HOME else spec.workdir
+        env = {"PATH": path, "HOME": home, **addressed(spec).env}
         here = msgspec.structs.replace(spec, workdir=workdir, env=env)
         # The number of processes counts for all that our user has, here: it cannot be a sandbox's.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+ENTRIES_PER_TABLE = PAGE_BYTES // 8
+"""Number of pages that one page of page tables maps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +21,28 @@ class Process:
     cpu_s: float
     """Of itself, and of those of its children that it has waited for."""
     resident_bytes: int
+    virtual_bytes: int
+    stopped: bool
+    """True while a signal or a tracer has stopped it."""
 
-    def proportional_bytes(self) -> int:
-        """Resident memory, where a page that n processes map counts 1/n."""
+    @property
+    def most_bytes(self) -> int:
+        """Upper bound of its memory: resident pages, and the page tables that its whole address space could need."""
+        return self.resident_bytes + self.virtual_bytes // ENTRIES_PER_TABLE
+
+    def proportional_bytes(self, inherited_bytes: int = 0) -> int:
+        """Return resident memory, in which a page that n processes map counts 1/n, plus page tables.
+
+        Where the kernel does not tell, because the process hides its memory, resident memory beyond `inherited_bytes` counts.
+        """
+        resident = self.resident_bytes - inherited_bytes
         try:
-            with open(f"/proc/{self.pid}/smaps_rollup") as lines:
-                return next((1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:")), self.resident_bytes)
-        except ProcessLookupError:
+            tables = _kilobytes(f"/proc/{self.pid}/status", "VmPTE:", 0)
+            return _kilobytes(f"/proc/{self.pid}/smaps_rollup", "Pss:", resident) + tables
+        except (FileNotFoundError, ProcessLookupError):
             return 0
         except OSError:
-            return self.resident_bytes
+            return max(0, resident)
 
 
 class Table:
@@ -100,6 +114,12 @@ def _children(pid: int) -> list[int]:
             continue  # a thread has ended: another has its children now, maybe one that was read before
 
 
+def _kilobytes(path: str, name: str, otherwise: int) -> int:
+    """Return in bytes what a line of a file in /proc gives in kB."""
+    with open(path) as lines:
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), otherwise)
+
+
 def _read(path: str) -> str:
     with open(path) as file:
         return file.read()
@@ -113,4 +133,6 @@ def _parsed(pid: int, stat: bytes) -> Process:
         started=int(fields[19]),
         cpu_s=sum(int(ticks) for ticks in fields[11:15]) / TICKS_PER_S,
         resident_bytes=int(fields[21]) * PAGE_BYTES,
+        virtual_bytes=int(fields[20]),
+        stopped=fields[0] in (b"T", b"t"),
     )

@@ -28,7 +28,7 @@ from rollweave.sandbox.base import MIB, Sandbox
 from rollweave.sandbox.channel import Reply
 from rollweave.sandbox.inside.desk import PASSED
 from rollweave.sandbox.inside.http1 import BODY_BYTES, METHODS
-from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError
+from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxSpoiledError
 
 AT_ONCE: Final = 16
 """Requests under way: as many turns as a session of the gateway has at once."""
@@ -133,6 +133,8 @@ class _Relay:
         try:
             async with asyncio.TaskGroup() as group:
                 await self._serve(group)
+        except* SandboxSpoiledError as errors:
+            self._sandbox.kill(spoiled=str(errors.exceptions[0]))
         except* SandboxLostError:
             pass  # whoever uses the sandbox hears why
         except* SandboxError as errors:
@@ -170,16 +172,16 @@ class _Relay:
         del self._tasks[asked.number]
 
     def _part(self, notice: _Notice, body: bytes) -> _Asked | None:
-        """The request that is whole with this part, if one is. Raises SandboxError for what no relay says."""
+        """Return the request if this part completes it. Raises SandboxSpoiledError for messages that no relay sends."""
         asked = self._coming
         if asked is None:
             if not notice.method or notice.number <= self._last:
-                raise SandboxError(f"it told of a part of request {notice.number}, which is over")
+                raise SandboxSpoiledError(f"it sent a part of request {notice.number}, which is over")
             asked = _Asked(number=notice.number, method=notice.method, target=notice.target, headers=notice.headers)
         elif notice.method or notice.number != asked.number:
-            raise SandboxError(f"it told of request {notice.number} amid request {asked.number}")
+            raise SandboxSpoiledError(f"it sent request {notice.number} amid request {asked.number}")
         if len(asked.body) + len(body) > BODY_BYTES:
-            raise SandboxError(f"it told of a request of more than {BODY_BYTES} bytes")
+            raise SandboxSpoiledError(f"it sent a request of more than {BODY_BYTES} bytes")
         if self._held + len(body) > HELD_BYTES:
             asked.refused = 503, f"requests under way must have at most {HELD_BYTES} bytes together"
         if asked.refused is None:
@@ -255,7 +257,7 @@ def _convert(reply: Reply, kind: type[T]) -> T:
     try:
         return msgspec.convert(reply.header, kind)
     except msgspec.ValidationError as error:
-        raise SandboxError(f"the sandbox sent a reply of another shape: {error}") from error
+        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
 def _checked(url: str) -> URL:

@@ -1,10 +1,17 @@
 """What a sandbox's root is made of, for the host's image and for folders: a description that `stage.py` mounts.
 
-Invariant: wherever rollweave is installed, no sandbox sees it: its handlers have the right answers of their tasks.
+Invariants: no sandbox sees rollweave, wherever it is installed, because its handlers contain the right answers of their
+tasks. On the host's image, no sandbox can write what the dynamic linker or an interpreter loads when a program starts.
 """
 
+import functools
+import itertools
+import json
 import os
 import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +26,13 @@ _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 _ETC = ("alternatives", "ssl", "ca-certificates", "pki")
 """What programs need of /etc to start and to check certificates. Nothing of the host's users, network or secrets."""
+
+
+_LINKER = ("/etc/ld.so.preload", "/etc/ld.so.cache")
+"""Files that the dynamic linker reads before any program: empty in every root, so that a snapshot cannot bring its own."""
+
+_KEPT = ("/tmp", "/etc", "/run", "/dev", "/proc", "/sys")
+"""Folders that are never sealed, in addition to the home and the work folder."""
 
 
 def layers_of(spec: SandboxSpec) -> tuple[str, ...]:
@@ -36,7 +50,7 @@ def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict
             links=links,
             files=_files(spec),
             folders=[HOME, spec.workdir],
-            hidden=_hidden(binds),
+            hidden=[*_hidden(binds), *(_sealed(spec, [where for _, where in binds]) if spec.image == HOST else [])],
             disk_bytes=spec.limits.disk_bytes,
         )
     )
@@ -74,10 +88,67 @@ def _hidden(binds: list[tuple[str, str]]) -> list[str]:
     )
 
 
+def _sealed(spec: SandboxSpec, seen: list[str]) -> list[str]:
+    """Return folders from which the interpreter imports but which do not exist in the sandbox: an agent's code would run there.
+
+    Folders around or in the home and the work folder are left out, because an agent's own files belong there. A judge that
+    runs among these files must use `python -I -S`.
+    """
+    own = (HOME, spec.workdir)
+    there = (*seen, *(f"/{name}" for name in _SYSTEM), "/dev", "/proc", "/sys")
+    outside = [
+        path
+        for path in import_folders()
+        if not any(_below(path, where) for where in (*there, *own)) and not any(_below(keep, path) for keep in (*own, *_KEPT))
+    ]
+    return [path for path in outside if not any(path != other and _below(path, other) for other in outside)]
+
+
+@functools.cache
+def import_folders(roots: tuple[str, ...] = (sys.prefix, sys.base_prefix, "/usr", "/usr/local")) -> tuple[str, ...]:
+    """Return folders outside their own from which the interpreters below `roots` are configured to import, by `.pth` files and
+    editable installs, whether they exist or not."""
+    found: dict[str, None] = {}
+    patterns = [f"lib*/python3*/{name}-packages" for name in ("site", "dist")]
+    for folder in itertools.chain.from_iterable(Path(root).glob(pattern) for root in roots for pattern in patterns):
+        for file in sorted(folder.glob("*.pth")):
+            found |= dict.fromkeys(_named_in(file))
+        for file in sorted(folder.glob("*.dist-info/direct_url.json")):
+            found |= dict.fromkeys(_editable(file))
+    return tuple(dict.fromkeys(os.path.normpath(path) for path in found))
+
+
+def _named_in(file: Path) -> Iterator[str]:
+    """Yield the folders of a `.pth` file, as the module `site` reads it."""
+    try:
+        lines = file.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return  # it cannot be read inside, either
+    for line in lines:
+        if line.strip() and "\0" not in line and not line.startswith(("#", "import ", "import\t")):
+            yield os.path.join(file.parent, line.rstrip())
+
+
+def _editable(file: Path) -> Iterator[str]:
+    """Yield the folder of an editable install (PEP 610), whose modules an import hook may find there."""
+    try:
+        origin = json.loads(file.read_text())
+        url = urllib.parse.urlsplit(origin["url"])
+        if url.scheme == "file" and origin.get("dir_info", {}).get("editable"):
+            yield urllib.request.url2pathname(url.path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # a file that pip did not write says nothing about imports
+
+
+def _below(path: str, folder: str) -> bool:
+    """True if the path is the folder, or in it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
 def _files(spec: SandboxSpec) -> dict[str, str]:
     files: dict[str, str] = {}
     if spec.image == HOST:
-        files = {
+        files = dict.fromkeys(_LINKER, "") | {
             "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:{HOME}:/bin/bash\n",
             "/etc/group": "root:x:0:\nagent:x:1000:\n",
             "/etc/hosts": f"127.0.0.1 localhost\n::1 localhost\n{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",

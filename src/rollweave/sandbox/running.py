@@ -4,15 +4,19 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot
+from rollweave.sandbox.base import MIB, ExecResult, SandboxSpec, Snapshot, check_taken
 from rollweave.sandbox.channel import Channel, Reply
-from rollweave.sandbox.launcher import Born, Launcher
-from rollweave.sandbox.layers import Copy
-from rollweave.schema.errors import SandboxError, SandboxLostError
+from rollweave.sandbox.launcher import CLOSED, UNHELD, Born, Launcher
+from rollweave.sandbox.layers import Copy, LayerError, take
+from rollweave.sandbox.rootfs import layers_of
+from rollweave.sandbox.stage import made_folder
+from rollweave.sandbox.warden import ENDED, KILLED, OVERDUE, STOPPED
+from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
 
 START_S = 20.0
 """Seconds for a server to answer: an interpreter's start on a machine that is full."""
@@ -23,8 +27,11 @@ FILE_S = 10.0
 EXIT_S = 1.0
 """Seconds from the end of a server's socket to that of its process."""
 
-WATCHED = ("processes", "memory_bytes", "cpu_s", "wall_s")
+WATCHED = ("processes", "memory_bytes", "disk_bytes", "cpu_s", "wall_s")
 """Limits of all processes together."""
+
+OUTSIDE = (STOPPED, KILLED, OVERDUE, UNHELD, CLOSED)
+"""Reasons for the end of a sandbox that the code in it did not cause; it caused all others, once it had started."""
 
 MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
 """What is mounted or written anew in every sandbox: no part of a snapshot."""
@@ -34,13 +41,20 @@ class Running:
     """Implements `base.Sandbox`. Made by `started`."""
 
     def __init__(
-        self, spec: SandboxSpec, launcher: Launcher, born: Born, *, asked: SandboxSpec | None, below: tuple[str, ...]
+        self,
+        spec: SandboxSpec,
+        launcher: Launcher,
+        born: Born,
+        *,
+        asked: SandboxSpec | None,
+        below: tuple[str, ...],
+        contained: bool,
     ) -> None:
-        self.id, self.spec, self.ready_s = born.id, spec, 0.0
+        self.id, self.spec, self.ready_s, self.workdir = born.id, spec, 0.0, spec.workdir
         self._launcher, self._born, self._asked, self._below = launcher, born, asked or spec, below
         self._channel = Channel(born.channel)
         self._keeping = asyncio.Lock()
-        self._killed = False
+        self._killed, self._spoiled, self._contained = False, "", contained
         born.on_gone = self._channel.close
 
     @property
@@ -60,13 +74,13 @@ class Running:
         try:
             if not self._killed:  # else it may still live for a moment
                 return await self._channel.call(action, body, timeout_s=timeout_s, **args)
-        except SandboxLostError:
+        except SandboxLostError as error:
             # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
-            self.kill()
+            self.kill(spoiled=f"its server: {error}")
         await self._born.gone.wait()
-        raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
+        raise self._gone()
 
     async def exec(
         self,
@@ -91,8 +105,9 @@ class Running:
             fields = {name: reply.header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
             return msgspec.convert({**fields, "stdout": reply.body[:split], "stderr": reply.body[split:]}, ExecResult)
         except (KeyError, TypeError, msgspec.ValidationError) as error:
-            self.kill()
-            raise SandboxLostError(f"the sandbox answered what is no result: {error}") from error
+            self.kill(spoiled=f"it sent an invalid result: {error}")
+            await self._born.gone.wait()
+            raise self._gone() from error
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         return (await self.call("read", timeout_s=FILE_S, path=path, limit=limit)).body
@@ -100,31 +115,49 @@ class Running:
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         await self.call("write", data, timeout_s=FILE_S, path=path, mode=mode)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
+        check_taken(only, at)
         if self._born.gone.is_set():
-            raise SandboxLostError(f"the sandbox is gone: {self._born.why}")
+            raise self._gone()
         if self._born.writes < 0:
             raise SandboxError("this kind of sandbox has no layer of its own to keep")
+        below = () if self._born.whole else self._below
         async with self._keeping:
             await self._launcher.ask(self._born, "freeze")
             try:
-                folder = self._launcher.folder()
-                writes = os.dup(self._born.writes)
-                written = await asyncio.to_thread(_copied, writes, str(folder), self.spec.limits.disk_bytes)
+                folder = str(self._launcher.folder())
+                writes, limit_bytes = os.dup(self._born.writes), self.spec.limits.disk_bytes
+                if only:
+                    workdir = self._asked.workdir
+                    written = await asyncio.to_thread(_taken, writes, below, folder, workdir, only, at, limit_bytes)
+                else:
+                    written = await asyncio.to_thread(_copied, writes, folder, limit_bytes)
+            except (LayerError, PermissionError) as error:
+                raise SandboxSpoiledError(f"no snapshot: {error}") from error
             except OSError as error:
                 raise SandboxError(f"no snapshot: {error}") from error
             finally:
                 self._launcher.tell(self._born, "thaw")
-        below = () if self._born.whole else self._below
-        return Snapshot(spec=self._asked, layers=(str(folder), *below), bytes=written)
+        return Snapshot(spec=self._asked, layers=(folder, *(layers_of(self._asked) if only else below)), bytes=written)
 
     async def stop(self, grace_s: float = 2.0) -> None:
         self._launcher.tell(self._born, "stop", grace_s=grace_s)
         await self._born.gone.wait()
 
-    def kill(self) -> None:
-        self._killed = True
+    def kill(self, *, spoiled: str = "") -> None:
+        if not self._killed:
+            self._killed, self._spoiled = True, spoiled
         self._launcher.tell(self._born, "kill")
+
+    def _gone(self) -> SandboxLostError:
+        """Return the error that says why it is gone; its type says whether the code inside caused that."""
+        why = self._born.why
+        if why == KILLED and self._spoiled:
+            return SandboxSpoiledError(f"the sandbox is gone: {self._spoiled}")
+        # Nothing inside a PID namespace can signal its first process.
+        signalled = self._contained and why.startswith(f"{ENDED} -")
+        kind = SandboxLostError if why in OUTSIDE or signalled else SandboxSpoiledError
+        return kind(f"the sandbox is gone: {why}")
 
 
 async def started(
@@ -147,7 +180,7 @@ async def started(
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
     born = await launcher.launch(limits=limits, contained=contained, writes=writes, drop=drop, **request)
-    sandbox = Running(spec, launcher, born, asked=asked, below=below)
+    sandbox = Running(spec, launcher, born, asked=asked, below=below, contained=contained)
     try:
         await sandbox.call("ping", timeout_s=START_S)
         await launcher.ask(born, "ready")  # before any command: what is there by then is the sandbox's own
@@ -174,3 +207,22 @@ def _copied(writes: int, folder: str, limit_bytes: int) -> int:
     finally:
         os.close(target)
         os.close(writes)
+
+
+def _taken(writes: int, below: Sequence[str], folder: str, workdir: str, only: Sequence[str], at: str, limit_bytes: int) -> int:
+    """Copy as `_copied` does, but only some paths of the work folder; `below` has the folders of the layers below."""
+    layers = []
+    try:
+        layers = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in reversed(below)]
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            target = made_folder(top, at)
+        finally:
+            os.close(top)
+        try:
+            return take([*layers, writes], workdir, target, only, limit_bytes=limit_bytes)
+        finally:
+            os.close(target)
+    finally:
+        for fd in (*layers, writes):
+            os.close(fd)

@@ -2,8 +2,10 @@
 
 Everything is allowed that is not named here, so that compilers, interpreters, package managers and test suites work. Refused
 are calls that reach the kernel's least-tested parts (io_uring, bpf, keys, perf), that look into other processes (ptrace), that
-change namespaces or mounts, that hold memory outside every limit that is counted (memfd, System V shared memory), sockets of
-families other than UNIX and IP, and pushing input to a terminal (TIOCSTI). Calls of another architecture end the process.
+change namespaces or mounts, that hold memory which no process maps (memfd, System V and POSIX message queues, semaphores and
+shared memory), that use up a count of the whole machine (asynchronous I/O contexts), sockets of families other than UNIX and IP
+and of protocols other than TCP, UDP and ping, pushing input to a terminal, its line disciplines, and personalities that no
+program needs. A call that is newer than this table does not exist. Calls of another architecture end the process.
 
 Written out here, not taken from libseccomp: it is one table and a page of code, and needs no library of the system.
 Standard library alone.
@@ -14,7 +16,8 @@ import functools
 import os
 import struct
 
-_EPERM, _ENOSYS, _EAFNOSUPPORT = errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT
+_EPERM, _ENOSYS = errno.EPERM, errno.ENOSYS
+_EAFNOSUPPORT, _EPROTONOSUPPORT = errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -30,6 +33,24 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "memfd_create": (319, 279, _ENOSYS),
     "memfd_secret": (447, 447, _ENOSYS),
     "shmget": (29, 194, _ENOSYS),
+    "shmat": (30, 196, _ENOSYS),
+    "shmctl": (31, 195, _ENOSYS),
+    "shmdt": (67, 197, _ENOSYS),
+    "semget": (64, 190, _ENOSYS),
+    "semop": (65, 193, _ENOSYS),
+    "semctl": (66, 191, _ENOSYS),
+    "semtimedop": (220, 192, _ENOSYS),
+    "msgget": (68, 186, _ENOSYS),
+    "msgsnd": (69, 189, _ENOSYS),
+    "msgrcv": (70, 188, _ENOSYS),
+    "msgctl": (71, 187, _ENOSYS),
+    "mq_open": (240, 180, _ENOSYS),
+    "mq_unlink": (241, 181, _ENOSYS),
+    "mq_timedsend": (242, 182, _ENOSYS),
+    "mq_timedreceive": (243, 183, _ENOSYS),
+    "mq_notify": (244, 184, _ENOSYS),
+    "mq_getsetattr": (245, 185, _ENOSYS),
+    "io_setup": (206, 0, _ENOSYS),
     "add_key": (248, 217, _EPERM),
     "request_key": (249, 218, _EPERM),
     "keyctl": (250, 219, _EPERM),
@@ -37,6 +58,8 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "perf_event_open": (298, 241, _EPERM),
     "userfaultfd": (323, 282, _EPERM),
     "fanotify_init": (300, 262, _EPERM),
+    "fanotify_mark": (301, 263, _EPERM),
+    "lookup_dcookie": (212, 18, _EPERM),
     "syslog": (103, 116, _EPERM),
     "ptrace": (101, 117, _EPERM),
     "process_vm_readv": (310, 270, _EPERM),
@@ -57,6 +80,7 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "fsmount": (432, 432, _EPERM),
     "fspick": (433, 433, _EPERM),
     "mount_setattr": (442, 442, _EPERM),
+    "open_tree_attr": (467, 467, _EPERM),
     "open_by_handle_at": (304, 265, _EPERM),
     "name_to_handle_at": (303, 264, _EPERM),
     "init_module": (175, 105, _EPERM),
@@ -70,6 +94,8 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "acct": (163, 89, _EPERM),
     "quotactl": (179, 60, _EPERM),
     "quotactl_fd": (443, 443, _EPERM),
+    "modify_ldt": (154, None, _ENOSYS),
+    "uselib": (134, None, _ENOSYS),
     "iopl": (172, None, _EPERM),
     "ioperm": (173, None, _EPERM),
     "migrate_pages": (256, 238, _EPERM),
@@ -77,17 +103,26 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     "vhangup": (153, 58, _EPERM),
 }
 
-CLONE, SOCKET, SOCKETPAIR, IOCTL = (56, 220), (41, 198), (53, 199), (16, 29)
+NEWEST = 469
+"""Highest number of a call that this table considers (file_setattr, Linux 6.17); higher ones fail with ENOSYS."""
+
+CLONE, SOCKET, SOCKETPAIR, IOCTL, PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
 """Numbers of the calls that are refused by an argument."""
 
 NEW_NAMESPACES = 0x7E020000
 """Every CLONE_NEW* flag that clone takes."""
 
-TERMINAL_INPUT = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX."""
+TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)
+"""TIOCSTI and TIOCLINUX, which push input, and TIOCSETD, which loads a line discipline."""
 
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
+
+PROTOCOLS = (0, 1, 6, 17, 58)
+"""Allowed protocols: the default, ICMP (whose number is also PF_UNIX), TCP, UDP, ICMPv6. Others load little-tested modules."""
+
+PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
+"""Allowed personalities: Linux, PER_LINUX32, each also with UNAME26, and the query for the current one."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -111,23 +146,35 @@ def bpf_filter(machine: str | None = None) -> bytes:
     ]
     if machine == "x86_64":
         code += [_op(_AT_LEAST, X32_BIT, 0, 1), _op(_RETURN, _ERRNO | _ENOSYS)]
+    code += [_op(_AT_LEAST, NEWEST + 1, 0, 1), _op(_RETURN, _ERRNO | _ENOSYS)]
     for numbers in REFUSED.values():
         number, error = numbers[column], numbers[2]
         if number is not None:
             code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | error)]
-    code += _when(CLONE[column], 0, [_op(_ANY_BIT, NEW_NAMESPACES, 0, 1), _op(_RETURN, _ERRNO | _EPERM)])
-    refused_ioctls = [op for number in TERMINAL_INPUT for op in (_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | _EPERM))]
-    code += _when(IOCTL[column], 1, refused_ioctls)
-    families = [_op(_EQUAL, family, len(FAMILIES) - place, 0) for place, family in enumerate(FAMILIES)]
+    code += _when(CLONE[column], [*_argument(0), _op(_ANY_BIT, NEW_NAMESPACES, 0, 1), _op(_RETURN, _ERRNO | _EPERM)])
+    refused_ioctls = [op for number in TERMINAL_REQUESTS for op in (_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | _EPERM))]
+    code += _when(IOCTL[column], [*_argument(1), *refused_ioctls])
     for call in (SOCKET, SOCKETPAIR):
-        code += _when(call[column], 0, [*families, _op(_RETURN, _ERRNO | _EAFNOSUPPORT)])
+        code += _when(call[column], [*_one_of(0, FAMILIES, _EAFNOSUPPORT), *_one_of(2, PROTOCOLS, _EPROTONOSUPPORT)])
+    code += _when(PERSONALITY[column], _one_of(0, PERSONALITIES, _EPERM))
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 
 
-def _when(number: int, argument: int, code: list[bytes]) -> list[bytes]:
-    """`code` with the low half of an argument loaded, then allow; skipped for other calls. The call's number stays loaded."""
-    inner = [_op(_LOAD, _ARGS + 8 * argument), *code, _op(_RETURN, _ALLOW)]
+def _when(number: int, code: list[bytes]) -> list[bytes]:
+    """Run `code`, then allow; other calls skip both, and their number stays loaded."""
+    inner = [*code, _op(_RETURN, _ALLOW)]
     return [_op(_EQUAL, number, 0, len(inner)), *inner]
+
+
+def _one_of(place: int, values: tuple[int, ...], error: int) -> list[bytes]:
+    """Refuse with `error` unless an argument is one of `values`."""
+    accept = [_op(_EQUAL, value, len(values) - number, 0) for number, value in enumerate(values)]
+    return [*_argument(place), *accept, _op(_RETURN, _ERRNO | error)]
+
+
+def _argument(place: int) -> list[bytes]:
+    """Load the low half of an argument, which is all that the calls above use."""
+    return [_op(_LOAD, _ARGS + 8 * place)]
 
 
 def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

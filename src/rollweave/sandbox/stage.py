@@ -5,19 +5,27 @@ and the image's owner is mapped to the sandbox's uid; as a user, in a user names
 image is copied.
 
 Invariants: nothing outside `place` is written, whatever symbolic links an image or a snapshot has; the host's mounts do not
-change; all that the sandbox writes is below the one tmpfs, with its limits. Standard library alone.
+change; all that the sandbox writes is below the one tmpfs, or on /dev/shm, with their limits. Standard library alone.
 """
 
+import contextlib
 import os
 import signal
 import stat
 from dataclasses import dataclass, field
 
 from rollweave.sandbox import kernel
+from rollweave.sandbox.devices import mount_devices
 from rollweave.sandbox.layers import Copy, remove
 
 INODE_BYTES = 8192
 """Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no size limit counts."""
+
+EMPTY_INODES = 256
+"""Maximum number of inodes in a folder that appears empty: its mount points."""
+
+WATCHERS = {"max_inotify_instances": 32, "max_inotify_watches": 65_536}
+"""Limits on file watches in a sandbox's user namespace; a user usually has 128 of the first."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = "index=off,xino=off", "metacopy=off,redirect_dir=off", "userxattr"
@@ -38,7 +46,7 @@ class Root:
     folders: list[str] = field(default_factory=list)
     """Made where they are not there, and the sandbox's own."""
     hidden: list[str] = field(default_factory=list)
-    """Folders within `binds` that are seen empty."""
+    """Folders that appear empty and read-only: within `binds`, or around them."""
     disk_bytes: int = 1 << 30
 
 
@@ -50,12 +58,13 @@ def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
     """
     if uid is None:
         enter_user_namespace(kernel.CLONE_NEWNS)
+        _bound_watchers()
         owner = os.getuid()
     else:
         kernel.unshare(kernel.CLONE_NEWNS)
         owner = uid
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    size = f"size={root.disk_bytes},nr_inodes={max(10_000, root.disk_bytes // INODE_BYTES)}"
+    size = f"size={root.disk_bytes},nr_inodes={inodes(root.disk_bytes)}"
     kernel.mount("tmpfs", place, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"{size},mode=0755")
     for name in ("upper", "work", "root"):
         os.mkdir(f"{place}/{name}", 0o755)
@@ -66,7 +75,13 @@ def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
         kernel.mount(f"{place}/upper", f"{place}/root", flags=kernel.MS_BIND)
         writes = "upper"
     _furnish(root, f"{place}/root", owner)
+    mount_devices(f"{place}/root/dev")
     return os.open(f"{place}/{writes}", _FOLDER), not root.layers or writes == "root"
+
+
+def inodes(disk_bytes: int) -> int:
+    """Return the maximum number of files for this many bytes of disk."""
+    return max(10_000, disk_bytes // INODE_BYTES)
 
 
 def enter_user_namespace(flags: int) -> None:
@@ -74,6 +89,14 @@ def enter_user_namespace(flags: int) -> None:
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER | flags)
     map_user(uid, uid, gid, gid)
+
+
+def _bound_watchers() -> None:
+    """Bound file watches: all sandboxes of a user share the user's limits, and one must not take everything."""
+    for name, most in WATCHERS.items():
+        # If a setting cannot be written, the kernel's own limit for our user remains.
+        with contextlib.suppress(OSError), open(f"/proc/sys/user/{name}", "w") as out:
+            out.write(str(most))
 
 
 def map_user(inside: int, uid: int, inside_gid: int, gid: int) -> None:
@@ -172,24 +195,44 @@ def _furnish(root: Root, path: str, owner: int) -> None:
         os.write(made, text.encode())
         os.close(made)
         os.close(folder)
-    for source, where in root.binds:
-        target = made_folder(top, where, owner)
-        at = f"/proc/self/fd/{target}"  # by descriptor: no name on the way is looked up again
-        kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
-        os.close(target)
-        target = made_folder(top, where, owner)  # what is mounted there now
-        at = f"/proc/self/fd/{target}"
-        locked = _locked_flags(at)
-        kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
-        os.close(target)
-    for hidden in root.hidden:
-        target = made_folder(top, hidden)
-        flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
-        kernel.mount("tmpfs", f"/proc/self/fd/{target}", "tmpfs", flags, "size=4k,nr_inodes=1,mode=0755")
-        os.close(target)
+    mounts = [*root.binds, *(("", where) for where in root.hidden)]
+    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):  # a folder before what is mounted in it
+        if source:
+            _bind(source, where, top, owner)
+        else:
+            _mount_empty(where, top, owner)
+    for where in root.hidden:
+        _seal(where, top)
     for path_inside in root.folders:
         _make_if_missing(top, path_inside, owner)
     os.close(top)
+
+
+def _bind(source: str, where: str, top: int, owner: int) -> None:
+    target = made_folder(top, where, owner)
+    at = f"/proc/self/fd/{target}"  # by descriptor, so that no name on the way is resolved again
+    kernel.mount(source, at, flags=kernel.MS_BIND | kernel.MS_REC)
+    os.close(target)
+    target = made_folder(top, where, owner)  # what is mounted there now
+    at = f"/proc/self/fd/{target}"
+    locked = _locked_flags(at)
+    kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
+    os.close(target)
+
+
+def _mount_empty(where: str, top: int, owner: int) -> None:
+    """Mount a folder with room for mount points only; `_seal` makes it read-only once they are made."""
+    target = made_folder(top, where, owner)
+    options = f"size=4k,nr_inodes={EMPTY_INODES},mode=0755"
+    kernel.mount("tmpfs", f"/proc/self/fd/{target}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    os.close(target)
+
+
+def _seal(where: str, top: int) -> None:
+    target = made_folder(top, where)
+    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", f"/proc/self/fd/{target}", flags=flags)
+    os.close(target)
 
 
 def _locked_flags(path: str) -> int:

@@ -14,7 +14,8 @@ import msgspec
 
 from rollweave.sandbox.channel import Reply
 from rollweave.schema.base import Noun
-from rollweave.schema.errors import SandboxError
+from rollweave.schema.errors import SandboxSpoiledError
+from rollweave.schema.text import valid
 
 OUTPUT_BYTES = 30_000
 """Of a command's output: about 10,000 tokens."""
@@ -124,7 +125,7 @@ class Bash:
         async with self._turn:
             reply = await self._sandbox.call(
                 "bash",
-                command.encode(errors="surrogateescape"),
+                valid(command).encode(),
                 timeout_s=timeout_s,
                 slack_s=BASH_SLACK_S,
                 output_limit=output_bytes,
@@ -152,7 +153,7 @@ class IPython:
         async with self._turn:
             reply = await self._sandbox.call(
                 "ipython",
-                cell.encode(errors="surrogateescape"),
+                valid(cell).encode(),
                 timeout_s=timeout_s,
                 slack_s=CELL_SLACK_S,
                 output_limit=output_bytes,
@@ -186,7 +187,7 @@ class Editor:
 
     async def create(self, path: str, text: str, *, overwrite: bool = False) -> None:
         """A new file; refused where one is, unless `overwrite`. Its folders are made."""
-        await self._sandbox.call("create", text.encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite)
+        await self._sandbox.call("create", valid(text).encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite)
 
     async def replace(self, path: str, old: str, new: str) -> Text:
         """`old`, which must be in the file exactly once, becomes `new`. The lines around."""
@@ -194,7 +195,7 @@ class Editor:
 
     async def insert(self, path: str, line: int, text: str) -> Text:
         """`text` becomes lines of their own after line `line`; 0 is before the first. The lines around."""
-        return await self._text("insert", text.encode(), path=path, line=line)
+        return await self._text("insert", valid(text).encode(), path=path, line=line)
 
     async def undo(self, path: str) -> None:
         """Take back the last edit of the file, unless it was changed otherwise since; a file that it created is removed."""
@@ -214,7 +215,7 @@ def _converted(reply: Reply, kind: type[T]) -> T:
     try:
         return msgspec.convert(reply.header, kind)
     except msgspec.ValidationError as error:
-        raise SandboxError(f"the sandbox sent a reply of another shape: {error}") from error
+        raise SandboxSpoiledError(f"the sandbox sent a reply of another shape: {error}") from error
 
 
 def _joined(body: bytes, found: _Output) -> str:

@@ -9,6 +9,7 @@ Standard library alone: it imports nothing heavy, and nothing of ours that does.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -22,19 +23,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollweave.inherited import reset_signals
 from rollweave.sandbox import kernel
+from rollweave.sandbox.boot import limit
+from rollweave.sandbox.cgroups import REMOVE_S, Group, Groups
+from rollweave.sandbox.devices import SHM_BYTES
 from rollweave.sandbox.processes import Process, Table, family, process, started
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import Root, stage
 
 MESSAGE_BYTES = 1 << 17
-"""Of the longest request: argument list and environment."""
+"""Maximum size of a request in bytes."""
 
 TICK_S = 0.1
 """Between two looks at what the sandboxes use."""
 
 LOOK_SHARE = 0.1
 """Of a core that looking may take: with many sandboxes the looks are further apart."""
+
+STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.wall_s"
+"""Reasons for the end of a sandbox that the code in it did not cause."""
+
+ENDED = "ended with status"
+"""Beginning of the reason if its first process ended; the exit status follows, or minus the signal's number."""
 
 UID_BASE, UIDS_EACH = 1_000_000, 1000
 """Host uids of sandboxes where we are root: a block for each warden, by its pid, one for each sandbox at a time."""
@@ -53,16 +64,35 @@ class Held:
     memory_bytes: int
     cpu_s: float
     ends_at: float
+    group: Group
     seen: dict[int, int]
     """Start times of its processes, as of the last look: still its own when their parent is gone."""
     own: dict[int, int] = field(default_factory=dict)
     """Start times of the sandbox's own processes, which a soft stop leaves: its init and its server."""
+    inherited: dict[int, int] = field(default_factory=dict)
+    """Resident bytes of these before any command ran; a fork mostly shares them with its parent."""
     reaped: bool = False
+    removed_by: float = 0.0
+    """Time by which its groups must be gone; otherwise they stay until the warden ends."""
     why: str = ""
     kill_at: float = 0.0
     """A soft stop ends then."""
     told: set[int] = field(default_factory=set)
     """Processes that were sent SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A process that has joined its groups, and waits for the request that it will serve."""
+
+    pid: int
+    group: Group
+    door: socket.socket
+    """Socket over which it receives a request and the request's descriptors."""
+
+    def drop(self) -> None:
+        self.door.close()  # it then ends, if it has not yet
+        self.group.remove()
 
 
 class Warden:
@@ -74,6 +104,10 @@ class Warden:
         self._by_pid: dict[int, str] = {}
         self._unsent: deque[bytes] = deque()
         self._next_look = 0.0
+        self._ending = False
+        self._groups = Groups()
+        self._numbers = itertools.count(1)
+        self._spare: Spare | None = None
         bpf_filter()  # computed once, before any fork
         self._requests = {
             "ready": self._ready,
@@ -88,8 +122,9 @@ class Warden:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._asked_to_end)  # from now on SIGTERM interrupts nothing, least of all the end
         try:
-            while True:
+            while not self._ending:
                 owner = self._owner.fileno()
                 readable, _, _ = select.select([owner, wake_r], [owner] if self._unsent else [], [], self._pause())
                 if wake_r in readable:
@@ -100,8 +135,13 @@ class Warden:
                 if time.monotonic() >= self._next_look and self._held:
                     self._look()
                 self._flush()
+                if self._spare is None and not select.select([owner], [], [], 0)[0]:
+                    self._prepare()
         finally:
             self._end_all()
+
+    def _asked_to_end(self, *_: object) -> None:
+        self._ending = True
 
     def _pause(self) -> float | None:
         return max(0.0, self._next_look - time.monotonic()) if self._held else None
@@ -128,15 +168,22 @@ class Warden:
             self._tell(id=request["id"], event="gone", why=f"at most {UIDS_EACH} sandboxes may live at once")
             return
         uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
-        ours = os.getpid()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            self._tell(id=request["id"], event="gone", why=f"no process: {error}")
-            return
-        if pid == 0:
-            self._become(request, fds, uid, ours)
         limits = request["limits"]
+        self._reap()  # a spare may have ended
+        spare, self._spare = self._spare, None
+        try:
+            spare = spare or self._forked()
+            # Its files are in memory, too, and have their own limits.
+            most = limits["memory_bytes"] + limits["disk_bytes"] + SHM_BYTES
+            spare.group.limit(memory_bytes=most, processes=limits["processes"])
+            socket.send_fds(spare.door, [json.dumps({**request, "uid": uid}).encode()], fds)
+        except OSError as error:
+            if spare is not None:
+                spare.drop()
+            self._tell(id=request["id"], event="gone", why=f"no process with its limits: {error}")
+            return
+        spare.door.close()
+        pid, group = spare.pid, spare.group
         held = Held(
             id=request["id"],
             pid=pid,
@@ -146,18 +193,42 @@ class Warden:
             memory_bytes=limits["memory_bytes"],
             cpu_s=limits["cpu_s"],
             ends_at=time.monotonic() + limits["wall_s"],
+            group=group,
             seen={pid: begun.started} if (begun := process(pid)) else {},
         )
         self._held[held.id] = held
         self._by_pid[pid] = held.id
 
+    def _prepare(self) -> None:
+        """Keep a process ready for the next request: moving one into its groups takes longer than all other steps together."""
+        with contextlib.suppress(OSError):  # then the next request tries again, and reports the error
+            self._spare = self._forked()
+
+    def _forked(self) -> Spare:
+        """Raises OSError."""
+        group, us = self._groups.make(str(next(self._numbers))), os.getpid()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                group.remove()
+                raise
+            if pid == 0:
+                ours.close()
+                self._become(theirs, us, group)
+        return Spare(pid, group, ours)
+
     def _ready(self, held: Held, _: dict[str, Any]) -> None:
         """The server has answered, and no command has run yet: what is there now is the sandbox's own."""
-        held.own = started(family(held.pid))
+        own = [line for pid in family(held.pid) if (line := process(pid))]
+        held.own = {line.pid: line.started for line in own}
+        held.inherited = {line.pid: line.resident_bytes for line in own}
         self._tell(id=held.id, event="done")
 
     def _stop(self, held: Held, request: dict[str, Any]) -> None:
-        held.why = held.why or "stopped"
+        held.why = held.why or STOPPED
         held.kill_at = time.monotonic() + request["grace_s"]
         if request["grace_s"] > 0:
             self._end_softly(held)
@@ -166,7 +237,7 @@ class Warden:
         self._next_look = 0.0
 
     def _kill(self, held: Held, _: dict[str, Any]) -> None:
-        held.why = held.why or "killed"
+        held.why = held.why or KILLED
         self._end(held)
 
     def _freeze(self, held: Held, _: dict[str, Any]) -> None:
@@ -195,7 +266,7 @@ class Warden:
             processes = self._processes(held, table)
             if held.reaped:
                 self._finish(held, [each.pid for each in processes])
-            elif not held.why and (why := _excess(held, processes, began)):
+            elif not held.why and (why := _excess(held, processes, began) or _stopped(held, processes)):
                 held.why = why
                 self._end(held)
             elif held.kill_at:
@@ -239,22 +310,26 @@ class Warden:
                 return
             if pid == 0:
                 return
+            if self._spare is not None and pid == self._spare.pid:  # it could not join its groups, or was killed
+                self._spare.drop()
+                self._spare = None
             held = self._held.get(self._by_pid.pop(pid, ""))
             if held is not None:  # else an orphan that we adopted
                 held.reaped = True
-                held.why = held.why or f"ended with status {os.waitstatus_to_exitcode(status)}"
+                held.why = held.why or _beyond_memory(held) or f"{ENDED} {os.waitstatus_to_exitcode(status)}"
                 self._next_look = 0.0
 
     def _finish(self, held: Held, left: list[int]) -> None:
-        """Its first process is gone; the rest is killed, and the end is told when none is left."""
+        """Kill what is left after the first process ended, and report the end of the sandbox once nothing is left."""
         for pid in left:
             _signal(pid, signal.SIGKILL)
-        if not left:
+        held.removed_by = held.removed_by or time.monotonic() + REMOVE_S
+        if not left and (held.group.remove() or time.monotonic() >= held.removed_by):
             del self._held[held.id]
             self._tell(id=held.id, event="gone", why=held.why)
 
     def _end_all(self) -> None:
-        """Nothing that we forked, or adopted, is left."""
+        """End all processes that we forked or adopted, and remove all groups."""
         for _ in range(1000):
             for pid in family(os.getpid()) - {os.getpid()}:
                 _signal(pid, signal.SIGKILL)
@@ -262,8 +337,9 @@ class Warden:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             except ChildProcessError:
-                return
+                break
             time.sleep(0.005)
+        self._groups.close()
 
     # --- the owner ---
 
@@ -284,10 +360,19 @@ class Warden:
 
     # --- in the forked process ---
 
-    def _become(self, request: dict[str, Any], fds: list[int], uid: int | None, parent: int) -> None:
-        """Never returns."""
+    def _become(self, door: socket.socket, parent: int, group: Group) -> None:
+        """Become a sandbox; never returns. The third descriptor has its description, which no other process has in memory."""
+        request: dict[str, Any] = {}
         try:
             _leave_warden(parent)
+            group.join()
+            _volunteer_for_oom()
+            asked, fds, _, _ = socket.recv_fds(door, MESSAGE_BYTES, 4)
+            if not asked:
+                os._exit(0)
+            request = json.loads(asked)
+            request |= json.loads(os.pread(fds[2], os.fstat(fds[2]).st_size, 0))
+            uid = request["uid"]
             root = request.get("root")
             writes, whole = stage(Root(**root), self._place, uid) if root else (None, True)
             message = {"id": request["id"], "event": "staged", "pid": os.getpid(), "whole": whole}
@@ -299,11 +384,12 @@ class Warden:
                 kernel.set_dumpable(1)
                 kernel.die_with_parent(signal.SIGKILL)
             _arrange(fds[0], fds[1])
+            _limit(request.get("rlimits"))
             if request["argv"]:
                 os.execve(request["argv"][0], request["argv"], request["env"])
             self._enter(request)
         except BaseException as error:
-            told = json.dumps({"id": request["id"], "event": "failed", "why": f"{type(error).__name__}: {error}"}).encode()
+            told = json.dumps({"id": request.get("id"), "event": "failed", "why": f"{type(error).__name__}: {error}"}).encode()
             try:
                 self._owner.send(told)
             except OSError:
@@ -320,18 +406,31 @@ class Warden:
 def _excess(held: Held, processes: list[Process], now: float) -> str:
     """The limit that a sandbox is beyond, in words."""
     if now >= held.ends_at:
-        return "killed: it went beyond limits.wall_s"
+        return OVERDUE
     if len(processes) - len(held.own) > held.processes:  # the kernel does not count those of the host's root
         return f"killed: it went beyond limits.processes ({len(processes)} of {held.processes})"
+    if why := _beyond_memory(held):
+        return why
     cpu_s = sum(each.cpu_s for each in processes)
     if cpu_s > held.cpu_s:
         return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {held.cpu_s:.1f})"
     # Pages that processes share count once, but to ask so takes long: first the sum that counts them often.
-    if sum(each.resident_bytes for each in processes) > held.memory_bytes:
-        used = sum(each.proportional_bytes() for each in processes)
+    if sum(each.most_bytes for each in processes) > held.memory_bytes:
+        used = sum(each.proportional_bytes(held.inherited.get(each.pid, 0)) for each in processes)
         if used > held.memory_bytes:
             return f"killed: it went beyond limits.memory_bytes ({used} of {held.memory_bytes})"
     return ""
+
+
+def _beyond_memory(held: Held) -> str:
+    """Return why the sandbox must end, if the kernel killed a process of it for its memory; else ""."""
+    return "killed: it went beyond limits.memory_bytes, and the kernel ended a process" if held.group.out_of_memory() else ""
+
+
+def _stopped(held: Held, processes: list[Process]) -> str:
+    """Return why the sandbox must end, if code inside stopped its server, for which calls would wait in vain; else ""."""
+    stopped = any(each.stopped and held.own.get(each.pid) == each.started for each in processes)
+    return "killed: its own server was stopped from inside" if stopped else ""
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -350,6 +449,20 @@ def _leave_warden(parent: int) -> None:
         os._exit(1)
 
 
+def _volunteer_for_oom() -> None:
+    """Make the kernel end a sandbox first when the machine runs out of memory. Descendants inherit the setting; if we are
+    root, none of them can undo it."""
+    with open("/proc/self/oom_score_adj", "w") as out:
+        out.write("1000")
+
+
+def _limit(rlimits: dict[str, int] | None) -> None:
+    """Set per-process limits before any program of the image runs. The kernel counts processes by user and user namespace,
+    both of which are the sandbox's by now; this process is one more than those inside."""
+    if rlimits is not None:
+        limit({**rlimits, "NPROC": rlimits["NPROC"] + 1})
+
+
 def _arrange(channel: int, errors: int) -> None:
     """0 and 1 are nothing, 2 the errors, 3 the channel, 4 the seccomp program; no other descriptor is left."""
     program = os.memfd_create("seccomp", 0)
@@ -365,7 +478,8 @@ def _arrange(channel: int, errors: int) -> None:
 def main() -> None:
     """`SOCKET OWNER PLACE BASE KEPT`: serve SOCKET, whose other end process OWNER has; mount roots at PLACE.
 
-    BASE and KEPT are folders that end with us, so that an owner that was killed leaves none.
+    BASE and KEPT are folders that we remove when we end, so that a killed owner leaves none. They are locked by descriptors
+    that we have inherited and that no sandbox has.
     """
     serve(_no_entrance)
 
@@ -373,13 +487,14 @@ def main() -> None:
 def serve(enter: Callable[[dict[str, Any]], None]) -> None:
     """As `main`, with what becomes a sandbox."""
     fd, owner, place, base, kept = sys.argv[1:]
+    reset_signals()
     os.umask(0o022)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    kernel.die_with_parent(signal.SIGTERM)
-    if os.getppid() != int(owner):
-        sys.exit(1)
-    kernel.adopt_orphans()
     try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        kernel.die_with_parent(signal.SIGTERM)
+        if os.getppid() != int(owner):
+            sys.exit(1)
+        kernel.adopt_orphans()
         Warden(socket.socket(fileno=int(fd)), place, enter).run()
     finally:
         for folder in (base, kept):

@@ -5,7 +5,7 @@ memory with its siblings. What it gives up against bubblewrap: siblings share th
 that makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
 """
 
-from rollweave.sandbox.argv import SHM_BYTES, UID, rlimits
+from rollweave.sandbox.argv import UID, rlimits
 from rollweave.sandbox.base import HOST, SandboxSpec, Snapshot, addressed
 from rollweave.sandbox.launcher import Launcher
 from rollweave.sandbox.rootfs import layers_of, root_of
@@ -40,12 +40,20 @@ class Zygote:
             "uid": 0 if spec.fakeroot else UID,
             "network": spec.network,
             "hostname": spec.hostname,
-            "shm_bytes": SHM_BYTES,
-            "rlimits": rlimits(spec.limits),
             "workdir": spec.workdir,
             "env": spec.environment(),
         }
         support = self._launcher.support
         root = root_of(spec, support=support, layers=layers)
         root["binds"].append((support, support))  # the server was loaded from there, and finds its files by it
-        return await started(spec, self._launcher, asked=asked, below=layers, argv=[], env={}, root=root, inside=inside)
+        return await started(
+            spec,
+            self._launcher,
+            asked=asked,
+            below=layers,
+            argv=[],
+            env={},
+            root=root,
+            rlimits=rlimits(spec.limits),
+            inside=inside,
+        )

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rollweave.sandbox import kernel
-from rollweave.sandbox.boot import limit, volunteer_for_oom
 from rollweave.sandbox.inside.cells import PRELOADED
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import map_user
@@ -29,15 +28,6 @@ from rollweave.sandbox.warden import serve
 
 CHANNEL = 3
 """Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that load one themselves."""
-
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-DEVICE_LINKS = {
-    "fd": "/proc/self/fd",
-    "stdin": "/proc/self/fd/0",
-    "stdout": "/proc/self/fd/1",
-    "stderr": "/proc/self/fd/2",
-    "ptmx": "pts/ptmx",
-}
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
@@ -61,7 +51,7 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     if not inside["network"]:
         _loopback_up()
     kernel.set_hostname(inside["hostname"])
-    _mount(inside["root"], inside["shm_bytes"])
+    _mount(inside["root"])
     kernel.pivot_root(inside["root"])
     _forget_host_files()
     os.setsid()
@@ -76,25 +66,13 @@ def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> 
     _serve(inside, serve_calls)
 
 
-def _mount(root: str, shm_bytes: int) -> None:
+def _mount(root: str) -> None:
     kernel.mount(root, root, flags=kernel.MS_BIND | kernel.MS_REC)
     kernel.mount("proc", f"{root}/proc", "proc", _QUIET | kernel.MS_NODEV)
     kernel.mount(f"{root}/proc/sys", f"{root}/proc/sys", flags=kernel.MS_BIND)
     read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID
-    kernel.mount("none", f"{root}/proc/sys", flags=read_only | kernel.MS_NOEXEC | kernel.MS_NODEV)
-    dev = f"{root}/dev"
-    kernel.mount("tmpfs", dev, "tmpfs", _QUIET, "size=64k,nr_inodes=64,mode=0755")
-    for name in DEVICES:
-        os.close(os.open(f"{dev}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        kernel.mount(f"/dev/{name}", f"{dev}/{name}", flags=kernel.MS_BIND)
-    for name, target in DEVICE_LINKS.items():
-        os.symlink(target, f"{dev}/{name}")
-    os.mkdir(f"{dev}/pts", 0o755)
-    kernel.mount("devpts", f"{dev}/pts", "devpts", _QUIET, "newinstance,ptmxmode=0666,mode=0620")
-    os.mkdir(f"{dev}/shm", 0o1777)
-    size = f"size={shm_bytes},nr_inodes={shm_bytes // 8192},mode=1777"
-    kernel.mount("tmpfs", f"{dev}/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
-    kernel.mount("none", dev, flags=read_only | kernel.MS_NOEXEC)
+    for path in ("proc/sys", "proc"):
+        kernel.mount("none", f"{root}/{path}", flags=read_only | kernel.MS_NOEXEC | kernel.MS_NODEV)
 
 
 def _forget_host_files() -> None:
@@ -125,8 +103,7 @@ def _status(wait_status: int) -> int:
 
 def _serve(inside: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
     try:
-        limit(inside["rlimits"])
-        volunteer_for_oom()
+        kernel.set_dumpable(0)
         os.environ.clear()
         os.environ.update(inside["env"])
         os.umask(0o022)

@@ -37,6 +37,8 @@ PRELOADED = "IPython.core.interactiveshell"
 CELL_BYTES = 4 << 20
 """Of the longest cell."""
 
+_PR_SET_DUMPABLE = 4
+
 
 class Cells:
     """The action `ipython`, whose body is the cell."""
@@ -179,6 +181,13 @@ def _spawn(sock: socket.socket, output: int) -> Child:
     )
 
 
+def _show() -> None:
+    """Make the interpreter's files in /proc readable again, unlike the server's: the cells are the agent's own."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
 def _fork(sock: socket.socket, output: int) -> Child:
     def become() -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -189,6 +198,7 @@ def _fork(sock: socket.socket, output: int) -> Child:
                 with contextlib.suppress(OSError):
                     os.close(fd)
         os.environ.update(SURROUNDINGS)
+        _show()
         from .worker import serve
 
         serve(sock)

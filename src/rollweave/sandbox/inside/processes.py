@@ -23,6 +23,17 @@ _alive: dict[int, Child] = {}
 _guard = threading.Lock()
 
 
+def reset_signals() -> None:
+    """Do as `rollweave.inherited` does outside: no program that is started here inherits an ignored or blocked signal.
+
+    The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.
+    """
+    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
 def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
     """A program in a session of its own, which `kill_all` knows until it is given to `end`."""
     with _guard:

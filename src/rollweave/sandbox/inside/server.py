@@ -21,7 +21,7 @@ from .editor import Editor
 from .files import read, write
 from .frames import Frame, FrameDecoder, FrameError, pack
 from .idle import Idle
-from .processes import execute, kill_all
+from .processes import execute, kill_all, reset_signals
 from .relay import Relay
 from .shell import Bash
 
@@ -180,6 +180,7 @@ class Server:
 
 def main(argv: list[str]) -> None:
     """Serve the socket that `--fd` names, then end, whatever threads still do. With `--cells`, be the interpreter of cells."""
+    reset_signals()
     fd, cells = int(argv[argv.index("--fd") + 1]), "--cells" in argv  # argparse would take 3 ms of a start
     os.set_inheritable(fd, False)
     with socket.socket(fileno=fd) as sock:

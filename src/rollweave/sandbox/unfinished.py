@@ -1,0 +1,74 @@
+"""Files and folders that are made beside their final place, and the removal of those whose maker was killed.
+
+Invariant: the process that makes them holds a lock on them, and only a process that gets that lock removes them: their maker
+is then dead. Their names contain the machine's name, because locks on a shared file system may not reach other machines.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def _prefix() -> str:
+    return f".new-{socket.gethostname()}-"
+
+
+@contextlib.contextmanager
+def unfinished_folder(place: Path) -> Iterator[Path]:
+    """Make a folder in `place`, and remove it afterwards unless it was renamed."""
+    while True:
+        made = Path(tempfile.mkdtemp(dir=place, prefix=_prefix()))
+        fd = os.open(made, _OPEN)
+        if lock(fd):
+            break
+        os.close(fd)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def unfinished_file(place: Path) -> Iterator["tempfile._TemporaryFileWrapper[bytes]"]:
+    """Make a file in `place`, and remove it afterwards unless it was renamed."""
+    while True:
+        file = tempfile.NamedTemporaryFile(dir=place, prefix=_prefix(), delete=False)  # noqa: SIM115
+        if lock(file.fileno()):
+            break
+        file.close()
+    try:
+        with file:
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.name)
+
+
+def lock(fd: int) -> bool:
+    """Lock what was just made; False if another process has removed it meanwhile as a leftover."""
+    with contextlib.suppress(OSError):  # on a file system without locks, nothing is removed as a leftover
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    return os.fstat(fd).st_nlink > 0
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove what killed processes on this machine left unfinished in `place`."""
+    for path in place.glob(f"{_prefix()}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, held by its maker, or not ours to remove
+            fd = os.open(path, _OPEN)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            finally:
+                os.close(fd)

@@ -1,0 +1,98 @@
+"""What the code in a sandbox does to its server is its own doing, and is found at once: no call waits for it in vain."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from rollweave.handlers.boxed import Boxed
+from rollweave.sandbox.base import Backend, Sandbox
+from rollweave.sandbox.tools import Bash, Editor, IPython
+from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
+
+from .worlds import NAMES, SPEC, opened, python
+
+SIGNALLED = """
+import contextlib, os, signal
+for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+    if pid != os.getpid():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGNAL)
+"""
+"""Signals all that it sees, but for itself."""
+
+
+@pytest_asyncio.fixture(params=[name for name in NAMES if name != "plain"])
+async def backend(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+    async with opened(request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+async def test_to_end_or_stop_its_server_is_the_agents_doing(backend: Backend, signal: str) -> None:
+    sandbox = await backend.start(SPEC)
+    with pytest.raises(SandboxSpoiledError) as lost:
+        await _twice(sandbox, python(SIGNALLED.replace("SIGNAL", signal)))
+    assert await Boxed().run_exception(lost.value) is not None
+    with pytest.raises(SandboxSpoiledError):
+        await sandbox.exec(["true"])
+
+
+async def _twice(sandbox: Sandbox, argv: list[str]) -> None:
+    """It may answer before it is found to be lost."""
+    await sandbox.exec(argv)
+    await sandbox.exec(["true"])
+
+
+async def test_what_we_end_is_no_doing_of_the_agents(backend: Backend) -> None:
+    for end in ("kill", "stop"):
+        sandbox = await backend.start(SPEC)
+        if end == "kill":
+            sandbox.kill()
+        else:
+            await sandbox.stop()
+        with pytest.raises(SandboxLostError) as lost:
+            await sandbox.exec(["true"])
+        assert await Boxed().run_exception(lost.value) is None
+
+
+@pytest.mark.parametrize("depth", [101, 2_000])
+async def test_folders_that_are_too_deep_for_a_snapshot_are_the_agents_doing(backend: Backend, depth: int) -> None:
+    sandbox = await backend.start(SPEC)
+    made = await sandbox.exec(python(f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')"))
+    assert made.rc == 0, made.stderr
+    with pytest.raises(SandboxSpoiledError, match="no snapshot: folders must be at most 100 deep"):
+        await sandbox.snapshot()
+    assert (await sandbox.exec(["true"])).rc == 0
+    await sandbox.stop()
+
+
+async def test_a_surrogate_raised_in_a_cell_is_an_answer(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    found = await IPython(sandbox).run(r"raise ValueError('\ud800 \udcff')")
+    assert found.error is not None
+    found.error.message.encode()
+    found.error.traceback.encode()
+    assert (await IPython(sandbox).run("1 + 1")).result == "2"
+    found = await IPython(sandbox).run(r"'\ud800'")
+    assert (found.result or "").encode()
+    await sandbox.stop()
+
+
+async def test_words_that_are_no_text_go_in_and_come_out(backend: Backend) -> None:
+    sandbox = await backend.start(SPEC)
+    assert (await Bash(sandbox).run("echo '\ud800'; touch $'\\377'; ls")).output.encode()
+    await Editor(sandbox).create("a.txt", "\ud800\n")
+    assert "\ufffd" in (await Editor(sandbox).view("a.txt")).text
+    (await Editor(sandbox).view(".")).text.encode()
+    await trap(sandbox)
+    for call in (sandbox.read("check.py"), sandbox.write("check.py", b"x"), Editor(sandbox).view("check.py")):
+        with pytest.raises(SandboxError) as refused:
+            await call
+        str(refused.value).encode()
+    await sandbox.stop()
+
+
+async def trap(sandbox: Sandbox) -> None:
+    """A link whose target is no text, through something that is no folder."""
+    assert (await sandbox.exec(["bash", "-c", r"ln -s $'/dev/null/\377/x' check.py"])).rc == 0

@@ -1,0 +1,188 @@
+"""What a killed owner leaves is removed by the next start, and nothing of a living one is."""
+
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.sandbox import folders
+from rollweave.sandbox.folders import PREFIX, made, sweep
+
+from .worlds import SPEC, opened
+
+OWNER = """
+import asyncio, json, sys
+from rollweave.sandbox.base import SandboxSpec
+from rollweave.sandbox.plain import Plain
+
+async def main():
+    used, unused = Plain(), Plain()
+    await used.start(SandboxSpec())
+    places = [folder for one in (used, unused) for folder in (one._launcher._base, one._launcher._kept)]
+    print(json.dumps([used._launcher._process.pid, places]), flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+@contextlib.contextmanager
+def owner() -> Iterator[tuple["subprocess.Popen[str]", int, list[str]]]:
+    """Another process with two back ends, its first one's warden, and their folders."""
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            warden, places = json.loads(process.stdout.readline())
+            assert all(map(os.path.isdir, places))
+            yield process, warden, places
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def ended(pid: int) -> Iterator[None]:
+    """Until this process, which is no child of ours, has ended."""
+    fd = os.pidfd_open(pid)
+    try:
+        yield
+        select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+async def gone(places: list[str]) -> None:
+    """By the suite's own limit: another start on this machine may be removing them just now."""
+    while any(map(os.path.exists, places)):  # noqa: ASYNC110 (nothing tells)
+        await asyncio.sleep(0.01)
+
+
+async def test_a_killed_owner_leaves_nothing_beyond_the_next_start() -> None:
+    async with opened("plain") as mine:
+        living = [mine._launcher._base, mine._launcher._kept]  # type: ignore[attr-defined]
+        with owner() as (process, warden, places), owner() as (_, _, others):
+            with ended(warden):
+                process.kill()
+            assert not any(map(os.path.exists, places[:2]))  # by the warden
+            await (await mine.start(SPEC)).stop()
+            await gone(places)
+            assert all(map(os.path.isdir, others))
+            assert all(map(os.path.isdir, living))
+
+
+async def test_an_owner_that_is_killed_with_its_warden_leaves_nothing_beyond_the_next_start() -> None:
+    with owner() as (process, warden, places):
+        process.send_signal(signal.SIGSTOP)  # it must not hear of its warden's end
+        with ended(warden):
+            os.kill(warden, signal.SIGKILL)
+        process.kill()
+        process.wait()  # any start on this machine may remove them from now on
+        async with opened("plain") as next_one:
+            await (await next_one.start(SPEC)).stop()
+            await gone(places)
+
+
+def test_what_is_locked_or_not_ours_stays(tmp_path: Path) -> None:
+    mine, lock = made(str(tmp_path))
+    dead = tmp_path / f"{PREFIX}dead"
+    (dead / "place").mkdir(parents=True)
+    for name in ("another", "rollweave-sandbox-old"):
+        (tmp_path / name).mkdir()
+    target = tmp_path / "target"
+    (target / "precious").mkdir(parents=True)
+    (tmp_path / f"{PREFIX}link").symlink_to(target)
+    (tmp_path / f"{PREFIX}file").write_text("")
+    sweep(str(tmp_path))
+    assert not dead.exists()
+    assert os.path.isdir(mine)
+    assert (target / "precious").is_dir()
+    assert {entry.name for entry in tmp_path.iterdir()} >= {
+        "another",
+        "rollweave-sandbox-old",
+        f"{PREFIX}link",
+        f"{PREFIX}file",
+    }
+    os.close(lock)
+    sweep(str(tmp_path))
+    assert not os.path.exists(mine)
+
+
+def test_what_another_user_made_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, lock = made(str(tmp_path))
+    os.close(lock)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.os, "getuid", lambda: os.geteuid() + 1)
+        sweep(str(tmp_path))
+    assert os.path.isdir(folder)
+
+
+def test_a_lock_lives_in_every_process_that_has_it(tmp_path: Path) -> None:
+    """The owner is gone, its warden cleans up: nothing else may."""
+    folder, lock = made(str(tmp_path))
+    heir = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    os.close(lock)
+    sweep(str(tmp_path))
+    assert os.path.isdir(folder)
+    heir.communicate(b"\n")
+    sweep(str(tmp_path))
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("moment", ["mkdtemp", "locked"])
+def test_a_folder_that_is_swept_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Between its creation and its lock it looks dead."""
+    swept: list[str] = []
+    where = tempfile if moment == "mkdtemp" else folders
+    former = getattr(where, moment)
+
+    def hurried(*arguments: object, **more: object) -> object:
+        if moment == "mkdtemp":
+            found = former(*arguments, **more)
+        monkeypatch.setattr(where, moment, former)
+        sweep(str(tmp_path))
+        swept.extend(os.listdir(tmp_path))
+        return found if moment == "mkdtemp" else former(*arguments, **more)
+
+    monkeypatch.setattr(where, moment, hurried)
+    folder, lock = made(str(tmp_path))
+    sweep(str(tmp_path))
+    assert swept == []
+    assert os.listdir(tmp_path) == [os.path.basename(folder)]
+    os.close(lock)
+
+
+def test_makers_and_sweepers_side_by_side(tmp_path: Path) -> None:
+    found: list[tuple[str, int]] = []
+    over = threading.Event()
+
+    def sweeps() -> None:
+        while not over.is_set():
+            sweep(str(tmp_path))
+
+    def makes() -> None:
+        found.extend(made(str(tmp_path)) for _ in range(200))
+
+    sweepers = [threading.Thread(target=sweeps) for _ in range(2)]
+    makers = [threading.Thread(target=makes) for _ in range(2)]
+    for thread in sweepers + makers:
+        thread.start()
+    for thread in makers:
+        thread.join()
+    over.set()
+    for thread in sweepers:
+        thread.join()
+    assert all(os.path.isdir(folder) for folder, _ in found)
+    assert len({folder for folder, _ in found}) == 400
+    for _, lock in found:
+        os.close(lock)
