@@ -16,9 +16,10 @@ from tests.engine.models import build, oracle_logprobs, save, spec
 PROMPT = (3, 1, 4, 1, 5)
 
 
-def generate(address: str, name: str) -> GenerateResult:
+def generate(engine: TrainedEngine, name: str) -> GenerateResult:
     body = msgspec.json.encode(GenerateRequest(id=name, tokens=PROMPT, sampling=Sampling(max_tokens=8, seed=7)))
-    with urllib.request.urlopen(f"{address}/rollweave/v1/generate", data=body) as answer:
+    head = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.token}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{engine.address}/rollweave/v1/generate", body, head)) as answer:
         return msgspec.json.decode(answer.read(), type=GenerateResult)
 
 
@@ -33,14 +34,14 @@ def error(model: torch.nn.Module, result: GenerateResult) -> float:
 def test_what_is_sampled_comes_from_the_weights_that_were_given_last(tmp_path: Path) -> None:
     first, second = build("qwen3", seed=0), build("qwen3", seed=1)
     with TrainedEngine(spec(save(first, tmp_path / "model"))) as engine:
-        result = generate(engine.address, "a")
+        result = generate(engine, "a")
         assert (result.versions[0].version, error(first, result) < 1e-4) == (0, True)
         engine.update(second.named_parameters(), version=5)
-        result = generate(engine.address, "b")
+        result = generate(engine, "b")
         assert (result.versions[0].version, error(second, result) < 1e-4, error(first, result) > 0.1) == (5, True, True)
         with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
             engine.update([(name, value) for name, value in first.named_parameters() if name != "model.norm.weight"], version=6)
-        result = generate(engine.address, "c")
+        result = generate(engine, "c")
         assert (result.versions[0].version, error(second, result) < 1e-4) == (5, True)
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"{engine.address}/health")

@@ -107,3 +107,7 @@ async def test_verl_gets_what_was_sampled(address: str) -> None:
 def test_verls_sampling_parameters_are_the_rollouts() -> None:
     request = verl.request_of("swe", {"index": torch.tensor(7), "split": "train"}, SAMPLING)
     assert (request.index, request.sampling.temperature, request.sampling.top_k) == (7, 0.5, 0)
+    with pytest.raises(
+        ValueError, match=r"sampling_params\.repetition_penalty must be 1 or null: it is not supported, got 1\.1"
+    ):
+        verl.request_of("swe", {"index": 7}, SAMPLING | {"repetition_penalty": 1.1})

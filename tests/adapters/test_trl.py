@@ -58,7 +58,7 @@ def served(directory: Path) -> Iterator[tuple[Rollouts, TrainedEngine, str]]:
         TrainedEngine(spec) as engine,
         Rollouts(service.address) as rollouts,
     ):
-        rollouts.register(EngineRequest(address=engine.address, dialect="rollweave", slots=16))
+        rollouts.register(EngineRequest(address=engine.address, token=engine.token, dialect="rollweave", slots=16))
         yield rollouts, engine, service.address
 
 

@@ -13,14 +13,26 @@ import pytest
 from aiohttp import web
 
 from rollweave.backends.client import EngineClient
+from rollweave.backends.guard import Guard
 from rollweave.backends.http import HttpEngine, HttpSpec
 from rollweave.backends.inproc import in_thread
+from rollweave.backends.listening import listening
 from rollweave.backends.probe import Logprobs
 from rollweave.backends.server import EngineServer
+from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT
 from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.serving import DialectName, EngineSpec, EngineStats, Finish, GenerateRequest, Sampling
+from rollweave.schema.serving import (
+    DialectName,
+    EngineSpec,
+    EngineStats,
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    VersionSpan,
+)
 from tests.backends.test_conformance import tiny_checkpoint
 
 VOCAB = 128
@@ -67,7 +79,8 @@ class Served:
 
     async def post(self, path: str, body: object) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with aiohttp.ClientSession() as session, session.post(self.url + path, data=data) as response:
+        head = {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession() as session, session.post(self.url + path, data=data, headers=head) as response:
             return response.status, json.loads(await response.read())
 
 
@@ -178,16 +191,52 @@ async def test_text_is_served_where_there_is_a_tokenizer(served: Served) -> None
     assert "token_ids" not in bare[1]["choices"][0]
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [({}, "hello"), ({"stop": "lo"}, "hel"), ({"stop": ["x", "l"]}, "he"), ({"stop_token_ids": [ord("o")]}, "hell")],
+)
+async def test_text_ends_before_what_stops_it(stop: dict[str, Any], shown: str) -> None:
+    class Speaker:
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            tokens = tuple(map(ord, "hello"))
+            versions = (VersionSpan(start=0, end=5, version=0),)
+            return GenerateResult(id=request.id, tokens=tokens, logprobs=(0.0,) * 5, versions=versions, finish=Finish.STOP)
+
+    speaker: Any = Speaker()
+    app = EngineServer(speaker, model="m", text=Letters()).application()
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=1.0) as url:
+        asked = {"prompt": "say", "return_token_ids": True, **stop}
+        async with aiohttp.ClientSession() as session, session.post(url + "/v1/completions", json=asked) as response:
+            (choice,) = (await response.json())["choices"]
+    assert (choice["text"], len(choice["token_ids"])) == (shown, 5)
+
+
+async def test_fields_that_ask_for_nothing_change_nothing(served: Served) -> None:
+    asked = {"prompt": [5], "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    plain = (await served.post("/v1/completions", asked))[1]["choices"]
+    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
+    said = nothing | dict.fromkeys(WITHOUT_EFFECT, "x") | asked
+    status, answer = await served.post("/v1/completions", said)
+    assert (status, answer.get("choices")) == (200, plain)
+
+
 async def test_who_names_no_seed_gets_another_answer_each_time(served: Served) -> None:
     answers = [await served.post("/generate", {"prompt_ids": [5], "max_tokens": 12}) for _ in range(4)]
     assert len({tuple(answer["response_ids"]) for _, answer in answers}) > 1
 
 
 REFUSED = [
-    ("/v1/completions", {"prompt": [5], "n": 2}, 400, "n must be 1 or null here, got 2"),
-    ("/v1/completions", {"prompt": [5], "stream": True}, 400, "stream must be False"),
-    ("/v1/completions", {"prompt": [5], "repetition_penalty": 1.05}, 400, "repetition_penalty must be 1.0"),
-    ("/v1/completions", {"prompt": [5], "logit_bias": {"7": 1.0}}, 400, "logit_bias must be None"),
+    ("/v1/completions", {"prompt": [5], "n": 2}, 400, "n must be 1 or null: it is not supported, got 2"),
+    ("/v1/completions", {"prompt": [5], "stream": True}, 400, "stream must be false or null"),
+    ("/v1/completions", {"prompt": [5], "repetition_penalty": 1.05}, 400, "repetition_penalty must be 1 or null"),
+    ("/v1/completions", {"prompt": [5], "logit_bias": {"7": 1.0}}, 400, "logit_bias must be {} or null"),
+    ("/v1/completions", {"prompt": [5], "bad_words": ["x"]}, 400, "bad_words must be [] or null"),
+    ("/v1/completions", {"prompt": [5], "structured_outputs": {"json": {}}}, 400, "structured_outputs must be null"),
+    ("/v1/completions", {"prompt": [5], "surprise": 1}, 400, "surprise must not be given"),
+    ("/v1/completions", {"prompt": [5], "logprobs": 5}, 400, "logprobs must be 0 or null, or 1 at temperature 0"),
+    ("/v1/completions", {"prompt": [5], "logprobs": 0, "return_tokens_as_token_ids": False}, 400, "must be true or null"),
+    ("/v1/completions", [5], 400, "Expected `object`"),
+    ("/generate", {"prompt_ids": [5], "max_tokens": 1, "min_p": 0.1}, 400, "min_p must be 0 or null"),
     ("/v1/completions", {"prompt": [], "max_tokens": 2}, 400, "at least one token"),
     ("/v1/completions", {"prompt": [5], "temperature": -1}, 400, "temperature must be 0 or more"),
     ("/v1/completions", {"prompt": [5], "max_tokens": "many"}, 400, "Expected `int"),

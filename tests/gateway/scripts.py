@@ -76,7 +76,7 @@ class Client:
     async def post(self, body: Any, *, path: str = CHAT, **headers: str) -> tuple[int, Any]:
         """Status and JSON. `body` is JSON, or bytes as they are."""
         data = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
-        head = {"Authorization": f"Bearer {self.access.token}", **headers}
+        head = {"Authorization": f"Bearer {self.access.token}", "Content-Type": "application/json", **headers}
         async with self.http.post(self.base_url + path, headers=head, **data) as response:
             return response.status, await response.json()
 

@@ -3,7 +3,9 @@
 import asyncio
 import io
 import json
+import re
 import socket
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,8 +13,11 @@ import pytest
 import yarl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
 
-from rollweave.gateway.dialogue import RequestError, parse_chat
+from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT
+from rollweave.gateway.dialogue import RequestError, _Chat, parse_chat
 from rollweave.gateway.server import MAX_BODY, Gateway, Recorded
 from rollweave.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
@@ -184,21 +189,22 @@ async def test_how_a_turn_ends_and_what_it_is_sampled_with() -> None:
         more = {"temperature": 0, "top_p": 0.5, "seed": -7, "max_tokens": 1000, "max_completion_tokens": 12, "stop": "x"}
         await client.post(ask(**more))
         await client.post(ask(max_tokens=1000))
+        await client.post(ask(max_tokens=7, max_completion_tokens=12))
     samplings = [sampling for _, _, sampling in script.asked]
     assert (samplings[0].temperature, samplings[0].top_k, samplings[0].max_tokens) == (0.7, 9, 50)
     assert samplings[0].seed != samplings[1].seed
     assert samplings[2] == Sampling(
         temperature=0, top_p=0.5, top_k=9, seed=-7, max_tokens=12, stop=("x",), stop_token_ids=CODEC.stop_token_ids
     )
-    assert samplings[3].max_tokens == 50
+    assert [sampling.max_tokens for sampling in samplings[3:]] == [50, 7]
 
 
 async def test_pinned_sampling_holds_whatever_the_client_says() -> None:
     script = Script()
-    async with gateway(script, session={"sampling": Sampling(temperature=1.0), "pinned": True}) as (_, client):
-        assert (await client.post(ask(temperature=0.1, top_p=0.2, seed=3)))[0] == 200
+    async with gateway(script, session={"sampling": Sampling(temperature=1.0, top_k=5), "pinned": True}) as (_, client):
+        assert (await client.post(ask(temperature=0.1, top_p=0.2, top_k=1, seed=3)))[0] == 200
     sampling = script.asked[0][2]
-    assert (sampling.temperature, sampling.top_p) == (1.0, 1.0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 5)
     assert sampling.seed != 3
 
 
@@ -296,10 +302,35 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 5, "temperature": 0}, "top_logprobs"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"functions": [{}]}, "functions"),
+    ({"n": True}, "n"),
+    ({"min_p": 0.05}, "min_p"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"bad_words": ["no"]}, "bad_words"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
+    ({"best_of": 2}, "best_of"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"stream_options": {"include_more": True}}, "stream_options"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}, "mode": "auto"}}, "tool_choice"),
+    ({"messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "y"}]}, "messages.1.reasoning_content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": 2}]}]}, "messages.0.content.0.weight"),
+    ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages.0.images"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "a"}, "priority": 1}]}]},
+        "messages.1.tool_calls.0.priority",
+    ),
+    ({"surprise": 1}, "surprise"),
 ]
 
 
@@ -311,6 +342,69 @@ def test_what_is_wrong_is_refused_with_field_rule_and_value(change: dict[str, An
     assert caught.value.param is not None
     assert caught.value.param.startswith(param)
     assert ", got " in str(caught.value)
+
+
+HONORED = set(_Chat.model_fields)
+"""Fields of a request that the gateway reads; `OWN` of them are the run's where the session is pinned."""
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_a_field_that_is_not_honored_asks_for_nothing_or_is_refused(data: st.DataObject) -> None:
+    name = data.draw(
+        st.sampled_from(sorted(set(NEUTRAL) - HONORED)) | st.text(min_size=1).filter(lambda name: name not in HONORED)
+    )
+    value = data.draw(st.sampled_from([*NEUTRAL.get(name, ()), None]) | json_values)
+    body = json.dumps(ask() | {name: value}).encode(errors="ignore")
+    same = [value is None, name in WITHOUT_EFFECT]
+    same += [value == each and isinstance(value, bool) is isinstance(each, bool) for each in NEUTRAL.get(name, ())]
+    if any(same):
+        assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())
+    else:
+        with pytest.raises(RequestError) as caught:
+            parse_chat(body)
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert str(caught.value).startswith(f"{name} must ")
+        assert str(caught.value).endswith(f", got {value!r:.80}")
+
+
+def test_each_field_of_a_request_is_in_one_table_and_in_the_documentation() -> None:
+    assert set(CompletionCreateParamsBase.__annotations__) <= HONORED | set(NEUTRAL) | WITHOUT_EFFECT
+    assert set(CompletionParamsBase.__annotations__) - {"prompt"} <= HONORED | set(NEUTRAL) | WITHOUT_EFFECT
+    assert not set(NEUTRAL) & WITHOUT_EFFECT
+    assert not HONORED & WITHOUT_EFFECT
+    words = set(re.findall(r"[a-z_]+", (Path(__file__).parents[2] / "docs" / "GATEWAY.md").read_text()))
+    assert (HONORED | (set(NEUTRAL) - HONORED) | WITHOUT_EFFECT) - words == set()
+
+
+async def test_a_stop_token_ends_the_turn_and_is_not_shown_but_is_recorded() -> None:
+    said = encode("one two")
+    script = Script([spoken(said), spoken(encode("é")[:2])])
+    async with gateway(script) as (made, client):
+        _, answer = await client.post(ask(stop_token_ids=[said[-1]], top_k=7))
+        assert answer["choices"][0]["message"]["content"] == CODEC.decode(said[:-1])
+        assert script.asked[0][2].stop_token_ids == (*CODEC.stop_token_ids, said[-1])
+        assert script.asked[0][2].top_k == 7
+        (sequence,) = made.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == said
+        await client.post(ask("again", top_k=-1))
+        assert script.asked[1][2].top_k == 0
+
+
+async def test_a_field_that_is_not_honored_is_answered_with_400() -> None:
+    script = Script()
+    async with gateway(script, session={"pinned": True}) as (_, client):
+        for body in (ask(min_p=0.05), ask(stream=True, guided_regex="a+")):
+            status, answer = await client.post(body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert "must be" in answer["error"]["message"]
+        assert not script.asked
 
 
 def test_what_changes_nothing_is_let_pass() -> None:
@@ -340,7 +434,8 @@ async def test_bytes_that_are_no_text_and_no_gzip_are_refused() -> None:
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
         url = yarl.URL(client.url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(b"GET /s/s/v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        writer.write(b"GET /s/s/v1/models HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n" % url.authority.encode())
+        writer.write(b"Authorization: Bearer \xff\xfe\r\n\r\n")
         assert b"401" in await reader.readline()
         await reader.read()
         writer.close()
@@ -450,12 +545,14 @@ async def test_an_answer_that_broke_off_is_given_again_and_counts_once() -> None
         narrow.setblocking(False)
         await asyncio.get_running_loop().sock_connect(narrow, (url.host, url.port))
         reader, writer = await asyncio.open_connection(sock=narrow)
-        head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.access.token}\r\n"
+        head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: {url.authority}\r\n"
+        head += f"Authorization: Bearer {client.access.token}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b"200" in await reader.readline()
         writer.transport.abort()
         assert made.sequences("s") == ()
         again = {"Authorization": f"Bearer {client.access.token}", "X-Stainless-Retry-Count": "1"}
+        again |= {"Content-Type": "application/json"}
         async with client.http.post(client.base_url + CHAT, data=body, headers=again) as response:
             assert (await response.text()).endswith("data: [DONE]\n\n")
         (sequence,) = made.sequences("s")

@@ -142,7 +142,7 @@ async def test_two_branches_at_once_in_one_session(directory: Path) -> None:
 async def test_errors_are_those_that_it_knows(directory: Path) -> None:
     async with engine(directory) as tiny, served(Turns(tiny), directory, "s") as (_, url, access):
         async with client(url, access["s"]) as openai:
-            with pytest.raises(BadRequestError, match=r"n: .*got 2") as caught:
+            with pytest.raises(BadRequestError, match=r"n must be 1 .*got 2") as caught:
                 await openai.chat.completions.create(messages=[{"role": "user", "content": "q"}], n=2, **SHORT)
             assert caught.value.param == "n"
             tools: Any = [TOOL]
@@ -153,3 +153,24 @@ async def test_errors_are_those_that_it_knows(directory: Path) -> None:
         async with client(url, Access(path="/s/none/v1", token="x")) as openai:
             with pytest.raises(NotFoundError):
                 await openai.models.list()
+
+
+async def test_what_it_sends_by_itself_is_understood_and_what_is_added_is_honored_or_refused(directory: Path) -> None:
+    """`extra_body` is how its users send the fields of vLLM and SGLang."""
+    asked: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
+    async with engine(directory) as tiny, served(Turns(tiny), directory, "s") as (made, url, access):
+        openai = client(url, access["s"])
+        async with openai:
+            plain = await openai.chat.completions.create(
+                **asked, store=False, user="u", modalities=["text"], verbosity="medium"
+            )
+            first = made.sequences("s")[0]
+            token = first.tokens[first.turns[0].start]
+            cut = await openai.chat.completions.create(**asked, extra_body={"stop_token_ids": [token], "top_k": -1})
+            with pytest.raises(BadRequestError, match=r"min_p must be 0 or null: it is not supported, got 0\.1"):
+                await openai.chat.completions.create(**asked, extra_body={"min_p": 0.1})
+            with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
+                await openai.chat.completions.create(**asked, reasoning_effort="low")
+    assert plain.usage is not None
+    assert cut.usage is not None
+    assert (cut.choices[0].message.content, cut.usage.completion_tokens) == ("", 1)

@@ -19,9 +19,18 @@ tokens = st.lists(words | st.lists(st.integers(0, 405), max_size=3).map(tuple), 
 )
 
 
-def reply_of(sampled: tuple[int, ...], *, tools: bool, forced: str, stop: tuple[str, ...], finish: Finish) -> Reply:
+def reply_of(
+    sampled: tuple[int, ...],
+    *,
+    tools: bool,
+    forced: str,
+    stop: tuple[str, ...],
+    finish: Finish,
+    stop_tokens: tuple[int, ...] = (),
+) -> Reply:
     result = spoken(sampled, finish=finish)
-    message, shown = read_turn(CODEC, Hermes() if tools else None, result, number=7, forced=forced, stop=stop)
+    hermes = Hermes() if tools else None
+    message, shown = read_turn(CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens)
     return Reply(
         id="r",
         created=0,
@@ -56,12 +65,14 @@ def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
     forced=st.sampled_from(["", "<tool_call>\n"]),
     stop=st.lists(st.sampled_from(["stop", "ne", "🙂", "tool"]), max_size=2).map(tuple),
     finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),
+    cut=st.booleans(),
 )
 def test_a_stream_adds_up_to_the_whole(
-    sampled: tuple[int, ...], ended: bool, tools: bool, forced: str, stop: tuple[str, ...], finish: Finish
+    sampled: tuple[int, ...], ended: bool, tools: bool, forced: str, stop: tuple[str, ...], finish: Finish, cut: bool
 ) -> None:
     sampled = (*sampled, END) if ended or not sampled else sampled
-    reply = reply_of(sampled, tools=tools, forced=forced, stop=stop, finish=finish)
+    stop_tokens = sampled[-1:] if cut else ()
+    reply = reply_of(sampled, tools=tools, forced=forced, stop=stop, finish=finish, stop_tokens=stop_tokens)
     ask = Ask(model="m", messages=(), logprobs=True, include_usage=True)
     stream = list(chunks(reply, ask, forced=forced))
     body = json.loads(json.dumps(whole(reply, ask)))
@@ -72,6 +83,8 @@ def test_a_stream_adds_up_to_the_whole(
     assert said["calls"] == calls
     # What is shown is what was said up to the stop text; with calls, less the calls and the space around.
     text = CODEC.text(sampled)
+    if cut:
+        text = text[: len(CODEC.decode(sampled[:-1]))]
     for each in stop:
         text = text.partition(each)[0] if each in text else text
     if not calls:

@@ -17,6 +17,7 @@ from rollweave.schema.work import Task
 
 
 class Lottery:
+    blocking = False  # members begin in the order in which they are asked for
     _numbers: ClassVar[dict[str, Iterator[int]]] = defaultdict(itertools.count)
 
     def __init__(self, **_: Any) -> None:

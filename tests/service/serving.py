@@ -19,6 +19,7 @@ from rollweave.schema.config import RunConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
 from rollweave.service.engines import connector
+from rollweave.service.service import Service
 from tests.live.whole import FAKES, ROOT, make_config
 
 WAIT_S = 60.0
@@ -31,17 +32,17 @@ def service_config(directory: Path, **sections: Any) -> RunConfig:
     return make_config(directory, run=run, serve=serve, **sections)
 
 
-def no_engine(request: EngineRequest, name: str) -> NoReturn:
+def no_engine(request: EngineRequest, name: str, *_: object) -> NoReturn:
     raise OSError(f"{name}: nobody is at {request.address}")
 
 
 class Host:
     def __init__(self) -> None:
-        self.addresses: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
+        self.addresses: queue.Queue[tuple[str, str | None, Callable[[bool], None]]] = queue.Queue()
         self.warnings: list[Warn] = []
 
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
-        self.addresses.put((address, stop))
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+        self.addresses.put((address, token, stop))
 
     def warned(self, command: Warn) -> None:
         self.warnings.append(command)
@@ -51,17 +52,20 @@ class Host:
 
 
 class Serving:
-    """A service in a thread. `stop` ends it and waits; what it raised is raised here."""
+    """A service in a thread, without a token unless told otherwise. `stop` ends it and waits; what it raised is raised here."""
 
-    def __init__(self, config: RunConfig, *, connect: launch.Connect = no_engine) -> None:
+    def __init__(self, config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool) -> None:
         self.host = Host()
         self._error: BaseException | None = None
         self._connect = connect
+        self.service: Service
+        self._given = {"no_token": config.serve.token_env is None, **given}
+        self.token: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(config,), name="service")
         self._thread.start()
         while True:
             try:
-                self.address, self._stop = self.host.addresses.get(timeout=0.2)
+                self.address, self.token, self._stop = self.host.addresses.get(timeout=0.2)
                 return
             except queue.Empty:
                 if not self._thread.is_alive():
@@ -70,9 +74,12 @@ class Serving:
 
     def _serve(self, config: RunConfig) -> None:
         try:
-            launch.serve(config, host=self.host, connect=self._connect, programs=FAKES)
+            launch.serve(config, host=self.host, connect=self._connect, programs=FAKES, observe=self._observe, **self._given)
         except BaseException as error:
             self._error = error
+
+    def _observe(self, service: Service) -> None:
+        self.service = service
 
     def ask_to_stop(self, *, drain: bool = False) -> None:
         self._stop(drain)
@@ -91,8 +98,8 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(config: RunConfig, *, connect: launch.Connect = no_engine) -> Iterator[Serving]:
-    service = Serving(config, connect=connect)
+def serving(config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool) -> Iterator[Serving]:
+    service = Serving(config, connect=connect, **given)
     try:
         yield service
     finally:
@@ -132,8 +139,8 @@ class Program:
 if __name__ == "__main__":
 
     class Printing(Host):
-        def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+        def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
             print(address, flush=True)
 
     given = load(sys.argv[1])
-    launch.serve(given, host=Printing(), connect=connector(given), programs=FAKES)
+    launch.serve(given, host=Printing(), connect=connector(given), programs=FAKES, no_token=True)

@@ -13,14 +13,16 @@ from aiohttp import web
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.server import EngineServer
+from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
 from rollweave.service.client import NoServiceError, RolloutClient
-from rollweave.service.engines import connector, vocabulary
+from rollweave.service.engines import connector, rescored, vocabulary
 from tests.backends.echo_engine import EchoLoop
+from tests.backends.test_conformance import tiny_checkpoint
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 
@@ -40,13 +42,15 @@ class Words:
         return "a" * len(tokens)
 
 
+ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
+
+
 @contextlib.asynccontextmanager
-async def elsewhere() -> AsyncIterator[tuple[EngineClient, str]]:
-    """An echo engine behind HTTP, and its address."""
+async def elsewhere(spec: EngineSpec = ECHO, loop: Any = EchoLoop) -> AsyncIterator[tuple[EngineClient, str]]:
+    """An engine behind HTTP, and its address."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
-    spec = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
-    engine = EngineClient("echo", in_thread(spec, EchoLoop, model_ready=present), start_s=20.0, reply_s=20.0)
+    engine = EngineClient("echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0)
     app = EngineServer(engine, model="echo", text=Words()).application()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await engine.ready()
@@ -57,6 +61,34 @@ async def elsewhere() -> AsyncIterator[tuple[EngineClient, str]]:
     finally:
         await runner.cleanup()
         await engine.close()
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
+async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(tmp_path: Path, dtype: str, exact: bool) -> None:
+    """As vLLM does without --dtype float32: what it is asked and answers looks the same."""
+    config = registered(tmp_path)
+    directory = Path(config.model.path or "")
+    tiny_checkpoint(directory)
+    spec = EngineSpec(id=EngineId("e0"), model=str(directory), max_slots=4, kv_tokens=1024, dtype=dtype, version=0)
+    async with elsewhere(spec, EngineLoop) as (_, address):
+        with serving(config, connect=connector(config)) as service:
+            await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "completions"})
+            await until(service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving")
+            said = [warning.message for warning in service.host.warnings if "log-probs" in warning.message]
+    assert len(said) == (0 if exact else 1), service.host.warnings
+    assert exact or "unless it is started with --dtype float32" in said[0]
+
+
+async def test_what_cannot_be_compared_is_not(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    theirs = await rescored(tmp_path, (3, 1, 4), (1, 5))
+    assert theirs is not None
+    assert len(theirs) == 2
+    assert all(-20 < value < 0 for value in theirs)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Mamba"], "vocab_size": 128}))
+    assert await rescored(tmp_path, (3,), (1,)) is None
+    (tmp_path / "model.safetensors").unlink()
+    assert await rescored(tmp_path, (3,), (1,)) is None
 
 
 async def done(service: str, id: str) -> Any:
@@ -181,3 +213,94 @@ def test_the_vocabulary_is_that_of_the_models_configuration(tmp_path: Path) -> N
     assert vocabulary(tmp_path) == 7
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 9}}))
     assert vocabulary(tmp_path) == 9
+
+
+async def engines_of(service: str) -> list[Any]:
+    _, found, _ = await ask(service, "GET", "/v1/engines")
+    engines: list[Any] = found["engines"]
+    return engines
+
+
+async def serving_engines(service: str, count: int) -> list[Any]:
+    """The engines, as soon as so many serve."""
+    await until(service, "/v1/engines", lambda found: sum(one["status"] == "serving" for one in found["engines"]) == count)
+    return await engines_of(service)
+
+
+async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(tmp_path: Path, unused_tcp_port: int) -> None:
+    config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
+    with serving(config, connect=connector(config)) as service:
+        _, queued, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
+        assert queued["waits_for"] == "no engine serves: none is registered"
+        await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
+        await until(service.address, "/v1/engines", lambda found: "tried 3 times" in found["engines"][0]["reason"])
+        (engine,) = await engines_of(service.address)
+        assert engine["status"] == "starting"
+        assert engine["reason"].startswith("unreachable: connection refused, tried ")
+        _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
+        assert found["waits_for"].startswith("no engine serves (x0: unreachable: connection refused, tried ")
+        told = [warning.message for warning in service.host.warnings if warning.component == "x0"]
+        assert told == [f"unreachable at {address}: connection refused; it will be tried again"]
+        status, health, _ = await ask(service.address, "GET", "/ready")
+        assert (status, health["status"]) == (503, "no engine")
+        assert "connection refused" in health["reason"]
+        assert (await ask(service.address, "GET", "/health"))[0] == 200
+
+
+async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_path: Path) -> None:
+    config = registered(tmp_path)
+    async with elsewhere() as (_, address):
+        with serving(config, connect=connector(config)) as service:
+            await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"})
+            await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
+            await until(service.address, "/v1/rollouts/waits", lambda found: "x0: removed after" in found["waits_for"])
+            _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
+            assert "cannot be used in the dialect sglang" in found["waits_for"]
+            (engine,) = await engines_of(service.address)
+            assert engine["status"] == "removed"
+            assert "cannot be used in the dialect sglang" in engine["reason"]
+            _, again, _ = await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
+            await serving_engines(service.address, 1)
+            assert [engine["id"] for engine in await engines_of(service.address)] == [again["id"]]
+            assert (await done(service.address, "waits"))["members"][0]["stop_reason"] == "finished"
+
+
+async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -> None:
+    config = registered(tmp_path)
+    async with elsewhere() as (_, address):
+        with serving(config, connect=connector(config)) as service:
+            wrong = {"address": address, "dialect": "sglang"}
+            _, first, _ = await ask(service.address, "POST", "/v1/engines", wrong)
+            _, again, _ = await ask(service.address, "POST", "/v1/engines", wrong)
+            assert again["id"] == first["id"]
+            status, right, _ = await ask(
+                service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave", "slots": 2}
+            )
+            assert status == 202
+            assert right["id"] != first["id"]
+            await serving_engines(service.address, 1)
+            await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 1)
+            (engine,) = await engines_of(service.address)
+            assert (engine["id"], engine["slots"], engine["reason"]) == (right["id"], 2, "")
+
+
+async def test_the_last_engine_that_serves_is_not_deleted_by_mistake(tmp_path: Path) -> None:
+    config = registered(tmp_path)
+    async with elsewhere() as (_, one), elsewhere() as (_, other):
+        with serving(config, connect=connector(config)) as service:
+            for address in (one, other):
+                await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
+            first, last = await serving_engines(service.address, 2)
+            assert (await ask(service.address, "GET", "/ready"))[0] == 200
+            both = (ask(service.address, "DELETE", f"/v1/engines/{engine['id']}") for engine in (first, last))
+            (status, found, _), (other_status, *_) = sorted(await asyncio.gather(*both), key=lambda each: -each[0])
+            assert (status, other_status, found["error"]["type"]) == (409, 202, "conflict")
+            assert "must not be the last one that serves" in found["error"]["message"]
+            await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 1)
+            (last,) = await engines_of(service.address)
+            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409
+            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps"))[0] == 400
+            assert (await ask(service.address, "GET", "/health"))[1]["status"] == "ok"
+            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[0] == 202
+            await until(service.address, "/health", lambda health: health["status"] == "no engine")
+            assert (await ask(service.address, "GET", "/health"))[1]["reason"] == "no engine serves: none is registered"

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from rollweave.backends.base import EngineBackend
+from rollweave.backends.transport import Failed
 from rollweave.codec.config import load
 from rollweave.core.core import Core
 from rollweave.envs.tasks import TaskSource
@@ -25,6 +26,7 @@ from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.work import StopReason, Task
 from rollweave.service.client import RolloutClient
 from rollweave.service.jobs import Job, Jobs
+from rollweave.service.reach import EngineTokens
 from rollweave.service.service import Service
 from tests.live.test_real_files import can_mount
 from tests.live.whole import ROOT, run_dir
@@ -171,7 +173,8 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
     config, jobs = service_config(tmp_path), Counting(Path(":memory:"))
     world: Any = SimpleNamespace(core=Core(config), pump=SimpleNamespace(post=lambda _: None))
     with TrajectoryStore(tmp_path / "store") as store:
-        service = Service(config, jobs=jobs, source=TaskSource(config), store=store)
+        tokens = EngineTokens(tmp_path / "tokens")
+        service = Service(config, jobs=jobs, tokens=tokens, source=TaskSource(config), store=store)
         service.attach(world)
         request = RolloutRequest(handler="game", id="x", index=0, members=20)
         jobs.add([("x", request, Task(id=TaskId("t"), env="game", seed=0))], most_bytes=1 << 20)
@@ -188,35 +191,39 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
 # Connections.
 
 
-async def test_more_connections_than_there_may_be_are_told_so_and_cost_nothing_else(tmp_path: Path) -> None:
-    """Hundreds of idle ones under a limit of 600 files: what is under way goes on, and afterwards everybody is let in again."""
+async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_may_be_are_told_so(tmp_path: Path) -> None:
+    """Under a limit of 600 files: 700 silent connections cost nothing; while 300 requests wait, others are turned away."""
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
     host, _, port = program.address.removeprefix("http://").partition(":")
-    idle: list[asyncio.StreamWriter] = []
+    held: list[asyncio.StreamWriter] = []
     try:
         await ask(program.address, "POST", "/v1/rollouts", game(id="x"))
         waiting = asyncio.create_task(ask(program.address, "GET", "/v1/rollouts/x?wait=60"))
         await until(program.address, "/health", lambda health: health["run"] == 1)
-        for _ in range(700):
-            idle.append((await asyncio.open_connection(host, port))[1])
+        for number in range(700):
+            held.append((await asyncio.open_connection(host, port))[1])
+            if number % 2:
+                held[-1].write(b"GET /health HTTP/1.1\r\nHo")
+        assert (await ask(program.address, "GET", "/health"))[0] == 200
+        whole = f"GET /v1/rollouts/x?wait=60 HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
+        for _ in range(310):
+            held.append((await asyncio.open_connection(host, port))[1])
+            held[-1].write(whole)
         told = None
-        while told is None:  # of those that are turned away only some are told so at one time
+        while told is None or told[0] != 503:  # of those that are turned away only some are told so at one time
             with contextlib.suppress(aiohttp.ClientError):
                 told = await ask(program.address, "POST", "/v1/rollouts", game(id="late", payload={"x": "x" * 100_000}))
-        status, body, headers = told
-        assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "busy", "1")
+        _, body, headers = told
+        assert (body["error"]["type"], headers["Retry-After"]) == ("busy", "1")
         assert "at most 300 connections" in body["error"]["message"]
         gate.touch()
         assert (await waiting)[1]["state"] == "done"
         async with RolloutClient(program.address) as client:
-            task = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0)))
-            await asyncio.sleep(0)
-            for writer in idle:
-                writer.close()
-            assert (await task).state == "done"
+            assert (await client.rollout(RolloutRequest(handler="game", index=0))).state == "done"
     finally:
-        for writer in idle:
+        gate.touch()
+        for writer in held:
             writer.close()
         assert program.terminate() == 0
     assert "open files" not in (tmp_path / "said").read_text()
@@ -377,7 +384,7 @@ def test_on_a_full_disk_nothing_is_accepted_that_is_not_noted(tmp_path: Path, sp
 # Engines.
 
 
-def refuse(request: EngineRequest, name: str) -> EngineBackend:
+def refuse(request: EngineRequest, name: str, failed: Failed, noted: Any) -> EngineBackend:
     raise ConfigError(f"{name}: dialect must be another one, got {request.dialect!r}")
 
 
@@ -389,7 +396,8 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
             for _ in range(2):
                 status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
                 assert (status, found["id"][0]) == (202, "x")
-                await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 2)  # the local ones
+                await until(service.address, "/v1/engines", lambda found: found["engines"][-1]["status"] == "removed")
+                assert len((await ask(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3  # and two local ones
             assert any("dialect must be another one" in warning.message for warning in service.host.warnings)
             await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
@@ -399,7 +407,7 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
 class Waiting:
     """An engine that is never ready."""
 
-    def __init__(self, request: EngineRequest, name: str) -> None:
+    def __init__(self, request: EngineRequest, name: str, failed: Failed, noted: Any) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def ready(self) -> NoReturn:

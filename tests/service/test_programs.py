@@ -17,7 +17,7 @@ words = [say("go"), say("on")]
 open("said.txt", "w").write(" ".join(words))
 """)
 
-COUNTS = ["sh", "-c", "wc -w < said.txt"]
+COUNTS = ["sh", "-c", "wc -w < $SUBMISSION/said.txt"]
 
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:

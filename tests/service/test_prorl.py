@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
+from rollweave.service.engines import connector
+from rollweave.service.prorl import task_of
 from tests.service.serving import Serving, service_config, serving
+from tests.service.test_engines import elsewhere, registered
 from tests.service.test_service import ask, until
 
 
@@ -77,12 +81,17 @@ async def test_what_is_wrong_is_refused_in_its_words(tmp_path: Path) -> None:
             {},
             job(0) | {"sampling_params": {"temperature": -1}},
             job(0) | {"sampling_params": {"max_iterations": "many"}},
+            job(0) | {"sampling_params": {"min_p": 0.1}},
+            job(0) | {"sampling_params": {"reasoning_effort": "high"}},
+            job(0) | {"sampling_params": {"surprise": 1}},
+            job(0, instance={"data_source": 5}),
         ):
             status, found = await post(service, "/process", body)
             assert (status, set(found)) == (400, {"detail"}), body
         assert (await post(service, "/add_llm_server", {"address": 5}))[0] == 400
         assert (await post(service, "/add_llm_server", {}))[0] == 400
-        async with aiohttp.ClientSession() as session, session.post(service.address + "/process", data=b"\xff{") as found:
+        given = {"data": b"\xff{", "headers": {"Content-Type": "application/json"}}
+        async with aiohttp.ClientSession() as session, session.post(service.address + "/process", **given) as found:
             assert found.status == 400
 
 
@@ -93,3 +102,50 @@ async def test_a_failure_is_named_and_filtered(tmp_path: Path) -> None:
         status, found = await post(service, "/process", job(0))
         assert (status, found["success"], found["critical_error"], found["filter"]) == (200, False, "init", True)
         assert "broken on purpose" in found["error"]
+
+
+NEMO_RL: dict[str, Any] = {
+    "model": "hosted_vllm/Qwen/Qwen3-8B",
+    "api_key": "dummy_key",
+    "modify_params": False,
+    "log_completions": False,
+    "native_tool_calling": True,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_iterations": 35,
+    "max_output_tokens": 4096,
+    "token_level_generation": True,
+    "custom_tokenizer": "Qwen/Qwen3-8B",
+    "max_model_len": 32768,
+    "ensure_thinking_end_properly": False,
+    "strict_loop_detector": True,
+    "is_reasoning_task": False,
+    "enable_thinking": True,
+}
+"""What its client sends with each job."""
+
+
+@pytest.mark.parametrize("source", [{}, {"data_source": "swebench"}, {"data_source": "game"}])
+async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, str]) -> None:
+    """Its instances have no `data_source`, or the one of their data set, and its addresses end in /v1."""
+    config = registered(tmp_path)
+    async with elsewhere() as (_, address):
+        with serving(config, connect=connector(config)) as service:
+            assert (await post(service, "/add_llm_server", {"address": f"{address}/v1"}))[0] == 200
+            assert (await post(service, "/start"))[0] == 200
+            body = {"instance": {"instance_id": "i", "trajectory_id": 0, **source}, "sampling_params": NEMO_RL}
+            status, found = await post(service, "/process", body)
+            assert (status, found["instance_id"], found["critical_error"]) == (200, "i", None), found["error"]
+            _, engines, _ = await ask(service.address, "GET", "/v1/engines")
+            assert [engine["address"] for engine in engines["engines"]] == [address]
+
+
+def test_its_names_find_the_handler_that_does_such_tasks() -> None:
+    tasks = {"bugs": "swe", "sums": "math_tool", "own": "my:Agent"}
+    found = [task_of(name, tasks) for name in ("swebench", "swe-gym", "math", "own", "deepcoder-v2", "gui")]
+    assert found == ["bugs", "bugs", "sums", "own", "deepcoder-v2", "gui"]
+    assert task_of("deepcoder-v2", {"snippets": "code"}) == "snippets"
+    assert task_of("swebench", {"own": "my:Agent"}) == "own"
+    assert task_of("swebench", {"own": "my:Agent", "other": "my:Agent"}) == "swebench"
+    assert task_of("none", {"own": "my:Agent"}) == "none"

@@ -7,9 +7,10 @@ import json
 import os
 import resource
 import signal
+import stat
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import aiohttp
 import pytest
 
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.service import RolloutRequest
+from rollweave.schema.service import MemberStatus, RolloutRequest
 from rollweave.service.client import NoServiceError, RolloutClient, Rollouts, ServiceError
+from tests.backends.test_guard import ATTACKS
 from tests.live.whole import assert_gone
 from tests.service.serving import Program, Serving, service_config, serving
 
@@ -28,7 +30,8 @@ async def ask(
 ) -> tuple[int, Any, Any]:
     """Status, JSON body, headers."""
     data = io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
-    async with aiohttp.ClientSession() as session, session.request(method, address + path, data=data, headers=headers) as found:
+    given = {**({"Content-Type": "application/json"} if data is not None else {}), **(headers or {})}
+    async with aiohttp.ClientSession() as session, session.request(method, address + path, data=data, headers=given) as found:
         text = await found.read()
         return found.status, json.loads(text) if text and "json" in found.content_type else text, found.headers
 
@@ -118,7 +121,7 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
             assert body["error"]["message"]
         for method, path, rule in (
             ("GET", "/v2", "the path must be one that /openapi.json names, got '/v2'"),
-            ("PATCH", "/v1/rollouts", "the method must be POST for '/v1/rollouts', got PATCH"),
+            ("PATCH", "/v1/rollouts", "the method must be GET,HEAD,POST for '/v1/rollouts', got PATCH"),
             ("POST", "/v1/rollouts", f"the body must have at most {16 << 20} bytes, got more"),
         ):
             _, body, _ = await ask(service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None)
@@ -152,8 +155,9 @@ async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
                 assert (body["error"]["type"], headers["Retry-After"]) == ("full", "1")
         assert accepted + refused == 40
         assert 10 <= accepted <= 14
-        batch = {"rollouts": [game(id=f"b{number}") for number in range(11)]}
-        assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == 429
+        for count, status in ((10, 429), (11, 413)):  # as many as may ever wait come again, more never
+            batch = {"rollouts": [game(id=f"b{number}") for number in range(count)]}
+            assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == status
         assert (await ask(service.address, "GET", "/v1/rollouts/b0"))[0] == 404
         gate.touch()
         for number in range(40):
@@ -211,7 +215,8 @@ async def test_an_environment_that_fails_is_a_failure_and_no_reward(tmp_path: Pa
         wanted = "reward_error" if stage == "score" else "env_error"
         assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (wanted, None, "environment")
         assert "broken on purpose" in member["result"]["error"]
-        assert member["attempt"] == config.rollout.retries
+        assert config.rollout.retries == 2
+        assert member["attempt"] == 1, "what fails twice in the same words is not tried a third time"
 
 
 async def test_a_token_is_wanted_of_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +229,46 @@ async def test_a_token_is_wanted_of_everybody(tmp_path: Path, monkeypatch: pytes
         assert (await ask(service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}))[0] == 200
 
 
+async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_this_host(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    directory, tokens = tmp_path / "service", []
+    for _ in range(2):  # the second finds the first one's
+        with serving(config, no_token=False) as service:
+            tokens.append(service.token)
+            assert (directory / "token").read_text().strip() == service.token
+            assert stat.S_IMODE((directory / "token").stat().st_mode) == 0o600
+            for path in ("/v1/handlers", "/metrics", "/status", "/openapi.json", "/nowhere"):
+                assert (await ask(service.address, "GET", path))[0] == 401
+            assert (await ask(service.address, "GET", "/health"))[0] == 200
+            async with RolloutClient(directory) as client:
+                assert (await client.rollout(RolloutRequest(handler="game", index=1))).state == "done"
+    assert tokens[0] == tokens[1]
+    with pytest.raises(ValueError, match="the directory of a service that runs"):
+        RolloutClient(directory)
+
+
+async def test_sandboxes_that_isolate_nothing_must_be_allowed_by_a_flag(tmp_path: Path) -> None:
+    config = service_config(tmp_path, sandbox={"backend": "plain"})
+    with pytest.raises(ConfigError, match=r"sandbox.backend must isolate .* `rollweave serve --unsandboxed` allows that"):
+        Serving(config)
+    assert not (tmp_path / "service").exists()
+    with serving(config, unsandboxed=True) as service:
+        assert (await ask(service.address, "GET", "/health"))[0] == 200
+
+
+async def test_no_page_reaches_a_service_without_a_token(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        for method, headers, status in ATTACKS:
+            raw = b'{"handler": "game", "index": 1, "id": "x"}' if method == "POST" else None
+            found, body, _ = await ask(service.address, method, "/v1/rollouts", raw=raw, headers=headers)
+            assert (found, body["error"]["type"]) == (status, "media_type" if status == 415 else "foreign")
+        assert (await ask(service.address, "GET", "/v1/rollouts/x"))[0] == 404
+
+
 def test_bad_settings_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("READ_FROM_A_FILE", "secret\n")
     for sections, words in (
-        ({"serve": {"host": "0.0.0.0"}}, "serve.token_env must be given"),
+        ({"serve": {"host": "0.0.0.0"}}, "--no-token must be left out"),
         ({"serve": {"token_env": "NO_SUCH_VARIABLE"}}, "serve.token_env must name a variable"),
         ({"serve": {"token_env": "READ_FROM_A_FILE"}}, "without a line's end"),
     ):
@@ -330,6 +371,23 @@ async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
         assert programs[1].terminate() == 0
 
 
+async def test_a_service_whose_loop_is_blocked_ends_by_a_signal(tmp_path: Path) -> None:
+    config = service_config(tmp_path, task={"env": "tests.live.holding:Telling"})
+    program = Program(config)
+    try:
+        async with RolloutClient([program.address]) as client:
+            asking = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0)))
+            while b"a step begins" not in (tmp_path / "said").read_bytes():  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(0.02)
+            assert await asyncio.to_thread(program.terminate) in (130, -signal.SIGINT)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    finally:
+        program.process.kill()
+    assert b"Interrupted" not in (tmp_path / "said").read_bytes()
+    assert_gone(config)
+
+
 async def test_a_cancelled_call_cancels_the_rollout(tmp_path: Path) -> None:
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:
@@ -373,6 +431,88 @@ def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interru
         asyncio.run(until(service.address, "/health", lambda health: not (health["queued"] or health["init"] or health["run"])))
         delivered = asyncio.run(ask(service.address, "GET", "/v1/completions"))[1]["completions"]
         assert {one["stop_reason"] for one in delivered} <= {"cancelled"}
+
+
+async def test_a_client_asks_by_id(tmp_path: Path) -> None:
+    """One client submits and leaves; another one finds, lists, streams and cancels."""
+    gate = tmp_path / "gate"
+    with serving(service_config(tmp_path, options={"wait": str(gate)})) as service:
+        async with RolloutClient(service.address) as client:
+            asked = [RolloutRequest(handler="game", index=index, members=3, id=f"mine/{index}") for index in range(2)]
+            assert [(await client.submit(request)).id for request in asked] == ["mine/0", "mine/1"]
+            named = await client.submit(RolloutRequest(handler="game", index=2))
+        async with RolloutClient(service.address) as client:
+            assert [one.id for one in await client.list_rollouts()] == ["mine/0", "mine/1", named.id]
+            assert (await client.get("mine/0")).state != "done"
+            assert (await client.cancel("mine/1")).id == "mine/1"
+            cancelled = await client.get("mine/1", wait_s=60.0)
+            assert {member.stop_reason for member in cancelled.members} == {"cancelled"}
+            streamed = asyncio.create_task(collected(client.stream("mine/0")))
+            gate.touch()
+            members = await streamed
+            assert {member.stop_reason for member in members} == {"finished"}
+            assert len({member.id for member in members}) == 3
+            assert all(member.result is not None and member.result.sequences for member in members)
+            assert [member.id async for member in client.stream("mine/0")] == [f"r1.{number}" for number in range(3)]
+            await client.get(named.id, wait_s=60.0)
+            assert await client.list_rollouts(unfinished=True) == []
+            for call in (client.get("none"), client.cancel("none"), collected(client.stream("none"))):
+                with pytest.raises(ServiceError, match="there is no rollout 'none'") as caught:
+                    await call
+                assert caught.value.status == 404
+
+
+async def collected(members: AsyncIterator[MemberStatus]) -> list[MemberStatus]:
+    return [member async for member in members]
+
+
+async def test_more_rollouts_than_an_answer_holds_are_listed(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path, options={"wait": str(tmp_path / "gate")})) as service:
+        for at in range(0, 1200, 600):
+            batch = {"rollouts": [game(id=f"n{number}") for number in range(at, at + 600)]}
+            assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == 202
+        async with RolloutClient(service.address) as client:
+            found = await client.list_rollouts(unfinished=True)
+        assert [status.id for status in found] == [f"n{number}" for number in range(1200)]
+        for query in ("limit=0", "limit=1001", "after=-1", "unfinished=yes"):
+            assert (await ask(service.address, "GET", f"/v1/rollouts?{query}"))[0] == 400
+
+
+async def test_the_events_of_one_rollout_end_with_it(tmp_path: Path) -> None:
+    with serving(service_config(tmp_path)) as service:
+        for name in ("other", "mine"):
+            await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=3))
+        _, text, _ = await ask(service.address, "GET", "/v1/events?rollout=mine")
+        events = [json.loads(line.removeprefix("data: ")) for line in text.decode().splitlines() if line.startswith("data:")]
+        assert [event["rollout"] for event in events] == ["mine"] * 3
+        assert (await ask(service.address, "GET", "/v1/events?rollout=none"))[0] == 404
+        _, found, _ = await ask(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
+        assert [one["rollout"] for one in found["completions"]] == ["mine"] * 3
+        last = found["next"]
+        _, found, _ = await ask(service.address, "GET", f"/v1/completions?rollout=mine&wait=60&after={last}")
+        assert found == {"completions": [], "next": last}  # at once: all of it is done
+
+
+def test_a_program_without_a_loop_asks_by_id(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with serving(service_config(tmp_path, options={"wait": str(gate)})) as service, Rollouts(service.address) as rollouts:
+        asked = rollouts.submit(RolloutRequest(handler="game", index=0, members=2))
+        other = rollouts.submit(RolloutRequest(handler="game", index=1))
+        assert [one.id for one in rollouts.list_rollouts(unfinished=True)] == [asked.id, other.id]
+        rollouts.cancel(other.id)
+        assert rollouts.get(other.id, wait_s=60.0).members[0].stop_reason == "cancelled"
+        gate.touch()
+        assert [member.stop_reason for member in rollouts.stream(asked.id)] == ["finished"] * 2
+
+
+async def test_who_asks_by_id_is_told_which_service_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
+    nobody = f"http://127.0.0.1:{unused_tcp_port}"
+    with serving(service_config(tmp_path)) as service:
+        async with RolloutClient([nobody, service.address]) as client:
+            await ask(service.address, "POST", "/v1/rollouts", game(id="mine"))
+            assert (await client.get("mine", wait_s=60.0)).state == "done"
+            with pytest.raises(NoServiceError, match=rf"no service that answers knows rollout 'none'; these do not: {nobody}"):
+                await client.get("none")
 
 
 async def test_nobody_there_is_said(unused_tcp_port: int) -> None:

@@ -6,6 +6,7 @@ engine refuses leaves the weights that it had.
 
 import asyncio
 import contextlib
+import secrets
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 import torch
 
 from rollweave.backends.client import EngineClient
+from rollweave.backends.guard import TOKEN_BYTES, Guard
 from rollweave.backends.listening import listening
 from rollweave.backends.process import in_process
 from rollweave.backends.server import EngineServer
@@ -37,7 +39,8 @@ SHUTDOWN_S = 1.0
 class TrainedEngine:
     """`with TrainedEngine(spec) as engine:` serve at `engine.address` (dialect `rollweave`), from the checkpoint at first.
 
-    On the trainer's host: weights go through its memory. `spec.version` is what the checkpoint is called, 0 unless given.
+    Clients must send `engine.token`, which is new for each engine. The engine must run on the trainer's host, because
+    weights pass through its memory. `spec.version` is the weight version of the checkpoint, by default 0.
     """
 
     def __init__(self, spec: EngineSpec, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -47,6 +50,7 @@ class TrainedEngine:
         self._stack = contextlib.AsyncExitStack()
         self._updates = 0
         self.address = ""
+        self.token = secrets.token_urlsafe(TOKEN_BYTES)
 
     def __enter__(self) -> Self:
         self._loop.start()
@@ -83,7 +87,8 @@ class TrainedEngine:
         self._stack.push_async_callback(self._engine.close)
         await self._engine.ready()
         app = EngineServer(self._engine, model=self._spec.model).application()
-        self.address = await self._stack.enter_async_context(listening(app, self._host, self._port, shutdown_s=SHUTDOWN_S))
+        served = listening(app, self._host, self._port, guard=Guard(token=self.token), shutdown_s=SHUTDOWN_S)
+        self.address = await self._stack.enter_async_context(served)
 
     async def _load(self, manifest: WeightManifest) -> None:
         await self._engine.load(manifest)

@@ -20,8 +20,10 @@ from transformers import TrainerCallback
 
 from rollweave.adapters.engine import TrainedEngine
 from rollweave.adapters.rows import Row, row_of
+from rollweave.codec.fields import NEUTRAL, refused
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import MemberStatus, RolloutRequest
+from rollweave.schema.work import Decoding
 from rollweave.service.batches import DapoGroup, DapoRollouts
 from rollweave.service.client import Rollouts
 
@@ -56,7 +58,7 @@ def rollout_reward(rollout_reward: Sequence[float | None], **_: Any) -> list[flo
 class TrlRollouts:
     """`rollout_func`. Equal prompts in a row, as TRL repeats them for a group, are members of one rollout.
 
-    The sampling temperature is the trainer's, unless the request names another.
+    Temperature, top-p and top-k are the trainer's, unless the request sets others.
     """
 
     def __init__(self, rollouts: Rollouts, *, request_of: Callable[[Any], RolloutRequest] = asked) -> None:
@@ -66,14 +68,13 @@ class TrlRollouts:
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
         """One completion a prompt, in order, with `env_mask`; `rollout_reward` and `stop_reason` go to the reward functions.
 
-        Raises what `Rollouts.run` raises, and ValueError where a context was rewritten: a completion is one sequence.
+        Raises what `Rollouts.run` raises; ValueError where a context was rewritten, because a completion is one sequence,
+        and where the trainer's configuration asks for sampling that the service does not support.
         """
         requests = []
         for prompt, equal in groupby(prompts):
             request = self._request_of(prompt)
-            decoding = request.sampling
-            if decoding.temperature is None:
-                decoding = msgspec.structs.replace(decoding, temperature=float(trainer.temperature))
+            decoding = decoding_of(trainer, request.sampling)
             requests.append(msgspec.structs.replace(request, id="", members=len(list(equal)), sampling=decoding))
         found = [member for status in self._rollouts.run(requests) for member in status.members]
         completions = [_completion(member) for member in found]
@@ -85,6 +86,25 @@ class TrlRollouts:
             "rollout_reward": [member.result.reward if member.result is not None else None for member in found],
             "stop_reason": [member.stop_reason for member in found],
         }
+
+
+def decoding_of(trainer: Any, asked: Decoding) -> Decoding:
+    """Complete the request's sampling from the GRPOTrainer's configuration. Raises ValueError for settings that the
+    service does not support."""
+    args = getattr(trainer, "args", None)
+    others: dict[str, Any] = {
+        "min_p": getattr(trainer, "min_p", None),
+        "repetition_penalty": getattr(trainer, "repetition_penalty", None),
+    }
+    others["generation_kwargs"] = getattr(args, "generation_kwargs", None)
+    found = refused(others, neutral={**NEUTRAL, "generation_kwargs": ({},)})
+    if found is not None:
+        name, rule = found
+        raise ValueError(f"GRPOConfig.{name} {rule}, got {others[name]!r:.100}")
+    own: dict[str, Any] = {"temperature": float(trainer.temperature), "top_p": getattr(trainer, "top_p", None)}
+    top_k = getattr(trainer, "top_k", None)
+    own["top_k"] = None if top_k is None else max(0, top_k)
+    return msgspec.structs.replace(asked, **{name: value for name, value in own.items() if getattr(asked, name) is None})
 
 
 def _completion(member: MemberStatus) -> Row:

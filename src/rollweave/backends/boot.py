@@ -1,7 +1,7 @@
 """The first moment of a child that `backends/child.py` starts: bound to its parent before it imports what takes seconds.
 
-Invariant: from here on the child ends with its parent, also one that is stopped: a signal that kills does not wait for it to go
-on. Imports nothing of ours, and nothing that is slow.
+Invariants: from here on the child ends with its parent, even while it is stopped, because SIGKILL does not wait for it
+to continue; no signal is ignored or blocked because the parent ignores or blocks it. Imports nothing that is slow.
 """
 
 import ctypes
@@ -9,6 +9,8 @@ import os
 import runpy
 import signal
 import sys
+
+from rollweave.inherited import reset_signals
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 ORPHANED = 75
@@ -20,6 +22,7 @@ COMMAND = (sys.executable, "-c", "from rollweave.backends.boot import boot; boot
 
 def boot() -> None:
     """Be what `python -m <module> …` would be, bound to the parent."""
+    reset_signals()
     _, _, module, *arguments = sys.argv
     die_with(int(arguments[1]))
     sys.path[0] = os.getcwd()  # as `-m` has it: not wherever an environment may go

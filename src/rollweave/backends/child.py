@@ -6,6 +6,7 @@ here knows what the frames mean.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -32,6 +33,8 @@ RECEIVE_BYTES = 1 << 18
 
 UNREAD_BYTES = 1 << 30
 """Bytes that may wait for a child that does not read: more than any batch, less than memory."""
+
+_spawned: "weakref.WeakSet[subprocess.Popen[bytes]]" = weakref.WeakSet()
 
 
 class Child:
@@ -171,6 +174,14 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
+def kill_all() -> None:
+    """Kill every child and all that it started, for a process that ends at once. May be called from any thread."""
+    for process in list(_spawned):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a group (`start_new_session`)
+
+
 def _forget(process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
     ours.close()
     _end(process)
@@ -206,6 +217,7 @@ def spawn(
     except BaseException:
         ours.close()
         raise
+    _spawned.add(process)
     return Child(name, process, ours, log, on_frame, on_gone)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from rollweave.backends.answers import AnswerError, CompletionAnswer, ProrlAnswer, SglangAnswer, Span, VllmAnswer, parse, told
+from rollweave.codec.packing import as_json
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import DialectName, Finish, GenerateRequest, GenerateResult, Sampling, VersionSpan
 
@@ -65,7 +66,7 @@ class Rollweave:
     keeps_time = resumes = True
 
     def encode(self, request: GenerateRequest) -> bytes:
-        return msgspec.json.encode(request)
+        return as_json(request)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         """Versions of an engine that has only its checkpoint (-1) become 0, as everywhere where no version is told."""
@@ -74,7 +75,7 @@ class Rollweave:
         return msgspec.structs.replace(result, versions=spans)
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
-        return "/rollweave/v1/abort", msgspec.json.encode({"id": request_id})
+        return "/rollweave/v1/abort", as_json({"id": request_id})
 
 
 class Vllm:
@@ -94,7 +95,7 @@ class Vllm:
             "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
             "stream": False,
         }
-        return msgspec.json.encode(said)
+        return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, VllmAnswer)
@@ -115,7 +116,7 @@ class Vllm:
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
         """The prefix is vLLM's; an id without it is ignored in silence."""
-        return "/inference/v1/abort_requests", msgspec.json.encode({"request_ids": [f"generate-tokens-{request_id}"]})
+        return "/inference/v1/abort_requests", as_json({"request_ids": [f"generate-tokens-{request_id}"]})
 
 
 class Completions:
@@ -135,7 +136,7 @@ class Completions:
             said |= {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
         else:  # a server that is not vLLM may refuse what OpenAI does not have, also where it says nothing
             said = {name: value for name, value in said.items() if name not in VLLM_ALONE or value != VLLM_ALONE[name]}
-        return msgspec.json.encode(said)
+        return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, CompletionAnswer)
@@ -189,7 +190,7 @@ class Sglang:
             "return_logprob": True,
             "stream": False,
         }
-        return msgspec.json.encode(said)
+        return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         answer = parse(body, SglangAnswer)
@@ -210,7 +211,7 @@ class Sglang:
 
     def abort(self, request_id: str) -> tuple[str, bytes] | None:
         """SGLang aborts every request whose id begins so: ids must be of one length."""
-        return "/abort_request", msgspec.json.encode({"rid": request_id})
+        return "/abort_request", as_json({"rid": request_id})
 
 
 class Prorl:
@@ -231,7 +232,7 @@ class Prorl:
         }
         if sampling.top_k:
             said["top_k"] = sampling.top_k
-        return msgspec.json.encode(said)
+        return as_json(said)
 
     def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
         """No reason is told: less than what was asked for is a stop."""

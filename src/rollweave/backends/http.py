@@ -9,7 +9,7 @@ behind, which stops the generation at any server that watches its clients.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
@@ -19,9 +19,10 @@ import msgspec
 from rollweave.backends.answers import AnswerError, parse
 from rollweave.backends.base import Heard
 from rollweave.backends.dialects import check, dialect
-from rollweave.backends.probe import Logprobs, kind_of, objection, probes
+from rollweave.backends.probe import Logprobs, exact_probe, inexactness, kind_of, objection, probes
 from rollweave.backends.resuming import begun, joined, rest_of
-from rollweave.backends.transport import BODY_S, BusyError, Transport
+from rollweave.backends.transport import BODY_S, BusyError, Failed, Transport
+from rollweave.schema.address import Hosts, parse_address
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
@@ -40,6 +41,9 @@ from rollweave.schema.weights import WeightManifest
 
 T = TypeVar("T")
 
+Reference = Callable[[Sequence[int], Sequence[int]], Awaitable[Sequence[float] | None]]
+"""Returns the log-probs at temperature 1 that the checkpoint gives the second tokens after the first; None if unknown."""
+
 ABORT_S = 2.0
 """Seconds that a server has to answer an aborted request with what there is, before we hang up."""
 
@@ -47,8 +51,9 @@ ABORT_S = 2.0
 class HttpSpec(Noun, frozen=True, kw_only=True):
     """Where an engine is, and what cannot be asked of it.
 
-    `vocab` is the size of the model's vocabulary. `slots` bounds the requests under way, `kv_tokens` is told to whoever plans;
-    our own server tells both itself. `text_only` admits a server without token ids, for evaluation alone.
+    `vocab` is the size of the model's vocabulary. `slots` bounds the requests under way, `kv_tokens` is for planning; our
+    own server reports both itself. `token` is the server's bearer token, if it requires one. `text_only` admits a server
+    without token ids, for evaluation alone.
     """
 
     name: str
@@ -59,10 +64,10 @@ class HttpSpec(Noun, frozen=True, kw_only=True):
     slots: int = 64
     kv_tokens: int = 1 << 20
     text_only: bool = False
+    token: str = ""
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
+        msgspec.structs.force_setattr(self, "url", parse_address(self.url, field="url"))
         for field in ("vocab", "slots", "kv_tokens"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
@@ -82,8 +87,10 @@ class _Call:
 class HttpEngine:
     """`EngineBackend`. `start_s` bounds `ready`; `reply_s` connecting, a health check and a sample.
 
-    `check_s` is between health checks, `body_s` between an answer's first byte and its last. `encode_text` makes tokens of the
-    text of a server that is `text_only`.
+    `check_s` is the time between health checks, `body_s` bounds the time between an answer's first byte and its last.
+    `encode_text` makes tokens of the text of a server that is `text_only`. `failed` is called after each failed try to reach
+    a server that has not answered yet. With `reference`, `noted` is called if the server's log-probs are not those of the
+    checkpoint in float32. Connects to `hosts` only; None: to any.
     """
 
     def __init__(
@@ -95,14 +102,19 @@ class HttpEngine:
         check_s: float = 5.0,
         body_s: float = BODY_S,
         encode_text: Callable[[str], Sequence[int]] | None = None,
+        failed: Failed = lambda reason, tries, next_s: None,
+        reference: Reference | None = None,
+        noted: Callable[[str], None] = lambda text: None,
+        hosts: Hosts | None = None,
     ) -> None:
         if spec.text_only is not (encode_text is not None):
             raise ValueError("encode_text must be given exactly where spec.text_only is true")
         self._spec, self._start_s, self._reply_s, self._check_s = spec, start_s, reply_s, check_s
-        self._name = spec.name
+        self._name, self._failed = spec.name, failed
+        self._reference, self._noted = reference, noted
         self._dialect = dialect(spec.dialect, model=spec.model, encode_text=encode_text)
         self._loop = asyncio.get_running_loop()
-        self._wire = Transport(spec.name, spec.url, reply_s=reply_s, body_s=body_s)
+        self._wire = Transport(spec.name, spec.url, token=spec.token, hosts=hosts, reply_s=reply_s, body_s=body_s)
         self._ready: asyncio.Future[Ready] = self._loop.create_future()
         self._calls: dict[str, _Call] = {}
         self._slots = asyncio.Semaphore(spec.slots)
@@ -309,17 +321,31 @@ class HttpEngine:
 
     async def _started(self) -> Ready:
         """Wait for health, and probe."""
-        await self._wire.risen()
+        await self._wire.risen(self._failed)
         first, second = probes(self._spec.vocab)
         cold, _ = await self._asked(first)
         hot = cold if cold.text_only else (await self._asked(second))[0]
         self._logprobs = kind_of(cold, hot)
+        if self._reference is not None and not cold.text_only and not (cold.versions and cold.versions[-1].version > 0):
+            await self._compare(self._reference)  # a later version has other weights than the checkpoint
         slots, kv_tokens = self._spec.slots, self._spec.kv_tokens
         if self._dialect.ready_path:
             told = parse(await self._wire.get(self._dialect.ready_path), Ready)
             return msgspec.structs.replace(told, version=max(0, told.version), max_slots=min(slots, told.max_slots))
         self._version = cold.versions[-1].version if cold.versions else 0
         return Ready(version=self._version, kv_total_tokens=kv_tokens, max_slots=slots, max_context=kv_tokens)
+
+    async def _compare(self, reference: Reference) -> None:
+        """Note log-probs that differ from the checkpoint's: a trainer would correct for rounding, not for staleness."""
+        request = exact_probe(self._spec.vocab)
+        try:
+            result, _ = await self._asked(request)
+        except AnswerError as error:
+            self._noted(f"its log-probs cannot be compared with the checkpoint's: {error}")
+            return
+        ours = await reference(request.tokens, result.tokens)
+        if ours is not None and (text := inexactness(result.logprobs, ours)):
+            self._noted(text)
 
     def _fail_all(self) -> None:
         """The engine is lost: so is everything that waits for it."""

@@ -4,6 +4,9 @@ A log-prob that is trained on must be the one with which the token was sampled: 
 top-p cut the distribution (`schema.serving.Sampling`). Servers differ: SGLang gives those, vLLM by default those at
 temperature 1, with `--logprobs-mode processed_logprobs` those after the cuts. The difference is silent, so it is measured:
 the most probable tokens once at temperature 0, and once more as the only ones left by `top_k = 1` at temperature 2.
+
+Where the checkpoint is at hand, a third generation is compared with what its weights give in float32: vLLM by default
+computes a float32 checkpoint in bfloat16, in which about half of all log-probs are off by more than `EXACT`.
 """
 
 import enum
@@ -20,6 +23,16 @@ TOKENS = 8
 
 NOISE = 0.02
 """How far the log-probs of one token may lie apart between two batches, in half precision."""
+
+
+EXACT_TOKENS = 32
+"""Number of tokens in the third generation: if half of all tokens are off, 32 are right by chance once in 4 billion times."""
+
+EXACT = 1e-4
+"""Maximum difference of log-probs between two float32 implementations: vLLM's and ours differ by at most 2e-5."""
+
+OTHER_WEIGHTS = 0.5
+"""Mean difference of log-probs that rounding cannot explain."""
 
 
 class Logprobs(enum.Enum):
@@ -40,6 +53,33 @@ def probes(vocab: int) -> tuple[GenerateRequest, GenerateRequest]:
     return (
         GenerateRequest(id="probe-cold", tokens=tokens, sampling=cold),
         GenerateRequest(id="probe-hot", tokens=tokens, sampling=hot),
+    )
+
+
+def exact_probe(vocab: int) -> GenerateRequest:
+    """Return the third generation: at temperature 1, where tokens are far from certain, so that rounding shows."""
+    first, _ = probes(vocab)
+    return GenerateRequest(
+        id="probe-exact", tokens=first.tokens, sampling=Sampling(temperature=1.0, max_tokens=EXACT_TOKENS, seed=1)
+    )
+
+
+def inexactness(theirs: Sequence[float], ours: Sequence[float]) -> str:
+    """Describe how the engine's log-probs differ from the checkpoint's in float32, and what to do; "" if they agree.
+
+    Raises ValueError if the two are not of the same tokens.
+    """
+    apart = [abs(one - other) for one, other in zip(theirs, ours, strict=True)]
+    off = sum(distance > EXACT for distance in apart)
+    if not off:
+        return ""
+    mean = sum(apart) / len(apart)
+    found = f"{off} of {len(apart)} probed log-probs are off by more than {EXACT:g} (the largest by {max(apart):.2g})"
+    if mean > OTHER_WEIGHTS:
+        return f"{found}: it has other weights than the checkpoint"
+    return (
+        f"{found}: it computes in less than float32, or its weights have changed since; vLLM computes a float32 checkpoint "
+        "in bfloat16 unless it is started with --dtype float32"
     )
 
 

@@ -1,11 +1,10 @@
 """Serves an engine over HTTP: in our own words, as OpenAI's completions with token ids, and as ProRL's clients ask.
 
 Invariants: token ids and log-probs leave as the engine gave them; a field that would change the sampling and that the engine
-cannot honour is refused (400), never dropped; a client that hangs up, or that a limit cuts off, leaves no generation behind;
-what the engine has under way is bounded (429). The server trusts its network: it has no passwords, so bind it to a private one.
+cannot honor is refused (400), never dropped; a client that hangs up, or that a limit cuts off, leaves no generation behind;
+what the engine has under way is bounded (429). The guard in front of it decides which requests are admitted.
 """
 
-import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,9 @@ import msgspec
 from aiohttp import web
 
 from rollweave.backends.base import EngineBackend
+from rollweave.backends.bodies import BODY_S, body_of
+from rollweave.codec.fields import refused
+from rollweave.codec.packing import as_json
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
 
@@ -24,13 +26,11 @@ MOST_REQUESTS = 1024
 REQUEST_BYTES = 64 << 20
 """Of the longest request: a prompt of ten million tokens."""
 
-READ_S = 30.0
-"""Seconds that a client has to send its request once it has begun."""
-
 RETRY_S = 1
 """What a client that was refused for the load is asked to wait."""
 
 T = TypeVar("T")
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -60,7 +60,7 @@ class _Prorl(msgspec.Struct, frozen=True):
 
 
 class _Completion(msgspec.Struct, frozen=True):
-    """OpenAI's `/v1/completions` and vLLM's additions to it, as far as they are about sampling."""
+    """The fields of OpenAI's `/v1/completions`, and of vLLM's additions to it, that are honored."""
 
     prompt: tuple[int, ...] | str
     model: str | None = None
@@ -74,40 +74,11 @@ class _Completion(msgspec.Struct, frozen=True):
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     return_token_ids: bool | None = False
-    # What cannot be done: refused unless neutral.
-    n: int | None = 1
-    best_of: int | None = 1
-    stream: bool | None = False
-    echo: bool | None = False
-    suffix: str | None = None
-    min_p: float | None = 0.0
-    min_tokens: int | None = 0
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = False
-
-
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "stream": False,
-    "echo": False,
-    "suffix": None,
-    "min_p": 0.0,
-    "min_tokens": 0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
-    "ignore_eos": False,
-}
-"""Fields of a completion that must have these values, or be null."""
+    return_tokens_as_token_ids: bool | None = True  # always true
 
 
 class EngineServer:
-    """The handlers of one engine. `model` is the name that it goes by; the limits are as `READ_S` and `MOST_REQUESTS`."""
+    """The handlers of one engine. `model` is its name in answers; `BODY_S` and `MOST_REQUESTS` are the default limits."""
 
     def __init__(
         self,
@@ -115,7 +86,7 @@ class EngineServer:
         *,
         model: str,
         text: TextCodec | None = None,
-        read_s: float = READ_S,
+        read_s: float = BODY_S,
         most_requests: int = MOST_REQUESTS,
     ) -> None:
         self._engine, self._model, self._text = engine, model, text
@@ -124,7 +95,7 @@ class EngineServer:
 
     def application(self) -> web.Application:
         """Serve it with `handler_cancellation`: without it, a client that hangs up would be served on."""
-        app = web.Application(client_max_size=REQUEST_BYTES, middlewares=[_reported])
+        app = web.Application(middlewares=[_reported])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -161,7 +132,7 @@ class EngineServer:
         return _json({})
 
     async def _prorl(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, _Prorl)
+        asked = await self._read_honored(request, _Prorl)
         sampling = Sampling(
             temperature=asked.temperature,
             top_p=asked.top_p,
@@ -173,24 +144,24 @@ class EngineServer:
         return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
 
     async def _completion(self, request: web.Request) -> web.Response:
-        asked = await self._read(request, _Completion)
-        for field, neutral in NEUTRAL.items():
-            value = getattr(asked, field)
-            if value is not None and value != neutral:
-                raise EngineError(f"{field} must be {neutral} or null here, got {value!r:.100}")
+        asked = await self._read_honored(request, _Completion)
+        if asked.logprobs is not None and asked.logprobs != 0 and (asked.logprobs, asked.temperature) != (1, 0):
+            text = "must be 0 or null, or 1 at temperature 0: only the sampled token's is known"
+            raise EngineError(f"logprobs {text}, got {asked.logprobs}")
+        if asked.logprobs is not None and asked.return_tokens_as_token_ids is False:
+            raise EngineError("return_tokens_as_token_ids must be true or null: tokens are named by their ids, got False")
         prompt = asked.prompt
         if isinstance(prompt, str):
             if self._text is None:
                 raise EngineError("prompt must be token ids: the checkpoint has no tokenizer")
             prompt = tuple(self._text.encode(prompt))
-        stop = asked.stop or ()
         sampling = Sampling(
             temperature=1.0 if asked.temperature is None else asked.temperature,
             top_p=1.0 if asked.top_p is None else asked.top_p,
             top_k=max(0, asked.top_k or 0),
             max_tokens=16 if asked.max_tokens is None else asked.max_tokens,
             stop_token_ids=asked.stop_token_ids or (),
-            stop=(stop,) if isinstance(stop, str) else stop,
+            stop=_texts(asked.stop),
             allowed=asked.allowed_token_ids or (),
             seed=_seed(asked.seed),
         )
@@ -201,7 +172,7 @@ class EngineServer:
         count = len(result.tokens)
         choice: dict[str, Any] = {
             "index": 0,
-            "text": self._text.decode(result.tokens) if self._text is not None else "",
+            "text": self._shown(asked, result.tokens) if self._text is not None else "",
             "logprobs": None,
             "finish_reason": "abort" if result.finish is Finish.ABORTED else result.finish.value,
             "weight_versions": [
@@ -228,13 +199,26 @@ class EngineServer:
             "usage": usage,
         }
 
+    def _shown(self, asked: _Completion, tokens: Sequence[int]) -> str:
+        """The text before the stop text or the stop token, as OpenAI's clients expect it."""
+        assert self._text is not None, "a server without a tokenizer shows no text"
+        ended = bool(tokens) and tokens[-1] in (asked.stop_token_ids or ())
+        text = self._text.decode(tokens[:-1] if ended else tokens)
+        return text[: min((at for each in _texts(asked.stop) if (at := text.find(each)) >= 0), default=len(text))]
+
+    async def _read_honored(self, request: web.Request, kind: type[Fields]) -> Fields:
+        """Return the fields that `kind` has. Raises EngineError for another field that asks for something."""
+        fields = await self._read(request, dict[str, Any])
+        honored = set(kind.__struct_fields__)
+        others = {name: value for name, value in fields.items() if name not in honored}
+        found = refused(others)
+        if found is not None:
+            name, rule = found
+            raise EngineError(f"{name} {rule}, got {others[name]!r:.100}")
+        return msgspec.convert({name: value for name, value in fields.items() if name in honored}, kind)
+
     async def _read(self, request: web.Request, kind: type[T]) -> T:
-        try:
-            async with asyncio.timeout(self._read_s):
-                body = await request.read()
-        except TimeoutError:
-            raise web.HTTPRequestTimeout from None
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(await body_of(request, most=REQUEST_BYTES, seconds=self._read_s), type=kind)
 
     async def _generated(self, request: GenerateRequest) -> GenerateResult:
         """Cancelled with its handler, which cancels it at the engine."""
@@ -262,7 +246,11 @@ async def _reported(request: web.Request, handler: Handler) -> web.StreamRespons
 
 def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     kept = {name: text for name, text in (headers or {}).items() if name.lower() != "content-type"}
-    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json", headers=kept)
+    return web.Response(body=as_json(value), status=status, content_type="application/json", headers=kept)
+
+
+def _texts(stop: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else stop or ()
 
 
 def _new_id() -> str:

@@ -11,10 +11,16 @@ server cancels a handler when the client hangs up, which is how an abort arrives
 
 import asyncio
 import itertools
+import os
+import socket
+from collections.abc import Callable
 
 import aiohttp
+from aiohttp.abc import ResolveResult
+from aiohttp.resolver import ThreadedResolver
 
 from rollweave.policy.balancing import Hysteresis
+from rollweave.schema.address import Hosts, host_of, ip_address
 from rollweave.schema.errors import EngineError, EngineLostError
 
 RETRIES = 4
@@ -26,8 +32,14 @@ FIRST_RETRY_S, MOST_RETRY_S = 0.5, 30.0
 RECHECK_S = 0.1
 """Between a failed health check and the next: a verdict is due."""
 
+MOST_PAUSE_S = 5.0
+"""Maximum seconds between two tries to reach a server that has not answered yet: it may load its model for minutes."""
+
 BODY_S = 30.0
 """Seconds between an answer's first byte and its last: it is computed by then, and only has to travel."""
+
+Failed = Callable[[str, int, float], None]
+"""Called when a server cannot be reached yet, with the reason, the number of tries and the seconds to the next try."""
 
 ANSWER_BYTES = 64 << 20
 """Bytes of the longest answer: a hundred thousand tokens, each with its log-prob, take a tenth of it."""
@@ -50,10 +62,24 @@ class BusyError(Exception):
 
 
 class Transport:
-    """One server at `url`. `reply_s` bounds connecting, a health check and a `get`; `body_s` is as `BODY_S`."""
+    """One server at `url`, which requires `token` unless that is empty. `body_s` is as `BODY_S`.
 
-    def __init__(self, name: str, url: str, *, reply_s: float, body_s: float = BODY_S) -> None:
+    Connects to `hosts` only; None: to any. `reply_s` bounds connecting, a health check and a `get`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        token: str = "",
+        hosts: Hosts | None = None,
+        reply_s: float,
+        body_s: float = BODY_S,
+    ) -> None:
         self._name, self._url = name, url.rstrip("/")
+        if hosts is not None and ip_address(host := host_of(url)) and not hosts.admits_ip(host):
+            raise EngineError(f"{name} is at {host}, which is not among the hosts that may be reached")
         self._reply_s, self._body_s = reply_s, body_s
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
@@ -62,9 +88,11 @@ class Transport:
         self._examining: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         # The pool itself is not bounded: health checks and aborts must get through whatever else is under way.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        resolver = _Resolver(hosts) if hosts is not None else None
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, resolver=resolver)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=reply_s)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
 
     def must_live(self) -> None:
         """Raise `EngineLostError` once the server is lost."""
@@ -154,10 +182,17 @@ class Transport:
 
     # Health.
 
-    async def risen(self) -> None:
-        """Wait, without a limit, until the server is healthy."""
-        while not self._health.observe(await self._healthy()):  # noqa: ASYNC110 (a server does not call when it comes up)
-            await asyncio.sleep(RECHECK_S)
+    async def risen(self, failed: Failed) -> None:
+        """Wait, without a limit, until the server is healthy. `failed` is called after each failed try."""
+        tries, pause_s = 0, RECHECK_S
+        while not self._health.observe(good := await self._healthy()):
+            if good:  # once more, to be sure
+                await asyncio.sleep(RECHECK_S)
+                continue
+            tries += 1
+            failed(self.trouble, tries, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     async def examine(self) -> None:
         """Check until it is sure that the server is there, or lost. Whoever asks meanwhile gets the same verdict."""
@@ -186,8 +221,33 @@ class Transport:
         except TimeoutError:
             self.trouble = f"no answer to a health check within {self._reply_s:g} s"
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # the last where we have hung up
-            self.trouble = f"{type(error).__name__}: {error}"
+            self.trouble = _plainly(error)
         return False
+
+
+def _plainly(error: Exception) -> str:
+    """Return the system's reason why a connection could not be made."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if not isinstance(cause, OSError) or not cause.errno:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    # An unknown name has one of the resolver's negative numbers.
+    words = os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
+    return words[:1].lower() + words[1:]
+
+
+class _Resolver(ThreadedResolver):
+    """Resolves names, and refuses those that point to hosts outside `Hosts`."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__()
+        self._hosts = hosts
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET) -> list[ResolveResult]:
+        found = await super().resolve(host, port, family)
+        wrong = [one["host"] for one in found if not self._hosts.admits_ip(one["host"])]
+        if wrong and not self._hosts.admits_name(host):
+            raise OSError(0, f"{host} is at {', '.join(wrong)}, which is not among the hosts that may be reached")
+        return found
 
 
 def _seconds(retry_after: str | None) -> float | None:

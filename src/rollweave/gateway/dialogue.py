@@ -1,7 +1,8 @@
 """What a client of OpenAI's chat API may ask for, as JSON to nouns: strict, and every refusal names field, rule and value.
 
-Invariant: a field that would change what is sampled is obeyed or refused, never ignored. Fields that change nothing here
-(`user`, `metadata`, `store`…) and those that clients echo from replies are let pass.
+Invariant: each field of a request falls into one of four classes, and `docs/GATEWAY.md` lists them all. It is honored (the
+fields of the models below), the run decides it where the session is pinned (`OWN`), it asks for nothing
+(`codec/fields.py`, and the tables here for messages), or the request is refused.
 """
 
 import json
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollweave.codec.fields import refused
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
@@ -42,79 +44,106 @@ class Ask(Noun, frozen=True, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
     stream: bool = False
     include_usage: bool = False
 
 
-class _Lenient(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+OWN = ("temperature", "top_p", "top_k", "seed")
+"""Fields that a pinned session accepts but ignores: the run decides how its turns are sampled."""
+
+MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "partial": (False,),
+    "prefix": (False,),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "thinking": ("",),
+    "thinking_blocks": ([],),
+    "tools": ([],),
+}
+"""Fields of a message that other servers put into the prompt → their values that ask for nothing."""
+
+ECHOED = frozenset(("annotations", "cache_control", "parsed", "prompt_cache_breakpoint", "provider_specific_fields"))
+"""Fields of a message, or of a part of one, that clients add or echo and that no prompt shows."""
+
+CALL_ECHOED = frozenset(("extra_content", "index", "parsed_arguments", "provider_specific_fields"))
+"""Fields of a tool call that clients add or echo and that no prompt shows."""
 
 
-class _Function(_Lenient):
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Open(BaseModel):
+    """A model that keeps further fields, for `_check_others`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Function(_Open):
     name: str = Field(min_length=1)
     arguments: str = "{}"
 
 
-class _Call(_Lenient):
+class _Call(_Open):
     id: str = ""
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Part(_Lenient):
+class _Part(_Open):
     type: Literal["text"]
     text: str
 
 
-class _Message(_Lenient):
+class _Message(_Open):
     role: Literal["developer", "system", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    function_call: None = None
-    audio: None = None
 
 
-class _Declared(_Lenient):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class _Declared(_Open):
+    """A tool's declaration. The chat template shows all of it, so further fields are honored."""
+
     # May be put into the agent's mouth, so it must not be able to spell a special token.
     name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
 
 
-class _Tool(_Lenient):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+class _Tool(_Open):
     type: Literal["function"]
     function: _Declared
 
 
-class _Named(_Lenient):
+class _Named(_Strict):
     name: str = Field(min_length=1)
 
 
-class _Choice(_Lenient):
+class _Choice(_Strict):
     type: Literal["function"]
     function: _Named
 
 
-class _StreamOptions(_Lenient):
-    include_usage: bool = False
-
-
-class _Format(_Lenient):
-    type: Literal["text"]
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 StopText = Annotated[str, Field(min_length=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
 MAX_STOPS = 16
 
 
-class _Chat(_Lenient):
+class _Chat(_Open):
     model: str
     messages: list[_Message] = Field(min_length=1)
     tools: list[_Tool] | None = None
@@ -124,21 +153,14 @@ class _Chat(_Lenient):
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(None, max_length=MAX_STOPS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=1)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    # What would change the tokens and is not built.
-    n: Literal[1] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    response_format: _Format | None = None
-    functions: None = None
-    function_call: None = None
-    audio: None = None
 
 
 def parse_chat(body: bytes) -> Ask:
@@ -147,6 +169,7 @@ def parse_chat(body: bytes) -> Ask:
         chat = _Chat.model_validate_json(body)
     except ValidationError as error:
         raise _refusal(error) from None
+    _check_others("", chat)
     tools = tuple(json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False) for tool in chat.tools or ())
     names = [tool.function.name for tool in chat.tools or ()]
     call = _forced(chat, names)
@@ -162,15 +185,17 @@ def parse_chat(body: bytes) -> Ask:
         call=call,
         reads_calls=bool(tools) and chat.tool_choice != "none",
         one_call=chat.parallel_tool_calls is False,
-        max_tokens=chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens,
+        max_tokens=min((each for each in (chat.max_tokens, chat.max_completion_tokens) if each is not None), default=None),
         temperature=chat.temperature,
         top_p=chat.top_p,
+        top_k=None if chat.top_k is None else max(0, chat.top_k),
         seed=chat.seed,
         stop=stop,
+        stop_token_ids=tuple(chat.stop_token_ids or ()),
         logprobs=bool(chat.logprobs),
         top_logprobs=chat.top_logprobs or 0,
         stream=bool(chat.stream),
-        include_usage=chat.stream_options is not None and chat.stream_options.include_usage,
+        include_usage=chat.stream_options is not None and bool(chat.stream_options.include_usage),
     )
 
 
@@ -186,7 +211,27 @@ def _forced(chat: _Chat, names: list[str]) -> str | None:
     return "" if choice == "required" else None
 
 
+def _check_others(path: str, model: _Open, **tables: Any) -> None:
+    """Raise RequestError for a field that the model does not have and that asks for something."""
+    others = model.model_extra or {}
+    found = refused(others, **tables)
+    if found is not None:
+        name, rule = found
+        raise _bad(path + name, rule, others[name])
+
+
+def _check_message(message: _Message, path: str) -> None:
+    """Raise RequestError for an unsupported field of the message, or within it, that asks for something."""
+    _check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
+    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        _check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
+    for place, call in enumerate(message.tool_calls or ()):
+        _check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
+        _check_others(f"{path}tool_calls.{place}.function.", call.function, neutral={}, without_effect=CALL_ECHOED)
+
+
 def _message(message: _Message, place: int) -> Message:
+    _check_message(message, f"messages.{place}.")
     content = message.content
     role: Role = "system" if message.role == "developer" else message.role
     if content is None and role != "assistant":
@@ -220,6 +265,6 @@ def _refusal(error: ValidationError) -> RequestError:
     return RequestError(400, f"{name}: {problem['msg']}{value}", param=name if path else None)
 
 
-_MODELS = (_Chat, _Message, _Part, _Call, _Function, _Tool, _Declared, _Choice, _Named, _StreamOptions, _Format)
+_MODELS = (_Chat, _Message, _Part, _Call, _Function, _Tool, _Declared, _Choice, _Named, _StreamOptions)
 _FIELDS = {name for model in _MODELS for name in model.model_fields}
 """Names that stand in a request: pydantic's locations also hold those of a union's branches."""

@@ -22,7 +22,7 @@ import xxhash
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.tools import call_gist
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult
+from rollweave.schema.serving import GenerateResult, finish_word
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 
 
@@ -90,7 +90,7 @@ class _Strand:
         for span in result.versions:
             part = slice(span.start, span.end)
             self._append(result.tokens[part], result.logprobs[part], SegmentKind.OUTPUT, span.version)
-        self.turns.append(TurnSpan(start=start, end=len(self.tokens)))
+        self.turns.append(TurnSpan(start=start, end=len(self.tokens), finish_reason=finish_word(result.finish)))
 
     def sequence(self) -> TokenSequence:
         return TokenSequence(

@@ -12,7 +12,7 @@ from rollweave.codec.tools import Speech, ToolFormat
 from rollweave.gateway.dialogue import Ask
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message, ToolCall
-from rollweave.schema.serving import Finish, GenerateResult
+from rollweave.schema.serving import Finish, GenerateResult, finish_word
 
 Json = dict[str, Any]
 
@@ -39,13 +39,22 @@ class Reply(Noun, frozen=True, kw_only=True):
 
 
 def read_turn(
-    codec: ChatCodec, tools: ToolFormat | None, result: GenerateResult, *, number: int, forced: str, stop: Sequence[str]
+    codec: ChatCodec,
+    tools: ToolFormat | None,
+    result: GenerateResult,
+    *,
+    number: int,
+    forced: str,
+    stop: Sequence[str],
+    stop_tokens: Sequence[int] = (),
 ) -> tuple[Message, int]:
     """The message of turn `number` of a session, and how many characters of the sampled text are in it.
 
-    `tools` is None where calls are not read.
+    `tools` is None where calls are not read. `stop` and `stop_tokens` end the turn and are not part of its message.
     """
     text = codec.text(result.tokens)
+    if result.tokens and result.tokens[-1] in stop_tokens:
+        text = text[: len(codec.decode(result.tokens[:-1]))]
     length = min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))
     said = forced + text[:length]
     speech = tools.read(said) if tools is not None else Speech(content=said)
@@ -53,7 +62,8 @@ def read_turn(
         ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
         for place, call in enumerate(speech.tool_calls)
     )
-    return Message(role="assistant", content=speech.content, tool_calls=calls), length
+    cut = "length" if finish_word(result.finish) == "length" else ""
+    return Message(role="assistant", content=speech.content, tool_calls=calls, finish_reason=cut), length
 
 
 def pieces_of(codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool) -> tuple[Piece, ...]:
@@ -74,9 +84,8 @@ def pieces_of(codec: ChatCodec, result: GenerateResult, *, length: int, logprobs
 
 def finish_reason(message: Message, finish: Finish) -> str:
     """OpenAI's word for how a turn ended."""
-    if finish is not Finish.STOP:
-        return "length"
-    return "tool_calls" if message.tool_calls else "stop"
+    word = finish_word(finish)
+    return "tool_calls" if word == "stop" and message.tool_calls else word
 
 
 def whole(reply: Reply, ask: Ask) -> Json:

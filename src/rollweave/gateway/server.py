@@ -19,6 +19,8 @@ from typing import Final
 import xxhash
 from aiohttp import web
 
+from rollweave.backends.bodies import BodyError, body_of
+from rollweave.backends.guard import Guard, Refused
 from rollweave.backends.listening import listening
 from rollweave.codec.chat import ChatCodec
 from rollweave.codec.tools import ToolFormat
@@ -129,7 +131,7 @@ class Gateway:
 
     def app(self) -> web.Application:
         """The application, to be served with `handler_cancellation`."""
-        app = web.Application(client_max_size=MAX_BODY, middlewares=[_in_openai_json])
+        app = web.Application(middlewares=[_in_openai_json])
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
         return app
@@ -141,8 +143,7 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        async with asyncio.timeout(BODY_S):
-            body = await request.read()
+        body = await body_of(request, most=MAX_BODY, seconds=BODY_S)
         ask = parse_chat(body)
         key, repeated = _identity(request, body)
         async with session.turn(ask, key, repeated=repeated) as turn:
@@ -213,8 +214,8 @@ class Gateway:
 
 @contextlib.asynccontextmanager
 async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve while the context is open; its base URL. Port 0 is a free one."""
-    async with listening(gateway.app(), host, port, shutdown_s=1.0) as address:
+    """Serve while the context is open, and give the base URL. Port 0 is a free one. Each session has its own token."""
+    async with listening(gateway.app(), host, port, guard=Guard(token=None), shutdown_s=1.0) as address:
         yield address
 
 
@@ -256,17 +257,11 @@ async def _in_openai_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         return web.json_response(error.body(), status=error.status, headers=headers)
-    except web.RequestPayloadError as error:
-        text = f"body must be whole and encoded as the headers say, got {error}"
-        return web.json_response(RequestError(400, text).body(), status=400)
-    except TimeoutError:
-        text = f"body must arrive within {BODY_S:g} s, got less of it"
-        return web.json_response(RequestError(408, text).body(), status=408)
+    except (Refused, BodyError) as error:
+        return web.json_response(RequestError(error.status, error.reason).body(), status=error.status)
     except web.HTTPException as error:
         rule = {404: "path must be one that is served", 405: "method must be one that the path takes"}
         text = f"{rule.get(error.status, error.reason)}, got {request.method} {request.path:.200}"
-        if error.status == 413:
-            text = f"body must be at most {MAX_BODY} bytes, got more"
         return web.json_response(RequestError(error.status, text).body(), status=error.status)
     except ConnectionError:
         raise  # nobody is there to be answered

@@ -11,10 +11,12 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from dataclasses import dataclass
 
+import msgspec
+
 from rollweave.codec.chat import ChatCodec, ChatError
 from rollweave.codec.tools import ToolFormat
 from rollweave.envs.base import mix
-from rollweave.gateway.dialogue import Ask, RequestError
+from rollweave.gateway.dialogue import OWN, Ask, RequestError
 from rollweave.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.gateway.replies import read_turn
 from rollweave.schema.base import Noun
@@ -78,6 +80,8 @@ class Session:
     ) -> None:
         self.id, self.limits = id, limits
         self.exhausted: StopReason | None = None
+        self.refused = ""
+        """Why the last prompt that did not fit into the context was refused."""
         """The limit for which the last turn was refused, if waiting does not help."""
         self.token = secrets.token_urlsafe(32)
         self.recorder = SessionRecorder(codec)
@@ -163,8 +167,9 @@ class Session:
         most = CHARS_PER_TOKEN * self.limits.context
         if chars > most:
             self.exhausted = StopReason.MAX_TOKENS
-            text = f"messages and tools must have at most {most} characters in a context of {self.limits.context} tokens"
-            raise RequestError(400, f"{text}, got {chars}", param="messages", code="context_length_exceeded")
+            context = f"a context of {self.limits.context} tokens"
+            self.refused = f"messages and tools must have at most {most} characters in {context}, got {chars}"
+            raise RequestError(400, self.refused, param="messages", code="context_length_exceeded")
 
     def _check_tools(self, ask: Ask) -> None:
         if not self._codec.shows_tools:
@@ -189,25 +194,22 @@ class Session:
         room = limits.context - len(call.prompt)
         if room < 1:
             self.exhausted = StopReason.MAX_TOKENS
-            text = f"messages must leave room in a context of {limits.context} tokens, got {len(call.prompt)} tokens"
-            raise RequestError(400, text, param="messages", code="context_length_exceeded")
+            self.refused = f"messages must leave room in a context of {limits.context} tokens, got {len(call.prompt)} tokens"
+            raise RequestError(400, self.refused, param="messages", code="context_length_exceeded")
         self.exhausted = None
         return self._sampling_of(ask, call, min(room, limits.turn_tokens, limits.tokens - self._spent))
 
     def _sampling_of(self, ask: Ask, call: Call, room: int) -> Sampling:
         base = self._sampling
-        pinned = self._pinned
         one_call = (self._tools.closing,) if self._tools is not None and ask.reads_calls and ask.one_call else ()
-        return Sampling(
-            temperature=base.temperature if pinned or ask.temperature is None else ask.temperature,
-            top_p=base.top_p if pinned or ask.top_p is None else ask.top_p,
-            top_k=base.top_k,
+        asked = {} if self._pinned else {name: value for name in OWN if (value := getattr(ask, name)) is not None}
+        return msgspec.structs.replace(
+            base,
             max_tokens=min(room, ask.max_tokens or room),
-            stop_token_ids=tuple(dict.fromkeys((*self._codec.stop_token_ids, *base.stop_token_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*self._codec.stop_token_ids, *base.stop_token_ids, *ask.stop_token_ids))),
             stop=(*self._codec.stop, *base.stop, *ask.stop, *one_call),
-            allowed=base.allowed,
             # Two calls of the same prompt are two samples, in the same way each time the session is played.
-            seed=mix(base.seed, call.number) if pinned or ask.seed is None else ask.seed,
+            **{"seed": mix(base.seed, call.number), **asked},
         )
 
     async def _take_turn(self, turn: Turn, ask: Ask, sampling: Sampling) -> None:
@@ -232,7 +234,15 @@ class Session:
     def _take(self, turn: Turn, ask: Ask, result: GenerateResult) -> None:
         stop = (*self._codec.stop, *self._sampling.stop, *ask.stop)
         tools = self._tools if ask.reads_calls else None
-        turn.message, turn.shown = read_turn(self._codec, tools, result, number=turn.call.number, forced=turn.forced, stop=stop)
+        turn.message, turn.shown = read_turn(
+            self._codec,
+            tools,
+            result,
+            number=turn.call.number,
+            forced=turn.forced,
+            stop=stop,
+            stop_tokens=ask.stop_token_ids,
+        )
         self.recorder.answer(turn.call, result, turn.message)
         self._spent += len(result.tokens)
 

@@ -19,7 +19,7 @@ from rollweave.schema.base import Noun
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import RolloutRequest, RolloutStatus
 from rollweave.schema.work import Trajectory
-from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
+from rollweave.service.client import Addresses, NoServiceError, RolloutClient, ServiceError
 from rollweave.service.loop import LoopThread
 
 PATIENCE_S = 300.0
@@ -216,7 +216,7 @@ class DapoRollouts:
 
     def __init__(
         self,
-        addresses: str | Sequence[str],
+        addresses: Addresses,
         tasks: Iterable[RolloutRequest],
         rule: DapoRule,
         *,

@@ -6,20 +6,32 @@ rollouts to another one; what it was asked for and somebody else has done is can
 
 import asyncio
 import contextlib
+import itertools
 import resource
 import secrets
 import urllib.parse
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 import msgspec
 
+from rollweave.backends.guard import read_token
 from rollweave.policy.balancing import Host, Hysteresis, spread
+from rollweave.record.rundir import RunDir
+from rollweave.schema.address import host_of, parse_address
 from rollweave.schema.errors import RollweaveError
-from rollweave.schema.service import EngineRequest, EngineStatus, RolloutRequest, RolloutStatus
+from rollweave.schema.service import (
+    Completion,
+    EngineRequest,
+    EngineStatus,
+    MemberStatus,
+    RolloutRequest,
+    RolloutStatus,
+)
 from rollweave.service.loop import LoopThread
 
 POLL_S, LEAST_POLL_S = 20.0, 1.0
@@ -45,6 +57,10 @@ DEAL_S = 2.0
 """Between two looks at who has which engines; a service that has not answered three of them has lost its share."""
 
 
+Addresses = str | Path | Sequence[str | Path]
+"""Addresses of services, or their directories."""
+
+
 class ServiceError(RollweaveError):
     """The service refused: `status` is that of HTTP, `kind` the error's type."""
 
@@ -60,6 +76,7 @@ class NoServiceError(RollweaveError):
 @dataclass(slots=True)
 class _Server:
     address: str
+    token: str | None = None
     outstanding: int = 0
     dead_until: float = 0.0
     ailment: str = ""  # its address, and why it did not answer when it was last given up
@@ -67,19 +84,28 @@ class _Server:
     health: Hysteresis | None = None  # as far as engines are dealt; None before they were
 
 
+class _Completions(msgspec.Struct):
+    completions: list[Completion]
+
+
+class _Listed(msgspec.Struct):
+    rollouts: list[RolloutStatus]
+    next: int
+
+
 class RolloutClient:
     """`async with RolloutClient(addresses) as client: await client.rollout(...)`. All calls belong to one event loop."""
 
-    def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
-        """Raises ValueError without an address, and for one that is none."""
-        several = [addresses] if isinstance(addresses, str) else list(addresses)
+    def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
+        """Each address is a service's, or the directory of a service on this host, which has its address and token.
+
+        `token` is for services whose directory is not given. Raises ValueError without an address, or for an invalid one.
+        """
+        several = [addresses] if isinstance(addresses, str | Path) else list(addresses)
         if not several:
             raise ValueError("addresses must have at least one, got none")
-        for address in several:
-            if not (address.startswith(("http://", "https://")) and _host(address)):
-                raise ValueError(f"addresses must be http://host:port or https://host:port, got {address!r:.100}")
-        self._servers = [_Server(address.rstrip("/")) for address in dict.fromkeys(several)]
-        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        found = dict(_place(one, token) for one in several)
+        self._servers = [_Server(address, token=known) for address, known in found.items()]
         self._session: aiohttp.ClientSession | None = None
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._connections = (FILES if soft == resource.RLIM_INFINITY else soft) // 2
@@ -92,7 +118,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=POLL_S + 30.0)
         connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=limits, connector=connector)
+        self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,7 +149,7 @@ class RolloutClient:
             except (aiohttp.ClientError, TimeoutError) as error:
                 server.dead_until = _now() + DEAD_S
                 server.owed.append(request.id)
-                server.ailment = f"{server.address} ({str(error) or type(error).__name__})"
+                server.ailment = _ailment(server, error)
                 left.append(server)
             except asyncio.CancelledError:
                 try:
@@ -149,6 +175,73 @@ class RolloutClient:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def submit(self, request: RolloutRequest) -> RolloutStatus:
+        """Ask for a rollout without waiting for it; its `id` is for `get`, `stream` and `cancel`.
+
+        Leaving the client does not cancel it. Raises ServiceError if the request is refused for good, NoServiceError.
+        """
+        if not request.id:
+            request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
+        body, left = msgspec.json.encode(request), list[_Server]()
+        while True:
+            server = self._choose(left)
+            try:
+                return msgspec.json.decode(await self._patiently(server, "POST", "/v1/rollouts", body), type=RolloutStatus)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                server.dead_until, server.ailment = _now() + DEAD_S, _ailment(server, error)
+                server.owed.append(request.id)  # that service may have accepted it
+                left.append(server)
+
+    async def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
+        """Return a rollout's status, with the results of members that are done, after `wait_s`, or once the rollout is done.
+
+        Another client may have submitted it. Raises ServiceError (404) if no service knows it, NoServiceError if a service that
+        might know it does not answer.
+        """
+        server, status = await self._find(id)
+        until = _now() + wait_s
+        while status.state != "done" and (left_s := until - _now()) > 0:
+            answer = await self._patiently(server, "GET", f"{_path(id)}?wait={min(left_s, POLL_S):g}")
+            status = msgspec.json.decode(answer, type=RolloutStatus)
+        return status
+
+    async def cancel(self, id: str) -> RolloutStatus:
+        """Cancel a rollout: members that are not done end as `cancelled`. Returns its status; raises as `get`."""
+        server, _ = await self._find(id)
+        return msgspec.json.decode(await self._patiently(server, "DELETE", _path(id)), type=RolloutStatus)
+
+    async def stream(self, id: str) -> AsyncIterator[MemberStatus]:
+        """Yield the members of a rollout with their results, each as soon as it is done. Raises as `get`."""
+        server, status = await self._find(id)
+        told, after = set[str](), 0
+        query = f"rollout={urllib.parse.quote(id, safe='')}&limit=1000&wait={POLL_S:g}"
+        while True:
+            for member in status.members:
+                if member.stage == "done" and member.id not in told:
+                    told.add(member.id)
+                    yield member
+            if status.state == "done":
+                return
+            found: list[Completion] = []
+            while not any(one.member not in told for one in found):
+                answer = await self._patiently(server, "GET", f"/v1/completions?after={after}&{query}")
+                found = msgspec.json.decode(answer, type=_Completions).completions
+                after = found[-1].number if found else after
+            status = msgspec.json.decode(await self._patiently(server, "GET", _path(id)), type=RolloutStatus)
+
+    async def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
+        """Yield all rollouts, or only unfinished ones, without results, for each service in the order of acceptance.
+
+        Raises NoServiceError if a service does not answer.
+        """
+        found: list[RolloutStatus] = []
+        for server in self._servers:
+            try:
+                found += await self._listed(server, unfinished=unfinished)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise NoServiceError(f"no service answers: {_ailment(server, error)}") from error
+        return found
 
     async def register(self, request: EngineRequest) -> None:
         """Give every service this engine."""
@@ -179,6 +272,53 @@ class RolloutClient:
         return found
 
     # One service.
+
+    async def _find(self, id: str) -> tuple[_Server, RolloutStatus]:
+        """Find the service that knows a rollout, and the rollout's status there. Raises as `get`."""
+        unknown: ServiceError | None = None
+        ailments = []
+        for server in self._servers:
+            try:
+                return server, msgspec.json.decode(await self._patiently(server, "GET", _path(id)), type=RolloutStatus)
+            except ServiceError as error:
+                if error.status != 404:
+                    raise
+                unknown = error
+            except (aiohttp.ClientError, TimeoutError) as error:
+                ailments.append(_ailment(server, error))
+        if ailments or unknown is None:
+            raise NoServiceError(f"no service that answers knows rollout {id!r:.100}; these do not: {', '.join(ailments)}")
+        raise unknown
+
+    async def _listed(self, server: _Server, *, unfinished: bool) -> list[RolloutStatus]:
+        """Yield the rollouts of one service, page by page."""
+        found: list[RolloutStatus] = []
+        query = f"limit=1000&unfinished={'true' if unfinished else 'false'}"
+        after = 0
+        while True:
+            page = msgspec.json.decode(
+                await self._patiently(server, "GET", f"/v1/rollouts?after={after}&{query}"), type=_Listed
+            )
+            if not page.rollouts:
+                return found
+            found += page.rollouts
+            after = page.next
+
+    async def _patiently(self, server: _Server, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Call `_ask`, and retry a few times if the service is busy or does not answer."""
+        wait_s = BACKOFF_S
+        for tries in itertools.count(1):
+            try:
+                return await self._ask(server, method, path, body)
+            except ServiceError as error:
+                if error.status not in (429, 503) or tries == TRIES:
+                    raise
+            except (aiohttp.ClientError, TimeoutError):
+                if tries == TRIES:
+                    raise
+            await asyncio.sleep(wait_s * (0.5 + secrets.randbelow(1000) / 1000))
+            wait_s = min(2 * wait_s, MOST_BACKOFF_S)
+        raise AssertionError("the loop above has no end")
 
     async def _on(self, server: _Server, request: RolloutRequest) -> RolloutStatus:
         """Submit and wait. What fails on the way is tried again here, a few times."""
@@ -218,7 +358,10 @@ class RolloutClient:
 
     async def _send(self, server: _Server, method: str, path: str, body: bytes | None = None) -> bytes:
         assert self._session is not None, "the client is entered"
-        async with self._session.request(method, server.address + path, data=body) as response:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if server.token is not None:
+            headers["Authorization"] = f"Bearer {server.token}"
+        async with self._session.request(method, server.address + path, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status >= 400:
                 kind, message = _error(answer)
@@ -241,8 +384,8 @@ class RolloutClient:
             if server.health is None:
                 server.health = Hysteresis(healthy=known is not None)
             if server.health.observe(known is not None):
-                living.append(Host(server=server.address, host=_host(server.address)))
-        uses = spread([Host(server=address, host=_host(address)) for address in self._engines], living)
+                living.append(Host(server=server.address, host=host_of(server.address)))
+        uses = spread([Host(server=address, host=host_of(address)) for address in self._engines], living)
         for server, known in zip(self._servers, found, strict=True):
             if known is None or server.address not in uses:
                 continue
@@ -251,7 +394,7 @@ class RolloutClient:
                 await self._send(server, "POST", "/v1/engines", msgspec.json.encode(self._engines[address]))
             for address, engine_id in known.items():
                 if address in self._dealt and address not in shares:
-                    await self._send(server, "DELETE", f"/v1/engines/{engine_id}")
+                    await self._send(server, "DELETE", f"/v1/engines/{engine_id}?force=true")  # it moves to another service
         return bool(living)
 
     async def _engines_of(self, server: _Server) -> dict[str, str] | None:
@@ -261,7 +404,8 @@ class RolloutClient:
                 answer = msgspec.json.decode(await self._send(server, "GET", "/v1/engines"), type=dict[str, list[EngineStatus]])
         except (aiohttp.ClientError, ServiceError, TimeoutError):
             return None
-        return {engine.address: engine.id for engine in answer["engines"] if engine.address and not engine.draining}
+        there = (engine for engine in answer["engines"] if not engine.draining and engine.status != "removed")
+        return {engine.address: engine.id for engine in there if engine.address}
 
     # All of them.
 
@@ -288,7 +432,7 @@ class RolloutClient:
 class Rollouts:
     """The same for programs without an event loop: `with Rollouts(addresses) as rollouts: rollouts.run(requests)`."""
 
-    def __init__(self, addresses: str | Sequence[str], *, token: str | None = None) -> None:
+    def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
         self._client = RolloutClient(addresses, token=token)
         self._loop = LoopThread("rollouts")
 
@@ -317,6 +461,32 @@ class Rollouts:
 
         return self._loop.call(all_of_them())
 
+    def submit(self, request: RolloutRequest) -> RolloutStatus:
+        """Ask for a rollout without waiting for it, as `RolloutClient.submit`."""
+        return self._loop.call(self._client.submit(request))
+
+    def get(self, id: str, *, wait_s: float = 0.0) -> RolloutStatus:
+        """Where a rollout stands, with results, as `RolloutClient.get`."""
+        return self._loop.call(self._client.get(id, wait_s=wait_s))
+
+    def cancel(self, id: str) -> RolloutStatus:
+        """Cancel a rollout, as `RolloutClient.cancel`."""
+        return self._loop.call(self._client.cancel(id))
+
+    def stream(self, id: str) -> Iterator[MemberStatus]:
+        """The members of a rollout, each as soon as it is done, as `RolloutClient.stream`."""
+        members = self._client.stream(id)
+
+        async def following() -> MemberStatus | None:
+            return await anext(members, None)
+
+        while (member := self._loop.call(following())) is not None:
+            yield member
+
+    def list_rollouts(self, *, unfinished: bool = False) -> list[RolloutStatus]:
+        """All that the services know, as `RolloutClient.list_rollouts`."""
+        return self._loop.call(self._client.list_rollouts(unfinished=unfinished))
+
     def register(self, request: EngineRequest) -> None:
         """Give every service this engine."""
         self._loop.call(self._client.register(request))
@@ -330,8 +500,18 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _host(address: str) -> str:
-    return urllib.parse.urlsplit(address).hostname or ""
+def _ailment(server: _Server, error: Exception) -> str:
+    return f"{server.address} ({str(error) or type(error).__name__})"
+
+
+def _place(one: str | Path, token: str | None) -> tuple[str, str | None]:
+    """Return the address and token of a service. Raises ValueError."""
+    if isinstance(one, str) and "://" in one:
+        return parse_address(one, field="addresses"), token
+    run = RunDir(Path(one))
+    if not run.address.is_file():
+        raise ValueError(f"addresses must be http://host:port, or the directory of a service that runs, got {str(one)!r:.200}")
+    return run.address.read_text().strip(), read_token(run.token) if run.token.exists() else token
 
 
 def _path(job_id: str) -> str:

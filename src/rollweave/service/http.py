@@ -1,25 +1,39 @@
 """The service's own API: `/v1`, `/health`, `/metrics`, `/openapi.json`. Decodes, asks `service/service.py`, encodes.
 
 Invariants: a body is decoded into the nouns of `schema/service.py` or refused with 400, which names field, rule and value;
-every answer is JSON (but metrics and streams); no request of anybody's gives 500. With a token every path but `/health` wants
-it. Errors are `{"error": {"type", "message"}}`. What is no HTTP never comes here: aiohttp answers it with 400 in plain text.
+every answer is JSON, except metrics and streams; no request gives 500. `backends/guard.py` checks every request first: where
+there is a token, only the paths by which programs ask whether the service is up do without it. Errors are
+`{"error": {"type", "message"}}`. Invalid HTTP never gets here: aiohttp answers it with 400 in plain text.
 """
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 
+from rollweave.backends.bodies import body_of
+from rollweave.backends.guard import Guard
 from rollweave.backends.listening import listening
+from rollweave.codec.packing import as_json
+from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.service import Batch, EngineRequest, RolloutRequest
+from rollweave.schema.service import EngineRequest
+from rollweave.schema.text import decimal, decoding_failure
+from rollweave.service.asked import asked_for
 from rollweave.service.openapi import document
-from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, RefusedError, UnknownError
+from rollweave.service.reach import must_admit
+from rollweave.service.refusals import (
+    ClosedError,
+    ConflictError,
+    FullError,
+    GoneError,
+    RefusedError,
+    TooLargeError,
+    UnknownError,
+)
 from rollweave.service.service import Service
 
 T = TypeVar("T")
@@ -29,6 +43,9 @@ BODY_BYTES = 16 << 20
 
 WAIT_S = 60.0
 """Longest that an answer may be waited for, in one request."""
+
+LISTED = 1000
+"""Maximum number of rollouts in one answer."""
 
 COMPLETIONS = 1000
 """Of one answer, at most."""
@@ -43,6 +60,7 @@ STATUS: Mapping[type[Exception], int] = {
     UnknownError: 404,
     ConflictError: 409,
     GoneError: 410,
+    TooLargeError: 413,
     FullError: 429,
     ClosedError: 503,
     ConfigError: 400,
@@ -53,10 +71,15 @@ KIND: Mapping[int, str] = {
     400: "invalid",
     401: "unauthorized",
     404: "unknown",
+    403: "foreign",
     405: "method",
+    408: "late",
     409: "conflict",
     410: "gone",
     413: "too_large",
+    415: "media_type",
+    417: "expectation",
+    421: "foreign",
     429: "full",
     503: "closed",
     507: "disk",
@@ -66,20 +89,21 @@ KIND: Mapping[int, str] = {
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def build(service: Service, *, token: str | None) -> web.Application:
-    """The application; other doors may be added to it."""
-    app = web.Application(client_max_size=BODY_BYTES, middlewares=[_errors, _authorized(token)])
-    app.add_routes(_Routes(service).table())
+def build(service: Service, hosts: Hosts) -> web.Application:
+    """Make the application, to which other APIs may be added. Serve it behind a guard. Engines may be at `hosts`."""
+    app = web.Application(middlewares=[_errors])
+    app.add_routes(_Routes(service, hosts).table())
     return app
 
 
 class _Routes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, hosts: Hosts) -> None:
+        self._service, self._hosts = service, hosts
 
     def table(self) -> list[web.RouteDef]:
         return [
             web.post("/v1/rollouts", self.submit),
+            web.get("/v1/rollouts", self.listed),
             web.get("/v1/rollouts/{id}", self.status),
             web.delete("/v1/rollouts/{id}", self.cancel),
             web.get("/v1/completions", self.completions),
@@ -89,6 +113,7 @@ class _Routes:
             web.post("/v1/engines", self.register),
             web.delete("/v1/engines/{id}", self.withdraw),
             web.get("/health", self.health),
+            web.get("/ready", self.ready),
             web.get("/metrics", self.metrics),
             web.get("/openapi.json", self.openapi),
         ]
@@ -96,12 +121,16 @@ class _Routes:
     # Rollouts.
 
     async def submit(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        asked = decode(body, object)  # which of both, the keys say
-        several = isinstance(asked, dict) and "rollouts" in asked
-        requests = decode(body, Batch).rollouts if several else (decode(body, RolloutRequest),)
+        requests, several = await asked_for(await body_of(request, most=BODY_BYTES), most=self._service.queue)
         found = await self._service.submit(requests)
         return json_answer({"rollouts": found} if several else found[0], status=202)
+
+    async def listed(self, request: web.Request) -> web.Response:
+        after = int(_number(request, "after", default=0, most=2**53))
+        limit = int(_number(request, "limit", default=100, least=1, most=LISTED))
+        unfinished = _flag(request, "unfinished", default=False)
+        found, last = await self._service.listed(after, limit=limit, unfinished=unfinished)
+        return json_answer({"rollouts": found, "next": last})
 
     async def status(self, request: web.Request) -> web.Response:
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
@@ -114,18 +143,29 @@ class _Routes:
         after = int(_number(request, "after", default=0, most=2**53))
         limit = int(_number(request, "limit", default=100, least=1, most=COMPLETIONS))
         seconds = _number(request, "wait", default=0.0, most=WAIT_S)
-        found = await self._service.completed(after, limit=limit, seconds=seconds)
+        rollout = request.query.get("rollout")
+        found = await self._service.completed(after, limit=limit, seconds=seconds, rollout=rollout)
         return json_answer({"completions": found, "next": found[-1].number if found else after})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: a completion each, from `Last-Event-ID` on, or from now."""
-        said = request.headers.get("Last-Event-ID", request.query.get("after", ""))
-        after = _whole("Last-Event-ID", said) if said else self._service.last_completion()
+        """Stream completions as server-sent events, from `Last-Event-ID` on, or from now.
+
+        With `rollout`, stream that rollout's completions from the first one, until all its members are done.
+        """
+        said, rollout = request.headers.get("Last-Event-ID", request.query.get("after", "")), request.query.get("rollout")
+        after = _whole("Last-Event-ID", said) if said else self._service.last_completion() if rollout is None else 0
+        if rollout is not None:
+            self._service.status(rollout, results=False)  # refuse an unknown rollout before the stream begins
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         while not self._service.ended:
-            found = await self._service.completed(after, limit=COMPLETIONS, seconds=HEARTBEAT_S)
-            lines = [b"id: %d\ndata: %s\n\n" % (one.number, msgspec.json.encode(one)) for one in found]
+            try:
+                found = await self._service.completed(after, limit=COMPLETIONS, seconds=HEARTBEAT_S, rollout=rollout)
+                if not found and rollout is not None and self._service.status(rollout, results=False).state == "done":
+                    break
+            except UnknownError:  # its results are no longer kept
+                break
+            lines = [b"id: %d\ndata: %s\n\n" % (one.number, as_json(one)) for one in found]
             try:
                 await response.write(b"".join(lines) or b": alive\n\n")
             except ConnectionResetError:
@@ -144,20 +184,29 @@ class _Routes:
         return json_answer({"engines": self._service.engines()})
 
     async def register(self, request: web.Request) -> web.Response:
-        return json_answer(self._service.register(decode(await request.read(), EngineRequest)), status=202)
+        asked = decode(await body_of(request, most=BODY_BYTES), EngineRequest)
+        await must_admit(self._hosts, asked.address)
+        return json_answer(self._service.register(asked), status=202)
 
     async def withdraw(self, request: web.Request) -> web.Response:
-        drain = request.query.get("drain", "true")
-        if drain not in ("true", "false"):
-            raise ConfigError(f"drain must be true or false, got {drain!r:.40}")
-        self._service.withdraw(EngineId(request.match_info["id"]), drain=drain == "true")
+        drain, force = _flag(request, "drain", default=True), _flag(request, "force", default=False)
+        self._service.withdraw(EngineId(request.match_info["id"]), drain=drain, force=force)
         return json_answer({"engines": self._service.engines()}, status=202)
 
     # The service.
 
     async def health(self, request: web.Request) -> web.Response:
+        """Answer that the service is alive, with its status. Without an engine that serves, requests are accepted and wait."""
         del request
-        return json_answer({"status": "closing" if self._service.closed else "ok", **self._service.counts()})
+        return json_answer(self._health())
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Answer 200 if rollouts that are submitted now would begin, else 503."""
+        del request
+        return json_answer(self._health(), status=200 if self._service.health == "ok" else 503)
+
+    def _health(self) -> dict[str, Any]:
+        return {"status": self._service.health, "reason": self._service.waits_for(), **self._service.counts()}
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -188,13 +237,13 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except (RefusedError, ConfigError, DiskError) as error:
         return problem(status_of(error), str(error))
-    except web.RequestPayloadError as error:  # neither compressed nor cut into chunks as its headers say
-        return problem(400, f"the body must be whole: {error}")
     except web.HTTPException as error:
         if error.status < 400:
             raise
         return problem(
-            error.status, _rule(request, error), headers={"Allow": allow} if (allow := error.headers.get("Allow")) else {}
+            error.status,
+            _rule(request, error),
+            headers={name: error.headers[name] for name in ("Allow", "WWW-Authenticate") if name in error.headers},
         )
 
 
@@ -205,23 +254,8 @@ def _rule(request: web.Request, error: web.HTTPException) -> str:
             return f"the path must be one that /openapi.json names, got {request.path!r:.100}"
         case 405:
             return f"the method must be {error.headers.get('Allow')} for {request.path!r:.100}, got {request.method:.20}"
-        case 413:
-            return f"the body must have at most {BODY_BYTES} bytes, got more"
         case _:
             return error.reason
-
-
-def _authorized(token: str | None) -> Middleware:
-    wanted = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        said = request.headers.get("Authorization", "").encode(errors="replace")
-        if token is not None and request.path != "/health" and not hmac.compare_digest(said, wanted):
-            return problem(401, "the request must carry the service's token", headers={"WWW-Authenticate": "Bearer"})
-        return await handler(request)
-
-    return check
 
 
 def problem(status: int, message: str, *, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -238,7 +272,7 @@ def status_of(error: Exception) -> int:
 
 def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """`value` as JSON."""
-    body = msgspec.json.encode(value)
+    body = as_json(value)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
 
 
@@ -247,20 +281,24 @@ def decode(body: bytes, kind: type[T], *, rule: str = "JSON as /openapi.json say
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the body must be {rule}: {error}") from error
+        raise ConfigError(f"the body must be {rule}: {decoding_failure(body, error)}") from error
 
 
 def _number(request: web.Request, name: str, *, default: float, least: float = 0.0, most: float) -> float:
     said = request.query.get(name)
     if said is None:
         return default
-    try:
-        value = float(said)
-    except ValueError:
-        value = float("nan")
-    if not least <= value <= most:
+    value = decimal(said)
+    if value is None or not least <= value <= most:
         raise ConfigError(f"{name} must be a number from {least:g} to {most:g}, got {said!r:.40}")
     return value
+
+
+def _flag(request: web.Request, name: str, *, default: bool) -> bool:
+    said = request.query.get(name, "true" if default else "false")
+    if said not in ("true", "false"):
+        raise ConfigError(f"{name} must be true or false, got {said!r:.40}")
+    return said == "true"
 
 
 def _whole(name: str, said: str) -> int:
@@ -269,18 +307,10 @@ def _whole(name: str, said: str) -> int:
     return int(said)
 
 
-def _busy(message: str) -> bytes:
-    """A whole answer, to be sent where no request is read."""
-    body = msgspec.json.encode({"error": {"type": "busy", "message": message}})
-    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: {RETRY_S}\r\nConnection: close"
-    return b"HTTP/1.1 503 Service Unavailable\r\n" + head.encode() + b"\r\n\r\n" + body
-
-
 async def serve(
-    app: web.Application, host: str, port: int, *, most: int, stopped: asyncio.Event, ready: Callable[[str], None]
+    app: web.Application, host: str, port: int, *, guard: Guard, stopped: asyncio.Event, ready: Callable[[str], None]
 ) -> None:
-    """Listen until `stopped`, with at most so many connections; `ready` gets the address. Raises OSError: the port is taken."""
-    refusal = _busy(f"at most {most} connections may be open")
-    async with listening(app, host, port, shutdown_s=5.0, most=most, refusal=refusal) as address:
+    """Listen until `stopped`; `ready` gets the address. Raises OSError: the port is taken."""
+    async with listening(app, host, port, guard=guard, shutdown_s=5.0) as address:
         ready(address)
         await stopped.wait()

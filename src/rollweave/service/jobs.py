@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollweave.codec.packing import as_json
 from rollweave.rollout.store import Entry
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
@@ -106,7 +107,7 @@ class Jobs:
 
     def add(self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, most_bytes: int) -> list[Job] | None:
         """Note all of these, (id, request, task), or none. Ids must be new. None if more than `most_bytes` would be owed."""
-        rows = [(one[0], msgspec.json.encode(one[1]), msgspec.json.encode(one[2]), one[1].members) for one in requests]
+        rows = [(one[0], as_json(one[1]), as_json(one[2]), one[1].members) for one in requests]
         owed = self.owed_bytes + sum(len(request) + len(task) for _, request, task, _ in rows)
         if owed > most_bytes:
             return None
@@ -133,6 +134,24 @@ class Jobs:
         rows = self._execute("SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number")
         return [_job(row) for row in rows]
 
+    def forget_unreadable(self) -> Iterator[tuple[str, str]]:
+        """Forget each job whose request or task cannot be read; yield its id and the reason. Call it first."""
+        for row in self._execute("SELECT number, id, request, task, left FROM jobs ORDER BY number").fetchall():
+            try:
+                _job(row)
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                with self._transaction():
+                    self._execute("DELETE FROM results WHERE job = ?", (row[0],))
+                    self._execute("DELETE FROM jobs WHERE number = ?", (row[0],))
+                self.owed_bytes -= len(row[2]) + len(row[3]) if row[4] else 0
+                yield row[1], str(error)
+
+    def after(self, number: int, limit: int, *, unfinished: bool) -> list[Job]:
+        """Return the first `limit` jobs after number `number`, in order of arrival; with `unfinished`, only unfinished ones."""
+        statement = "SELECT number, id, request, task, left FROM jobs WHERE number > ? AND left >= ? ORDER BY number LIMIT ?"
+        rows = self._execute(statement, (number, int(unfinished), limit))
+        return [_job(row) for row in rows]
+
     def id_of(self, number: int) -> str | None:
         row = self._execute("SELECT id FROM jobs WHERE number = ?", (number,)).fetchone()
         return row[0] if row is not None else None
@@ -142,7 +161,7 @@ class Jobs:
     def done(self, member: TrajectoryId, attempt: int, stop_reason: str, entry: Entry | None, *, keep: int) -> Result | None:
         """Note a result, and forget jobs that have none among the newest `keep`. None if it is known, or forgotten."""
         job = job_number(member)
-        blob = msgspec.json.encode(entry) if entry is not None else None
+        blob = as_json(entry) if entry is not None else None
         with self._transaction():
             row = {"job": job, "member": member, "attempt": attempt, "stop_reason": stop_reason, "entry": blob}
             cursor = self._execute(_NOTE, row)
@@ -163,9 +182,10 @@ class Jobs:
         rows = self._execute(f"{_RESULTS} WHERE job = ? ORDER BY number", (job,))
         return [_result(row) for row in rows]
 
-    def since(self, number: int, limit: int) -> list[Result]:
-        """The first `limit` results after number `number`."""
-        rows = self._execute(f"{_RESULTS} WHERE number > ? ORDER BY number LIMIT ?", (number, limit))
+    def since(self, number: int, limit: int, *, job: int | None = None) -> list[Result]:
+        """Return the first `limit` results after number `number`, of one job or of all."""
+        where, values = ("number > ?", (number, limit)) if job is None else ("job = ? AND number > ?", (job, number, limit))
+        rows = self._execute(f"{_RESULTS} WHERE {where} ORDER BY number LIMIT ?", values)
         return [_result(row) for row in rows]
 
     def last(self) -> int:
@@ -183,6 +203,13 @@ class Jobs:
 
     def remove_engine(self, engine_id: str) -> None:
         self._execute("DELETE FROM engines WHERE id = ?", (engine_id,))
+
+    def erase_engine(self, engine_id: str) -> None:
+        """Remove it, and erase its bytes from the file: a registration by an earlier version may hold a password."""
+        self._execute("PRAGMA secure_delete=ON")
+        self.remove_engine(engine_id)
+        self._execute("PRAGMA secure_delete=OFF")
+        self._execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

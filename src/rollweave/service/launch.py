@@ -7,53 +7,65 @@ temporary file of it is left; the address is said once it answers.
 import asyncio
 import contextlib
 import functools
-import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from aiohttp import web
+
 from rollweave.backends.base import EngineBackend
+from rollweave.backends.guard import Guard, given_token, kept_token
+from rollweave.backends.listening import cannot_listen, check_address
+from rollweave.backends.transport import Failed
 from rollweave.codec.chat import ChatCodec
+from rollweave.codec.disk import replace_file
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.core.state import State
+from rollweave.envs.foreign import what_happened
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.clock import RunClock
 from rollweave.live.episodes import Episodes
-from rollweave.live.launch import Processes, Programs, model_dir
-from rollweave.live.recover import Beginning, recover
+from rollweave.live.launch import Processes, Programs, torn
+from rollweave.live.loopwatch import watched
+from rollweave.live.recover import Beginning, model_dir, recover, settle
 from rollweave.live.serving import ServiceWorld
-from rollweave.live.signals import on_ending_signals
+from rollweave.live.signals import on_ending_signals, run_to_the_end
+from rollweave.record.identity import write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import SERVICE_LIMIT, Trace
 from rollweave.rollout.store import TrajectoryStore
+from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
-from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
+from rollweave.schema.events import EngineSeat
+from rollweave.schema.sections import ServeConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
 from rollweave.service.jobs import Jobs, group_number
 from rollweave.service.prorl import ProRL
+from rollweave.service.reach import EngineTokens
 from rollweave.service.service import Service, is_registered
+
+NAMES = "serve.host and serve.port"
 
 COMPACT_S = 5.0
 """Between two looks whether the journal should begin anew: a busy service writes a megabyte a second."""
 
-FILES = 1 << 16
-"""Open files that we ask the system for, if it allows so many: programs that we start may close each number that may be one."""
-
-Connect = Callable[[EngineRequest, str], EngineBackend]
-"""Make a registered engine's backend, of this name."""
+Connect = Callable[[EngineRequest, str, Failed, Callable[[str], None]], EngineBackend]
+"""Makes the backend of a registered engine, with this name and callbacks for failed tries to reach it and for warnings."""
 
 
 class Host(Protocol):
     """Who started the service."""
 
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
-        """It answers at `address`. `stop`, from whatever thread, ends it: when what it accepted is done (True), or at once."""
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+        """Called when the service answers at `address`, to clients that have the `token`; None: to all that can connect.
+
+        `stop`, which any thread may call, ends it: once everything that was accepted is done (True), or at once (False).
+        """
 
     def warned(self, command: Warn) -> None:
         """A component ails."""
@@ -70,46 +82,37 @@ def serve(
     inproc: bool = False,
     programs: Programs | None = None,
     observe: Callable[[Service], None] = lambda _: None,
+    no_token: bool = False,
+    unsandboxed: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done, the second at once.
 
-    `observe` gets the service itself, on its loop, for whoever asks without HTTP. Raises ConfigError, DiskError, OSError (the
-    port is taken).
+    `no_token` admits every program on this host. Without `unsandboxed`, a sandbox that isolates nothing is refused, because
+    what clients ask for would run as this user. `observe` gets the service itself, on its loop, for use without HTTP.
+    Raises ConfigError, also if the port is taken, and DiskError. Whatever else ends the service becomes a RollweaveError.
     """
     if config.model.path is None:
         raise ConfigError(
             "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is served by its directory"
         )
-    token = _token(config)
+    if config.sandbox.backend == "plain" and not unsandboxed:
+        raise ConfigError(
+            "sandbox.backend must isolate what clients of a service ask for, got 'plain', under which it runs as this user; "
+            "`rollweave serve --unsandboxed` allows that"
+        )
+    given = given_token(config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env")
+    check_address(config.serve.host, config.serve.port, names=NAMES)
     source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))  # or nothing is begun
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
+        token = None if no_token else given or kept_token(run.token)
         start = _Start(config, run, source, codec, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
-        asyncio.run(start.run(host, observe))
-
-
-def _token(config: RunConfig) -> str | None:
-    name = config.serve.token_env
-    if name is not None and not os.environ.get(name):
-        raise ConfigError(f"serve.token_env must name a variable of the environment that is not empty, got {name!r}")
-    loopback = config.serve.host in ("127.0.0.1", "::1", "localhost")
-    if name is None and not loopback:
-        raise ConfigError(f"serve.token_env must be given where serve.host is not this host alone, got {config.serve.host!r}")
-    token = os.environ[name] if name is not None else None
-    if token is not None and not (token.isprintable() and token.strip() == token):
-        raise ConfigError(f"serve.token_env must name a variable without a line's end or outer spaces, got {name!r}")
-    return token
-
-
-def _connections() -> int:
-    """How many there may be: half of the files that may be open, of which the rest is for engines, sandboxes and our own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # not on every system as far as it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2
+        try:
+            run_to_the_end(start.run(host, observe))
+        except (RollweaveError, OSError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # SystemExit, too, whose exit code could be that of a service that was stopped
+            raise RollweaveError(f"a failure that Rollweave did not foresee: {what_happened('the service', error)}") from error
 
 
 def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
@@ -144,19 +147,27 @@ class _Start:
             if not run.config.exists():
                 run.write_config(config)
             store = stack.enter_context(TrajectoryStore(run.trajectories))
-            begun = self._recovered(store)
+            begun = recover(config, run, store, serving=True)
+            if not run.identity.exists():
+                write_identity(run.identity, begun.identity)
             clock = RunClock(begun.at)
             journal = stack.enter_context(RunJournal(run.journal))
             if begun.resumed:
                 journal.rotate(begun.core.snapshot())
-            run.write_config(config)
+            begun = settle(config, run, begun)
+            for doubt in begun.doubts:
+                host.warned(doubt)
             jobs = Jobs(run.path / "jobs.sqlite")
             stack.callback(jobs.close)
             _same_life(run, begun.core.state, jobs)
             trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
-            service = Service(config, jobs=jobs, source=self._source, store=store)
+            service = Service(config, jobs=jobs, tokens=EngineTokens(run.engine_tokens), source=self._source, store=store)
             service.on_warning = host.warned
+            for line in torn(journal, store):
+                host.warned(line)
+            self._source.threads.on_left = lambda text: service.warned(Warn(component="environment", message=text))
+            stack.enter_context(watched(say=host.warned, warned=service.warned, trace=trace, clock=clock.now))
             observe(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
             world = self._world(begun.core, clock, journal, store, trace, service, episodes)
@@ -164,12 +175,6 @@ class _Start:
                 await self._live(world, service, begun, host)
             finally:
                 await episodes.close()
-
-    def _recovered(self, store: TrajectoryStore) -> Beginning:
-        begun = recover(self._config, self._run, store)
-        if begun.resumed and not begun.core.state.serving:
-            raise ConfigError(f"run.name: {self._run.path} holds a training run; choose another name for the service")
-        return begun
 
     def _world(
         self,
@@ -199,7 +204,8 @@ class _Start:
             if request is None:
                 raise EngineError("it was withdrawn")
             try:
-                return self._connect(request, f"engine {seat.id}.{epoch}")
+                unreachable, noted = (functools.partial(tell, seat.id) for tell in (service.unreachable, service.noted))
+                return self._connect(request, f"engine {seat.id}.{epoch}", unreachable, noted)
             except (RollweaveError, ValueError) as error:  # what somebody said of it is wrong; the service goes on
                 raise EngineError(str(error)) from error
 
@@ -218,7 +224,7 @@ class _Start:
     async def _live(self, world: ServiceWorld, service: Service, begun: Beginning, host: Host) -> None:
         config = self._config.serve
         seats = first_seats(self._config) if config.engines == "local" else ()
-        first = WorldLost(engines=seats, missing=begun.missing) if begun.resumed else RunStarted(engines=seats, serving=True)
+        first = begun.first(seats, serving=True)
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
         service.attach(world)
         living = asyncio.create_task(world.run(first))
@@ -232,12 +238,16 @@ class _Start:
 
         await asyncio.sleep(0)  # the first event is the world's
         service.go_on()
-        app = http.build(service, token=self._token)
-        app.add_routes(ProRL(service, codec=self._codec).table())
-        ready = functools.partial(host.ready, stop=stop_from_anywhere)
-        listening = asyncio.create_task(
-            http.serve(app, config.host, config.port, most=_connections(), stopped=stopped, ready=ready)
-        )
+        hosts = Hosts.parse(config.engine_hosts, field="serve.engine_hosts")
+        app = http.build(service, hosts)
+        guard = Guard(token=self._token, hosts=config.hosts)
+        app.add_routes(ProRL(service, codec=self._codec, hosts=hosts).table())
+
+        def ready(address: str) -> None:
+            replace_file(self._run.address, address.encode())
+            host.ready(address, self._token, stop_from_anywhere)
+
+        listening = asyncio.create_task(_listen(app, config, guard, stopped=stopped, ready=ready))
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
             with on_ending_signals(lambda: stop(not service.closed)):  # the first drains, the second cancels
@@ -245,12 +255,22 @@ class _Start:
         finally:
             service.end()
             stopped.set()
-            for task in (compacting, *([] if living.done() else [living])):
+            self._run.address.unlink(missing_ok=True)
+            for task in (ended := [task for task in (compacting, living) if not task.done()]):
                 task.cancel()
-            found = await asyncio.gather(living, listening, compacting, return_exceptions=True)
-        for error in found:
-            if isinstance(error, Exception):
-                raise error
+            await asyncio.gather(living, listening, compacting, return_exceptions=True)
+        for task in (living, listening, compacting):
+            if not (task.cancelled() and task in ended):
+                task.result()  # or what it raised
+
+
+async def _listen(
+    app: web.Application, config: ServeConfig, guard: Guard, *, stopped: asyncio.Event, ready: Callable[[str], None]
+) -> None:
+    try:
+        await http.serve(app, config.host, config.port, guard=guard, stopped=stopped, ready=ready)
+    except OSError as error:  # another program has taken the port meanwhile
+        raise cannot_listen(config.host, config.port, error, names=NAMES) from error
 
 
 async def _compact(world: ServiceWorld, warned: Callable[[Warn], None]) -> None:

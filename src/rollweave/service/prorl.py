@@ -1,7 +1,8 @@
 """ProRL Agent's HTTP contract beside ours, so that its clients run unchanged (ProRL §3; what they send and read).
 
-A job is a rollout of one member; `instance.data_source` names the handler. What differs is what was in the way there: repeated
-job ids do not clash, stopping cancels this API's jobs alone, and no request gives 500. Errors are `{"detail"}`.
+A job is a rollout of one member; `instance.data_source` names the handler, or one of ProRL's that `task_of` finds a task domain
+for. What differs is what was in the way there: repeated job ids do not clash, stopping cancels this API's jobs alone, and no
+request gives 500. Errors are `{"detail"}`.
 """
 
 import asyncio
@@ -13,19 +14,91 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from rollweave.backends.bodies import body_of
 from rollweave.codec.chat import ChatCodec
+from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT, refused
+from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.service import AskedLimits, EngineRequest, MemberStatus, RolloutRequest
+from rollweave.schema.prorl import Address, JobId, Process
+from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding, Segment, SegmentKind, StopReason, Trajectory
-from rollweave.service.http import decode, json_answer
+from rollweave.service.http import BODY_BYTES, decode, json_answer
+from rollweave.service.reach import must_admit
 from rollweave.service.refusals import RefusedError, UnknownError
-from rollweave.service.service import Service
+from rollweave.service.service import REMOVED, Service
 
 T = TypeVar("T")
 
 DEFAULT_HANDLER = "swebench"
+"""Default `data_source` of an instance."""
+
+ENV_OF: Mapping[str, str] = {
+    "swebench": "swe",
+    "swe-gym": "swe",
+    "swegym": "swe",
+    "math": "math_tool",
+    "deepcoder": "code",
+    "codecontests": "code",
+    "apps": "code",
+    "codeforces": "code",
+    "taco": "code",
+    "stem": "stem",
+}
+"""Name that ProRL's clients send as `data_source` → our handler for such tasks."""
+
 POLL_S = 60.0
+
+LIMITS: Mapping[str, str] = {
+    "max_iterations": "max_turns",
+    "max_model_len": "max_tokens",
+    "max_output_tokens": "max_turn_tokens",
+    "timeout": "time_s",
+}
+"""Field of `sampling_params` → field of our `limits`."""
+
+NEUTRAL_PARAMS: Mapping[str, tuple[object, ...]] = {**NEUTRAL, "enable_thinking": (True,)}
+"""Field of `sampling_params` → its values that ask for nothing. Thinking is on by default, for ProRL as here."""
+
+OF_THEIR_AGENT = frozenset(
+    (
+        "api_key",
+        "api_version",
+        "aws_access_key_id",
+        "aws_region_name",
+        "aws_secret_access_key",
+        "base_url",
+        "caching_prompt",
+        "custom_llm_provider",
+        "custom_tokenizer",
+        "disable_stop_word",
+        "disable_vision",
+        "drop_params",
+        "enable_a11y_tree",
+        "enable_vision",
+        "ensure_thinking_end_properly",
+        "input_cost_per_token",
+        "is_reasoning_task",
+        "log_completions",
+        "log_completions_folder",
+        "max_input_tokens",
+        "max_message_chars",
+        "model",
+        "modify_params",
+        "native_tool_calling",
+        "num_retries",
+        "ollama_base_url",
+        "openrouter_app_name",
+        "openrouter_site_url",
+        "output_cost_per_token",
+        "retry_max_wait",
+        "retry_min_wait",
+        "retry_multiplier",
+        "strict_loop_detector",
+        "token_level_generation",
+    )
+)
+"""Fields of `sampling_params` that configure the agent and LLM client of ProRL's server; our handler has its own."""
 
 FAILED_IN: Mapping[str, str] = {
     StopReason.ENV_ERROR: "run",
@@ -45,31 +118,11 @@ class _DetailError(Exception):
         self.status = status
 
 
-class Process(msgspec.Struct, frozen=True):
-    """The body of /process."""
-
-    instance: dict[str, Any]
-    sampling_params: dict[str, Any] = {}
-    job_id: str | int | None = None
-
-
-class Address(msgspec.Struct, frozen=True):
-    """The body of /add_llm_server."""
-
-    address: str
-
-
-class JobId(msgspec.Struct, frozen=True):
-    """The body of /cancel."""
-
-    job_id: str | int
-
-
 class ProRL:
-    """The routes. `codec` gives the text of tokens."""
+    """Make the routes. `codec` decodes tokens to text; engines may be at `hosts`."""
 
-    def __init__(self, service: Service, *, codec: ChatCodec) -> None:
-        self._service, self._codec = service, codec
+    def __init__(self, service: Service, *, codec: ChatCodec, hosts: Hosts) -> None:
+        self._service, self._codec, self._hosts = service, codec, hosts
         self._started = False
         self._jobs: dict[str, list[str]] = {}  # their id → ours, of those under way
         self._numbers = itertools.count()
@@ -128,21 +181,25 @@ class ProRL:
         return json_answer({"status": "running" if self._started else "stopped", **queued, **active, "total": total})
 
     async def add_server(self, request: web.Request) -> dict[str, str]:
-        address = decode(await request.read(), Address, rule="JSON").address
-        known = address if address.startswith(("http://", "https://")) else f"http://{address}"
-        self._service.register(_asked(EngineRequest, address=known.rstrip("/"), dialect="prorl"))
-        return {"status": f"Added LLM server address: {address}"}
+        body = decode(await body_of(request, most=BODY_BYTES), Address, rule="JSON")
+        known = (body.address if body.address.startswith(("http://", "https://")) else f"http://{body.address}").rstrip("/")
+        # Clients whose agents use OpenAI's API send its base URL; vLLM serves tokens there, too.
+        dialect = "completions" if known.endswith("/v1") else "prorl"
+        engine = _asked(EngineRequest, address=known.removesuffix("/v1"), dialect=dialect, token=body.token)
+        await must_admit(self._hosts, engine.address)
+        self._service.register(engine)
+        return {"status": f"Added LLM server address: {engine.address}"}
 
     async def clear_servers(self, request: web.Request) -> dict[str, str]:
         """Their turns wait for those that come next."""
         del request
         for engine in self._service.engines():
             if engine.address:
-                self._service.withdraw(EngineId(engine.id), drain=False)
+                self._service.withdraw(EngineId(engine.id), drain=False, force=True)
         return {"status": "Cleared all LLM server addresses"}
 
     async def cancel(self, request: web.Request) -> dict[str, str]:
-        job_id = str(decode(await request.read(), JobId, rule="JSON").job_id)
+        job_id = str(decode(await body_of(request, most=BODY_BYTES), JobId, rule="JSON").job_id)
         if job_id not in self._jobs:
             raise _DetailError(404, f"Job {job_id} not found")
         self._cancel(job_id)
@@ -158,12 +215,12 @@ class ProRL:
         """Blocks until the job is over. A client that goes away cancels it."""
         if not self._started:
             raise _DetailError(503, "Server is not running")
-        body = decode(await request.read(), Process, rule="JSON")
-        if not self._service.engines():
+        body = decode(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
+        if all(engine.status == REMOVED for engine in self._service.engines()):
             raise _DetailError(503, "No LLM server is registered")
         theirs = str(body.job_id if body.job_id is not None else body.instance.get("instance_id", next(self._numbers)))
         ours = f"prorl-{secrets.token_hex(12)}"
-        await self._service.submit([_request(body, ours)])
+        await self._service.submit([_request(body, ours, self._service.environments())])
         self._jobs.setdefault(theirs, []).append(ours)
         if not self._started:  # stopped while the task was drawn
             self._service.cancel(ours)
@@ -256,26 +313,45 @@ def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
     }
 
 
-def _request(body: Process, ours: str) -> RolloutRequest:
+def task_of(name: str, tasks: Mapping[str, str]) -> str:
+    """Return the task domain for a `data_source`; `tasks` maps the names of served domains to their environments.
+
+    It is the domain of that name, or else the first one whose environment does what ProRL's handler of that name does. The
+    default, `swebench`, also selects the only domain. Any other name is returned as it is, and will be refused.
+    """
+    if name in tasks:
+        return name
+    env = "code" if name.startswith("deepcoder") else ENV_OF.get(name)
+    found = [task for task, its_env in tasks.items() if its_env == env]
+    if found:
+        return found[0]
+    return next(iter(tasks)) if name == DEFAULT_HANDLER and len(tasks) == 1 else name
+
+
+def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutRequest:
     """Raises ConfigError."""
     params = body.sampling_params
     instance = dict(body.instance)
     handler = instance.pop("data_source", DEFAULT_HANDLER)
+    if not isinstance(handler, str):
+        raise ConfigError(f"instance.data_source must be a name, got {handler!r:.100}")
     drawn = set(instance) <= {"index", "instance_id", "trajectory_id"} and "index" in instance
+    sampling = {name: params[name] for name in Decoding.__struct_fields__ if params.get(name) is not None}
+    if sampling.get("top_k") == -1:  # off, as vLLM says it
+        sampling["top_k"] = 0
+    others = {name: value for name, value in params.items() if name not in sampling and name not in LIMITS}
+    found = refused(others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT)
+    if found is not None:
+        name, rule = found
+        raise ConfigError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")
     return _asked(
         RolloutRequest,
-        handler=handler,
+        handler=task_of(handler, tasks),
         id=ours,
         index=instance["index"] if drawn else None,
         payload=None if drawn else instance,
-        sampling={name: params[name] for name in Decoding.__struct_fields__ if params.get(name) is not None},
-        limits={
-            ours: params[theirs]
-            for ours, theirs in zip(
-                AskedLimits.__struct_fields__, ("max_iterations", "max_model_len", "max_output_tokens", "timeout"), strict=True
-            )
-            if params.get(theirs) is not None
-        },
+        sampling=sampling,
+        limits={name: params[theirs] for theirs, name in LIMITS.items() if params.get(theirs) is not None},
     )
 
 

@@ -15,6 +15,10 @@ class ConflictError(RefusedError):
     """The id is taken by another request."""
 
 
+class TooLargeError(RefusedError):
+    """One request asks for more than it may."""
+
+
 class FullError(RefusedError):
     """As many rollouts wait as may."""
 

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
+from rollweave.codec.packing import as_json
+from rollweave.core.state import Engine as CoreEngine
 from rollweave.core.state import EngineStatus as CoreEngineStatus
 from rollweave.core.state import Stage, State
 from rollweave.envs.tasks import TaskSource
@@ -40,6 +42,7 @@ from rollweave.schema.service import (
 )
 from rollweave.schema.work import Task
 from rollweave.service.jobs import Job, Jobs, Result, job_number
+from rollweave.service.reach import EngineTokens
 from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, UnknownError
 from rollweave.service.tasks import Tasks
 
@@ -51,7 +54,18 @@ STAGES = {
     Stage.EVAL: "eval",
 }
 
+REMOVED = "removed"
+"""Status of a registered engine that failed too often."""
+
 KEPT_WARNINGS = 64
+
+FEW_ENGINES = 3
+"""Maximum number of engines that one rollout's status names."""
+
+LISTED_MEMBERS = 10_000
+"""Approximate maximum number of members of all rollouts in one answer: about a megabyte."""
+MOST_ENGINES = 1024
+"""Maximum number of engines that are registered at one time."""
 
 FEW = 100
 """Rollouts of one request that are looked at in one go: some milliseconds."""
@@ -62,8 +76,10 @@ T = TypeVar("T")
 class Service:
     """The life of a service between its doors and its world, which is `attach`ed before anything is asked."""
 
-    def __init__(self, config: RunConfig, *, jobs: Jobs, source: TaskSource, store: TrajectoryStore) -> None:
-        self._config, self._jobs, self._store = config, jobs, store
+    def __init__(
+        self, config: RunConfig, *, jobs: Jobs, tokens: EngineTokens, source: TaskSource, store: TrajectoryStore
+    ) -> None:
+        self._config, self._jobs, self._engine_tokens, self._store = config, jobs, tokens, store
         self._tasks = Tasks(source)
         self._world: ServiceWorld | None = None
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
@@ -73,7 +89,10 @@ class Service:
         self._cancelling: set[str] = set()
         self._addresses: dict[EngineId, EngineRequest] = {}
         self._offered: set[EngineId] = set()  # that the core has not heard of
+        self._withdrawing: set[EngineId] = set()  # so too
         self._next_engine = 0
+        self._troubles: dict[str, str] = {}  # engine → its latest problem
+        self._unreachable: dict[EngineId, str] = {}  # engine → the reason that was logged last
         self._closed = self._ended = False
         self.warnings: list[Warn] = []
         self.on_warning: Callable[[Warn], None] = lambda _: None
@@ -86,11 +105,16 @@ class Service:
 
     def go_on(self) -> None:
         """Once the world lives: what was accepted and the core has not heard of is said again, engines are registered again."""
+        for job_id, why in self._jobs.forget_unreadable():
+            self.warned(Warn(component=f"rollout {job_id}", message=f"is given up, its request cannot be read: {why}"))
         for engine_id, blob in self._jobs.engines():
             try:
-                self._offer(EngineId(engine_id), msgspec.json.decode(blob, type=EngineRequest))
+                request = msgspec.json.decode(blob, type=EngineRequest)
+                token = self._engine_tokens.get(engine_id)
+                self._offer(EngineId(engine_id), msgspec.structs.replace(request, token=token))
             except msgspec.ValidationError as error:  # noted under other rules
-                self._jobs.remove_engine(engine_id)
+                self._jobs.erase_engine(engine_id)
+                self._forget_engine(EngineId(engine_id))
                 self.warned(Warn(component=engine_id, message=f"its registration is not taken over: {error}"))
         known = self._state.groups
         for job in self._jobs.unfinished():
@@ -130,6 +154,8 @@ class Service:
 
     def warned(self, command: Warn) -> None:
         """Keep the newest, and say it."""
+        if command.component in self._state.engines or command.component in self._addresses:
+            self._troubles[command.component] = command.message
         self.warnings = [*self.warnings[-KEPT_WARNINGS + 1 :], command]
         self.on_warning(command)
 
@@ -141,7 +167,7 @@ class Service:
             raise ClosedError("the service is ending")
         named = [(request.id or f"auto-{secrets.token_hex(8)}", request) for request in requests]
         new: dict[str, RolloutRequest] = {}
-        for job_id, request in named:
+        async for job_id, request in _in_turns(named):
             former = new.get(job_id)
             if former is not None and former != request:
                 raise ConflictError(f"id must be new, or of an equal request, got {job_id!r} twice")
@@ -166,6 +192,11 @@ class Service:
         finally:
             self._submitting -= count
         return [self.status(job_id, results=False) async for job_id, _ in _in_turns(named)]
+
+    @property
+    def queue(self) -> int:
+        """Maximum number of rollouts that may wait to begin."""
+        return self._config.serve.queue
 
     def _known(self, job_id: str, request: RolloutRequest) -> bool:
         """True if just this was asked for before. Raises ConflictError."""
@@ -198,9 +229,30 @@ class Service:
 
     def status(self, job_id: str, *, results: bool) -> RolloutStatus:
         """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError, GoneError."""
+        return self._status(self._found(job_id), results=results)
+
+    async def listed(self, after: int, *, limit: int, unfinished: bool) -> tuple[list[RolloutStatus], int]:
+        """Return rollouts without results, after number `after`, in order of acceptance; and the number of the last one.
+
+        Returns at most `limit` of them, and fewer if they have many members.
+        """
+        found: list[RolloutStatus] = []
+        members = 0
+        async for job in _in_turns(self._jobs.after(after, limit, unfinished=unfinished)):
+            members += job.request.members
+            if found and members > LISTED_MEMBERS:
+                break
+            found.append(self._status(job, results=False))
+            after = job.number
+        return found, after
+
+    def _found(self, job_id: str) -> Job:
         job = self._jobs.find(job_id)
         if job is None:
             raise UnknownError(f"there is no rollout {job_id!r:.100}")
+        return job
+
+    def _status(self, job: Job, *, results: bool) -> RolloutStatus:
         done = {result.member: result for result in self._jobs.results(job.number)}
         members = []
         for number in range(job.request.members):
@@ -208,7 +260,8 @@ class Service:
             members.append(self._done(done[name], results) if name in done else self._under_way(name))
         begun = any(member.stage != "queued" for member in members)
         state = "done" if len(done) == len(members) else "running" if begun else "queued"
-        return RolloutStatus(id=job.id, handler=job.request.handler, state=state, members=tuple(members))
+        waits_for = self.waits_for() if state != "done" else ""
+        return RolloutStatus(id=job.id, handler=job.request.handler, state=state, members=tuple(members), waits_for=waits_for)
 
     def _done(self, result: Result, wanted: bool) -> MemberStatus:
         try:
@@ -257,13 +310,17 @@ class Service:
             self._live.pump.post(RolloutCancelled(trajectory_id=left[-1]), lambda: self._cancelling.discard(job_id))
         return status
 
-    async def completed(self, after: int, *, limit: int, seconds: float) -> list[Completion]:
-        """Members that were done after number `after`: at once, or when there is one, at most `seconds` later."""
+    async def completed(self, after: int, *, limit: int, seconds: float, rollout: str | None = None) -> list[Completion]:
+        """Return members that were done after number `after`; if there are none, wait for one for at most `seconds`.
+
+        With `rollout`, return only members of that rollout, and do not wait once all of them are done. Raises UnknownError.
+        """
+        job = self._found(rollout).number if rollout is not None else None
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
-            news, found = self._news, self._jobs.since(after, limit)
+            news, found = self._news, self._jobs.since(after, limit, job=job)
             left = deadline - asyncio.get_running_loop().time()
-            if found or left <= 0 or self._ended:
+            if found or left <= 0 or self._ended or (rollout is not None and not self._is_under_way(rollout)):
                 return [
                     Completion(
                         number=result.number,
@@ -279,6 +336,10 @@ class Service:
             except TimeoutError:
                 continue
 
+    def _is_under_way(self, job_id: str) -> bool:
+        job = self._jobs.find(job_id)
+        return job is not None and job.left > 0
+
     def last_completion(self) -> int:
         """Number of the newest; 0 before the first."""
         return self._jobs.last()
@@ -291,6 +352,10 @@ class Service:
         """What can be asked for: the task domains of the configuration."""
         return [task.name for task in self._config.tasks]
 
+    def environments(self) -> dict[str, str]:
+        """Task domain → its environment or handler."""
+        return {task.name: task.env for task in self._config.tasks}
+
     # Engines.
 
     def address(self, engine_id: EngineId) -> EngineRequest | None:
@@ -298,19 +363,36 @@ class Service:
         return self._addresses.get(engine_id)
 
     def register(self, request: EngineRequest) -> EngineStatus:
-        """Use this engine from now on. An address that is known already is the same engine."""
+        """Use this engine from now on. If its address is already registered with the same settings, nothing changes.
+
+        With other settings the engine is replaced: turns under way end under the former settings, and new turns wait for the
+        new ones.
+        """
         if self._closed:
             raise ClosedError("the service is ending")
         for engine_id, known in list(self._addresses.items()):
-            if known.address == request.address and self._is_there(engine_id):
+            if known.address != request.address:
+                continue
+            if known == request and self._is_there(engine_id):
                 return self._engine(engine_id)
-            if known.address == request.address:  # it failed too often, and was removed
-                self._jobs.remove_engine(engine_id)
-                del self._addresses[engine_id]
+            if self._is_there(engine_id):
+                self._withdraw(engine_id, drain=True)
+            else:  # the engine failed too often, and was removed
+                self._forget_engine(engine_id)
+        if len({*self._addresses, *filter(is_registered, self._state.engines)}) >= MOST_ENGINES:
+            raise FullError(f"at most {MOST_ENGINES} engines may be registered; withdraw one first")
         engine_id = EngineId(f"x{self._next_engine}")
-        self._jobs.add_engine(engine_id, msgspec.json.encode(request))
+        self._engine_tokens.put(engine_id, request.token)
+        self._jobs.add_engine(engine_id, as_json(msgspec.structs.replace(request, token="")))
         self._offer(engine_id, request)
         return self._engine(engine_id)
+
+    def _forget_engine(self, engine_id: EngineId) -> None:
+        self._jobs.remove_engine(engine_id)
+        self._engine_tokens.remove(engine_id)
+        self._addresses.pop(engine_id, None)
+        self._troubles.pop(engine_id, None)
+        self._unreachable.pop(engine_id, None)
 
     def _is_there(self, engine_id: EngineId) -> bool:
         return engine_id in self._state.engines or engine_id in self._offered
@@ -322,29 +404,67 @@ class Service:
         event = EngineRegistered(engine=EngineSeat(id=engine_id))
         self._live.pump.post(event, functools.partial(self._offered.discard, engine_id))
 
-    def withdraw(self, engine_id: EngineId, *, drain: bool) -> None:
-        """Do without it: when its turns are done (`drain`), or at once. Raises UnknownError."""
+    def unreachable(self, engine_id: EngineId, reason: str, tries: int, next_s: float) -> None:
+        """Note a failed try to reach a registered engine that has not answered yet. Warn if the reason is new."""
+        if engine_id not in self._addresses:
+            return
+        if self._unreachable.get(engine_id) != reason:
+            self._unreachable[engine_id] = reason
+            address = self._addresses[engine_id].address
+            self.warned(Warn(component=engine_id, message=f"unreachable at {address}: {reason}; it will be tried again"))
+        times = "once" if tries == 1 else f"{tries} times"
+        self._troubles[engine_id] = f"unreachable: {reason}, tried {times}, next in {next_s:g} s"
+
+    def noted(self, engine_id: EngineId, text: str) -> None:
+        """Warn of a problem of a registered engine that serves nevertheless, but not twice of the same one."""
+        warning = Warn(component=engine_id, message=text)
+        if engine_id in self._addresses and warning not in self.warnings:
+            self.warned(warning)
+
+    def waits_for(self) -> str:
+        """Return why rollouts wait; "" if an engine serves."""
+        if self._serving():
+            return ""
+        known = [*dict.fromkeys((*self._state.engines, *self._addresses))]
+        told = [f"{engine_id}: {self._troubles.get(engine_id, 'starting')}" for engine_id in known[:FEW_ENGINES]]
+        return "no engine serves" + (f" ({'; '.join(told)})" if told else ": none is registered")
+
+    def withdraw(self, engine_id: EngineId, *, drain: bool, force: bool = False) -> None:
+        """Withdraw the engine: when its turns are done (`drain`), or at once.
+
+        Raises UnknownError, and ConflictError for the last engine that serves, unless `force` is given.
+        """
         if engine_id not in self._state.engines and engine_id not in self._addresses:
             raise UnknownError(f"there is no engine {engine_id!r:.100}")
-        self._jobs.remove_engine(engine_id)
-        self._addresses.pop(engine_id, None)
-        self._post(EngineWithdrawn(engine_id=engine_id, drain=drain))
+        if not force and [engine.id for engine in self._serving()] == [engine_id]:
+            raise ConflictError(
+                f"the engine must not be the last one that serves, got {engine_id}: register another one and wait until it "
+                "serves, or give force=true, and rollouts wait for an engine"
+            )
+        self._withdraw(engine_id, drain=drain)
+
+    def _withdraw(self, engine_id: EngineId, *, drain: bool) -> None:
+        self._forget_engine(engine_id)
+        self._withdrawing.add(engine_id)
+        event = EngineWithdrawn(engine_id=engine_id, drain=drain)
+        self._live.pump.post(event, functools.partial(self._withdrawing.discard, engine_id))
 
     def engines(self) -> list[EngineStatus]:
-        """All, the local ones first; without those that were removed for their failures."""
-        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._offered))]
+        """List all engines, local ones first. One that failed too often is `removed` until it is registered again."""
+        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._addresses))]
 
     def _engine(self, engine_id: EngineId) -> EngineStatus:
         engine, request = self._state.engines.get(engine_id), self._addresses.get(engine_id)
         return EngineStatus(
             id=engine_id,
             address=request.address if request is not None else "",
-            status=(engine.status if engine is not None else CoreEngineStatus.STARTING).value,
+            status=engine.status.value if engine is not None else "starting" if self._is_there(engine_id) else REMOVED,
             version=engine.version if engine is not None else -1,
             slots=engine.max_slots if engine is not None else 0,
             running=len(engine.active) if engine is not None else 0,
             draining=engine is not None and engine.draining,
             restarts=engine.restarts if engine is not None else 0,
+            reason="" if engine is not None and _serves(engine) else self._troubles.get(engine_id, ""),
         )
 
     # Its state and end.
@@ -353,6 +473,16 @@ class Service:
     def closed(self) -> bool:
         """It takes nothing more."""
         return self._closed
+
+    @property
+    def health(self) -> str:
+        """The service's status: `ok`, `no engine` or `closing`."""
+        return "closing" if self._closed else "ok" if self._serving() else "no engine"
+
+    def _serving(self) -> list[CoreEngine]:
+        """Engines that take turns now and are not being withdrawn."""
+        engines = self._state.engines.values()
+        return [engine for engine in engines if _serves(engine) and engine.id not in self._withdrawing]
 
     def counts(self) -> Mapping[str, int]:
         """Rollouts by where they are, and turns."""
@@ -363,7 +493,7 @@ class Service:
             "run": len(state.in_run),
             "eval": len(state.in_eval) + len(state.eval_queue),
             "closing": len(state.closing),
-            "engines": sum(engine.status is CoreEngineStatus.SERVING for engine in state.engines.values()),
+            "engines": len(self._serving()),
             "turns_waiting": len(state.turn_queue),
             "turns_running": sum(len(engine.active) for engine in state.engines.values()),
             "submitted": state.counters.submitted,
@@ -402,6 +532,10 @@ async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if number % FEW == 0:
             await asyncio.sleep(0)
         yield item
+
+
+def _serves(engine: CoreEngine) -> bool:
+    return engine.status is CoreEngineStatus.SERVING and not engine.going
 
 
 def is_registered(engine_id: EngineId) -> bool:

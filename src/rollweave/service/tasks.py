@@ -6,19 +6,16 @@ not end is given up.
 
 import asyncio
 import functools
-from typing import Any
 
 import msgspec
 
+from rollweave.codec.packing import DEPTH, is_deep
 from rollweave.envs.tasks import TaskSource
 from rollweave.live.effects import DRAW_S
 from rollweave.live.tasks import on_thread
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.service import AskedLimits, RolloutRequest
 from rollweave.schema.work import Limits, Purpose, Task
-
-PAYLOAD_DEPTH = 100
-"""Objects and lists within each other in a payload: far less than what JSON decoders take, wherever they are called."""
 
 
 class Tasks:
@@ -30,8 +27,8 @@ class Tasks:
     async def of(self, request: RolloutRequest) -> Task:
         """Raises ConfigError for one that cannot be had."""
         if request.payload is not None:
-            if _deeper(request.payload, PAYLOAD_DEPTH):
-                raise ConfigError(f"payload must be at most {PAYLOAD_DEPTH} levels deep")
+            if is_deep(request.payload):
+                raise ConfigError(f"payload must be at most {DEPTH} levels deep")
             payload = msgspec.json.encode(request.payload).decode()
             task = self._source.asked(request.handler, payload=payload, seed=request.seed)
         else:
@@ -63,19 +60,6 @@ class Tasks:
         self._draws.discard(drawing)
         if not drawing.cancelled():
             drawing.exception()  # of whoever asked; who may have left
-
-
-def _deeper(value: dict[str, Any], levels: int) -> bool:
-    """True if more than `levels` of objects and lists are within each other."""
-    within: list[Any] = [value]
-    for _ in range(levels):
-        within = [
-            inner
-            for outer in within
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-    return bool(within)
 
 
 def _bounded(limits: Limits, asked: AskedLimits) -> Limits:

@@ -1,0 +1,98 @@
+"""Bodies that ask for rollouts: one and many, whole and wrong, and far too many without holding up others."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import RolloutRequest
+from rollweave.service.asked import VALUES, asked_for
+from rollweave.service.refusals import TooLargeError
+
+Json = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+Payload = st.dictionaries(st.text(max_size=4), Json, max_size=3)
+Asked = st.builds(RolloutRequest, handler=st.just("game"), payload=Payload, seed=st.integers(0, 99))
+
+
+@given(st.lists(Asked, min_size=1, max_size=5), st.sampled_from([None, 1]))
+def test_a_batch_is_what_was_sent_however_it_is_written(requests: list[RolloutRequest], indent: int | None) -> None:
+    plain = [msgspec.to_builtins(request) for request in requests]
+    for ascii_only in (True, False):
+        body = json.dumps({"rollouts": plain}, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
+        found, several = asyncio.run(asked_for(body, most=5))
+        assert several
+        if ascii_only:
+            assert found == requests
+    one = json.dumps(plain[0], indent=indent).encode()
+    assert asyncio.run(asked_for(one, most=1)) == (requests[:1], False)
+
+
+GAME: dict[str, Any] = {"handler": "game", "index": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"rollouts": []}', "at least one"),
+        (b'{"rollouts": [{"handler": "game"}]}', r"rollouts\[0\]"),
+        (b'{"rollouts": [{"handler": "game", "index": 1},]}', "must be JSON"),
+        (b'{"rollouts": [{"handler": "game", "index": 1}}', "another form"),
+        (b'{"rollouts": [{"handler": "game", "index": 1}], "more": 1}', "another form"),
+        (b'{"rollouts": [' + b"[" * 100_000, "must be JSON"),
+        (b'{"rollouts": [NaN]}', r"rollouts\[0\]"),
+        (b"\xff", "UTF-8"),
+        (b"", "the body must be JSON"),
+    ],
+)
+async def test_what_is_no_request_is_refused(body: bytes, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        await asked_for(body, most=10)
+
+
+class Pulse:
+    """The longest that the event loop was held up, while it is entered."""
+
+    async def __aenter__(self) -> "Pulse":
+        self.longest_s = 0.0
+        self._task = asyncio.create_task(self._beat())
+        await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0)
+        self._task.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0)
+            self.longest_s = max(self.longest_s, time.perf_counter() - began)
+
+
+@pytest.mark.parametrize("count", [11, 250_000, 400_000])
+async def test_too_many_are_refused_before_they_are_made_into_objects(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RolloutRequest] = []
+    whole = RolloutRequest.__post_init__
+    monkeypatch.setattr(RolloutRequest, "__post_init__", lambda self: (made.append(self), whole(self))[1])
+    body = b'{"rollouts": [' + b", ".join([json.dumps(GAME).encode()] * count) + b"]}"
+    async with Pulse() as pulse:
+        with pytest.raises(TooLargeError, match="at most"):
+            await asked_for(body, most=10)
+    assert len(made) <= 10
+    print(f"{count} rollouts refused, the loop was held up for {1e3 * pulse.longest_s:.1f} ms")
+
+
+async def test_a_body_of_more_values_than_can_be_decoded_in_a_moment_is_refused() -> None:
+    body = b'{"handler": "game", "payload": {"x": [' + b"[],[]," * VALUES + b"[]]}}"
+    with pytest.raises(TooLargeError, match="values"):
+        await asked_for(body, most=10)

@@ -1,0 +1,71 @@
+"""The description of the API is of the routes that there are, and of what they answer."""
+
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+
+from rollweave.service import http
+from rollweave.service.openapi import document
+from rollweave.service.prorl import ProRL
+from tests.service.serving import service_config, serving
+from tests.service.test_service import ask, game
+
+
+def routes() -> set[tuple[str, str]]:
+    """Method and path of each route of the application that `launch` serves."""
+    service: Any = None
+    app = http.build(service, service)
+    app.add_routes(ProRL(service, codec=service, hosts=service).table())
+    described = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+    return {(method, path) for method, path in described if method != "HEAD"}
+
+
+def test_every_route_is_in_the_document_and_no_other() -> None:
+    paths = document()["paths"]
+    assert {(method.upper(), path) for path, operations in paths.items() for method in operations} == routes()
+    names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+    assert len(names) == len(set(names))
+
+
+def test_every_reference_is_to_something() -> None:
+    found = document()
+    told = msgspec.json.encode(found).decode()
+    names = {part.split('"')[0] for part in told.split("#/components/schemas/")[1:]}
+    assert names <= set(found["components"]["schemas"])
+
+
+async def test_answers_are_what_the_document_says(tmp_path: Path) -> None:
+    found = msgspec.json.decode(msgspec.json.encode(document()))
+    with serving(service_config(tmp_path)) as service:
+        assert (await ask(service.address, "GET", "/openapi.json"))[1] == found
+        await ask(service.address, "POST", "/v1/rollouts", game(id="mine"))
+        await ask(service.address, "GET", "/v1/rollouts/mine?wait=60")
+        for method, path, at in (
+            ("GET", "/v1/rollouts", "/v1/rollouts"),
+            ("GET", "/v1/rollouts/mine", "/v1/rollouts/{id}"),
+            ("DELETE", "/v1/rollouts/mine", "/v1/rollouts/{id}"),
+            ("DELETE", "/v1/rollouts/none", "/v1/rollouts/{id}"),
+            ("GET", "/v1/completions", "/v1/completions"),
+            ("GET", "/v1/events?rollout=mine", "/v1/events"),
+            ("GET", "/v1/handlers", "/v1/handlers"),
+            ("GET", "/v1/engines", "/v1/engines"),
+            ("DELETE", "/v1/engines/none", "/v1/engines/{id}"),
+            ("GET", "/health", "/health"),
+            ("GET", "/ready", "/ready"),
+            ("GET", "/metrics", "/metrics"),
+            ("GET", "/status", "/status"),
+            ("POST", "/stop", "/stop"),
+            ("POST", "/process", "/process"),
+            ("POST", "/start", "/start"),
+            ("POST", "/cancel", "/cancel"),
+            ("POST", "/add_llm_server", "/add_llm_server"),
+            ("POST", "/clear_llm_server", "/clear_llm_server"),
+        ):
+            status, body, headers = await ask(service.address, method, path, {} if method == "POST" else None)
+            content = found["paths"][at][method.lower()]["responses"][str(status)]["content"]
+            kind = headers["Content-Type"].partition(";")[0]
+            assert list(content) == [kind], (method, path, status)
+            if kind == "application/json":
+                jsonschema.validate(body, {**content[kind]["schema"], "components": found["components"]})

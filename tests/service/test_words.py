@@ -1,0 +1,150 @@
+"""Text that is not UTF-8, from environments, handlers and clients: it ends no service, and stops no restart."""
+
+import asyncio
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.policy.retry import WORLDS
+from rollweave.rollout.store import TrajectoryReader
+from rollweave.schema.config import RunConfig
+from tests.live.whole import run_dir
+from tests.service.serving import Program, service_config, serving
+from tests.service.test_service import ask, game
+
+PLACES = [
+    ({}, "", "finished"),
+    ({"isolation": "process"}, "", "finished"),
+    ({}, "reset", "env_error"),
+    ({"isolation": "process"}, "reset", "env_error"),
+    ({}, "step", "env_error"),
+    ({}, "score", "reward_error"),
+    ({"isolation": "process"}, "score", "reward_error"),
+    ({"env": "tests.service.words:Handler"}, "", "finished"),
+    ({"env": "tests.service.words:Handler"}, "init", "env_error"),
+    ({"env": "tests.service.words:Handler"}, "run", "env_error"),
+    ({"env": "tests.service.words:Handler"}, "eval", "reward_error"),
+    ({"env": "tests.service.words:Handler"}, "result", "finished"),
+]
+
+
+def words(directory: Path, raises: str, task: dict[str, Any]) -> RunConfig:
+    return service_config(
+        directory,
+        task={"env": "tests.service.words:Words", **task},
+        options={"raises": raises} if raises else {},
+        rollout={"retries": 0},
+    )
+
+
+@pytest.mark.parametrize(("task", "raises", "reason"), PLACES)
+async def test_words_that_are_no_text_end_their_rollout_alone(
+    tmp_path: Path, task: dict[str, Any], raises: str, reason: str
+) -> None:
+    with serving(words(tmp_path, raises, task)) as service:
+        await ask(service.address, "POST", "/start", {})
+        for number in range(2):
+            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[0] == 202
+            _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            member = found["members"][0]
+            assert member["stop_reason"] == reason
+            if raises and raises != "result":
+                assert "\ufffd words \ufffd" in member["result"]["error"]
+        if not task.get("isolation"):
+            status, _, _ = await ask(
+                service.address, "POST", "/process", {"instance": {"data_source": "game", "index": 0}, "job_id": "p"}
+            )
+            assert status == 200
+
+
+async def test_a_service_that_was_killed_takes_up_such_rollouts_again(tmp_path: Path) -> None:
+    config = words(tmp_path, "reset", {})
+    service = Program(config)
+    for number in range(20):
+        assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[0] == 202
+    service.kill()
+    with serving(config) as again:
+        for number in range(20):
+            _, found, _ = await ask(again.address, "GET", f"/v1/rollouts/r{number}?wait=30")
+            assert found["members"][0]["stop_reason"] == "env_error"
+    assert not TrajectoryReader(run_dir(config) / "trajectories").damaged
+
+
+async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path: Path) -> None:
+    config = words(tmp_path, "", {"env": "tests.service.words:Killer"})
+    service = Program(config)
+    assert (await ask(service.address, "POST", "/v1/rollouts", game(id="poison")))[0] == 202
+    for _ in range(WORLDS - 1):
+        assert service.process.wait(60) == 1
+        service.kill()
+        service = Program(config)
+    assert service.process.wait(60) == 1
+    service.kill()
+    with serving(config) as again:
+        _, found, _ = await ask(again.address, "GET", "/v1/rollouts/poison?wait=30")
+        assert found["members"][0]["stop_reason"] == "world_lost"
+        assert any("is given up" in warning.message for warning in again.host.warnings)
+
+
+async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(tmp_path: Path) -> None:
+    config = service_config(tmp_path)
+    with serving(config) as service:
+        for name in ("torn", "odd", "good"):
+            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=name)))[0] == 202
+            await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
+    with contextlib.closing(sqlite3.connect(run_dir(config) / "jobs.sqlite")) as jobs, jobs:
+        jobs.execute("UPDATE jobs SET request = ? WHERE id = 'torn'", (b'{"handler": "\xff',))
+        jobs.execute("UPDATE jobs SET task = ? WHERE id = 'odd'", (b'{"id": 3}',))
+    with serving(config) as again:
+        for name in ("torn", "odd"):
+            assert (await ask(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
+        assert (await ask(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
+        given_up = [warning.component for warning in again.host.warnings if "cannot be read" in warning.message]
+        assert given_up == ["rollout torn", "rollout odd"]
+
+
+SURROGATE = b"%ED%B2%80"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "header", "body"),
+    [
+        ("GET", b"/v1/rollouts/" + SURROGATE, b"", b""),
+        ("GET", b"/v1/rollouts/%FF%00", b"", b""),
+        ("GET", b"/v1/rollouts/\xff", b"", b""),
+        ("DELETE", b"/v1/rollouts/" + SURROGATE, b"", b""),
+        ("DELETE", b"/v1/engines/" + SURROGATE, b"", b""),
+        ("DELETE", b"/v1/engines/a?drain=" + SURROGATE, b"", b""),
+        ("GET", b"/v1/rollouts/a?wait=%FF", b"", b""),
+        ("GET", b"/v1/completions?after=" + SURROGATE, b"", b""),
+        ("GET", b"/v1/events", b"Last-Event-ID: \xff\r\n", b""),
+        ("GET", b"/v1/handlers", b"Authorization: Bearer \xff\xfe\r\n", b""),
+        ("GET", b"/" + SURROGATE, b"", b""),
+        ("POST", b"/v1/rollouts", b"", rb'{"handler": "\ud800", "index": 1}'),
+        ("POST", b"/v1/rollouts", b"", rb'{"handler": "\udc80\ud800", "index": 1}'),
+        ("POST", b"/v1/rollouts", b"", b'{"handler": "\xff", "index": 1}'),
+        ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "payload": {"\udc80": "\ud800"}}'),
+        ("POST", b"/v1/rollouts", b"", rb'{"handler": "game", "id": "\u0000", "index": 1}'),
+        ("POST", b"/v1/engines", b"", rb'{"address": "http://\ud800:1", "dialect": "vllm"}'),
+        ("POST", b"/add_llm_server", b"", rb'{"address": "\ud800"}'),
+        ("POST", b"/cancel", b"", rb'{"job_id": "\ud800"}'),
+        ("POST", b"/cancel", b"", rb'{"job_id": "\u0000"}'),
+        ("POST", b"/process", b"", rb'{"instance": {"data_source": "\ud800"}}'),
+        ("POST", b"/process", b"", rb'{"instance": {"data_source": "game", "x": "\ud800"}, "sampling_params": {"\udc80": 1}}'),
+    ],
+)
+async def test_no_words_of_a_client_give_500(tmp_path: Path, method: str, path: bytes, header: bytes, body: bytes) -> None:
+    with serving(service_config(tmp_path)) as service:
+        await ask(service.address, "POST", "/start", {})
+        host, port = service.address.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (method.encode(), path, host.encode(), port.encode())
+        writer.write(head + header + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(30):
+            status = int((await reader.readline()).split()[1])
+        writer.close()
+        assert status < 500
+        assert (await ask(service.address, "GET", "/health"))[0] == 200
