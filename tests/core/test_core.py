@@ -13,6 +13,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.config import RunConfig
+from rollweave.schema.work import StopReason
 from tests.core.world import World
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
@@ -106,7 +107,8 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     assert world.evaluations[0].episodes == {"a": 3, "b": 3}
 
 
-@settings(max_examples=120, deadline=None)
+@pytest.mark.timeout(300)
+@settings(max_examples=100, deadline=None)
 @example(  # rewards wait for a training group that cannot start while an evaluation holds older weights
     seed=1,
     mode="stream",
@@ -222,6 +224,26 @@ def test_any_world_ends_accounted_for(
     assert all(abs(step - initiated) <= window for step, initiated in world.trained_versions)
     everything = [member for ids in world.trained.values() for member in ids]
     assert len(everything) == len(set(everything)), "a trajectory was trained twice in the surviving lineage"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    mode=st.sampled_from(MODES),
+    steps=st.integers(8, 40),
+    failure=st.sampled_from([0.0, 0.02]),
+    retries=st.integers(0, 3),
+)
+def test_a_long_run_repeats_nothing_and_keeps_nothing_for_ever(
+    seed: int, mode: str, steps: int, failure: float, retries: int
+) -> None:
+    """What `World` checks at every command holds far beyond the first steps."""
+    made = config(mode, steps=steps, rollout={"retries": retries}, engines={"count": 3}, watchdog={"restarts": 10_000})
+    world = World(made, seed, failure=failure)
+    finish = world.run(max_events=400_000)
+    assert world.core.account().balanced
+    if not finish.error:
+        assert sorted(world.trained) == list(range(steps))
 
 
 @settings(max_examples=30, deadline=None)
@@ -372,6 +394,15 @@ def test_a_silent_engine_is_restarted_and_counted() -> None:
     assert isinstance(restart, c.RestartEngine)
     assert "turns in a row" in restart.reason
     assert world.core.state.counters.watchdog["engine_restarted"] == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_engine_that_answers_now_and_then_is_not_taken_for_a_silent_one(seed: int) -> None:
+    """`World` counts the turns in a row to which each engine gave no answer."""
+    made = config(steps=12, engines={"count": 2}, watchdog={"restarts": 10_000})
+    world = World(made, seed, hang=0.1)
+    world.run()
+    assert world.core.state.counters.watchdog["turn_failed"] > 1
 
 
 def test_a_stuck_trainer_is_restarted_from_the_checkpoint() -> None:
@@ -583,3 +614,26 @@ def test_rewards_that_are_always_equal_are_told() -> None:
     warning = until(world, c.Warn)
     assert isinstance(warning, c.Warn)
     assert "equal rewards" in warning.message
+
+
+def test_an_attempt_whose_reward_fails_counts_once_under_its_last_reason() -> None:
+    """48 attempts gave 48 finished and 48 reward_error."""
+
+    class Unrewarded(World):
+        def execute(self, command: c.Command) -> None:
+            if isinstance(command, c.StartEval):
+                key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+                self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"))
+            else:
+                super().execute(command)
+
+    world = Unrewarded(config(steps=2, rollout={"retries": 1}), seed=3)
+    world.run()
+    assert world.finish is not None
+    assert "groups in a row failed" in world.finish.error
+    counters = world.core.state.counters
+    assert counters.stop_reasons.get("reward_error")
+    assert "finished" not in counters.stop_reasons
+    assert sum(counters.stop_reasons.values()) == counters.attempts
+    assert counters.attempts == counters.started + counters.eval_started + counters.relaunched
+    assert counters.relaunched > 0

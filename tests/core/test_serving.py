@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.core import Core
 from rollweave.core.state import EngineStatus, Phase, Stage
+from rollweave.policy.retry import WORLDS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -228,6 +229,26 @@ def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str
     world.until_delivered()
     assert all(len(words) == 1 for words in world.delivered.values())
     assert {words[0].stop_reason for words in world.delivered.values()} == {StopReason.FINISHED}
+
+
+def test_a_rollout_that_was_under_way_whenever_the_world_was_lost_is_given_up() -> None:
+    world = Service(asked=1)
+    world.start()
+    for life in range(WORLDS):
+        while not world.core.state.in_run:
+            world.step()
+        under_way = set(world.core.state.in_run)
+        assert not world.delivered
+        world.core, before = Core.restore(world.core.snapshot(), world.config), len(world.warnings)
+        world.heap.clear()
+        world.feed(e.WorldLost(engines=tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats)))
+        for name in world.seats:
+            world.engine_epoch[name] = 0
+            world.join(name)
+        given_up = [warning for warning in world.warnings[before:] if "is given up" in warning.message]
+        assert len(given_up) == (len(under_way) if life == WORLDS - 1 else 0)
+    world.until_delivered()
+    assert {world.delivered[name][0].stop_reason for name in under_way} == {StopReason.WORLD_LOST}
 
 
 class NeverWalked(dict[Any, Any]):

@@ -9,6 +9,7 @@ import random
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats, next_id
 from rollweave.core.weights import MOST
+from rollweave.policy.retry import STRIKES_BEFORE_RESTART
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -60,10 +61,16 @@ class World:
         self.numbers = 0  # that the trainer has: each (mini-)batch makes others
         self.batches = 0
         self.published: dict[int, int] = {}  # weights id → numbers
+        self.version_of: dict[int, int] = {}  # weights id → version
+        self.loads: dict[str, list[int]] = {}  # engine → weights ids that it was to load
+        self.open: dict[tuple[str, int, int], tuple[str, int]] = {}  # turn → the engine and the try that it is with
+        self.silent: dict[str, int] = {}  # engine → its turns in a row without an answer
+        self.failed_on: dict[tuple[str, int, int], list[str]] = {}  # turn → engines that failed it
         self.evaluations: list[c.RecordEvaluation] = []
         self.warnings: list[c.Warn] = []
         self.turns_of: dict[tuple[str, int], int] = {}
         self.handled = 0
+        self.lost_worlds = 0
         self.mute: set[str] = set()  # engines that take turns and never answer
         self.stuck_trainer = False
         self.damaged_checkpoint = False  # a restarted trainer cannot read the newest checkpoint
@@ -120,6 +127,14 @@ class World:
 
     def feed(self, event: e.Event) -> None:
         self.handled += 1
+        if isinstance(event, e.TurnDone):
+            engine_id, try_number = self.open.get((event.trajectory_id, event.attempt, event.turn), ("", -1))
+            if try_number == event.try_number:
+                self.silent[engine_id] = 0
+        elif isinstance(event, e.TurnFailed):
+            self.note_failure(event)
+        elif isinstance(event, e.WorldLost):
+            self.lost_worlds += 1
         out = self.core.handle(self.now, event)
         self.core.check()
         self.journal.append((self.now, event))
@@ -221,6 +236,7 @@ class World:
                 self.next_turn(command.trajectory_id, command.attempt)
             case c.StartTurn():
                 assert command.engine_id in self.engine_version, "a turn on an engine without weights"
+                self.check_retry(command)
                 key = {
                     "trajectory_id": command.trajectory_id,
                     "attempt": command.attempt,
@@ -242,7 +258,11 @@ class World:
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=version))
                     self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
-            case c.AbortTurn() | c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
+            case c.AbortTurn():
+                key_of_turn = (command.trajectory_id, command.attempt, command.turn)
+                if self.open.get(key_of_turn) == (command.engine_id, command.try_number):
+                    del self.open[key_of_turn]
+            case c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
             case c.RerankTurn():
                 assert command.engine_id in self.engine_version
@@ -269,7 +289,8 @@ class World:
                 if self.fails():
                     self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"))
                 else:
-                    self.later(e.RewardReady(**key, reward=self.random.choice([0.0, 1.0]), success=None))
+                    reward, success = self.score(command.trajectory_id)
+                    self.later(e.RewardReady(**key, reward=reward, success=success))
             case c.CancelTrajectory():
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 self.later(e.TrajectoryEnded(**key, stop_reason=command.reason))
@@ -277,12 +298,60 @@ class World:
                 self.timer = command.at
             case c.Warn():
                 self.warnings.append(command)
+                if "no answer within" in command.message:
+                    self.silent[command.component] = self.silent.get(command.component, 0) + 1
             case c.RecordEvaluation():
                 self.evaluations.append(command)
             case c.Finish():
                 self.finish = command
             case _:
                 self.execute_plant(command)
+
+    def score(self, trajectory_id: str) -> tuple[float, bool | None]:
+        """Reward of an attempt, and its success where its environment defines one."""
+        reward = self.random.choice([0.0, 1.0])
+        return reward, reward > 0
+
+    def note_failure(self, event: e.TurnFailed) -> None:
+        """The turn failed on the engine that it is with, unless the answer is late."""
+        turn = (event.trajectory_id, event.attempt, event.turn)
+        engine_id, try_number = self.open.get(turn, ("", -1))
+        if try_number == event.try_number:
+            self.failed_on.setdefault(turn, []).append(engine_id)
+            del self.open[turn]
+
+    def check_retry(self, command: c.StartTurn) -> None:
+        """A turn is tried again at most so often, and not where it failed while another engine could take it.
+
+        An evaluation's turns run on engines that have its version.
+        """
+        evaluation = self.core.state.evaluation
+        if command.trajectory_id.startswith("e") and evaluation is not None:
+            version = self.engine_version[command.engine_id]
+            assert version == evaluation.version, f"{command} of an evaluation of {evaluation.version} on version {version}"
+        turn = (command.trajectory_id, command.attempt, command.turn)
+        failed = self.failed_on.get(turn, [])
+        assert len(failed) <= self.config.rollout.retries, f"{command} after {len(failed)} failures"
+        assert command.attempt <= self.config.rollout.retries or self.lost_worlds, f"{command} of one attempt too many"
+        run = self.core._run
+        freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])  # perhaps after this one
+        if command.engine_id in failed and not run.scheduling.homes and not freed:  # else its own engine may be the better one
+            others = {one.id for one in run.fleet.loads.values() if one.active < one.slots} - set(failed)
+            assert not others, f"{command} on an engine that failed it, while {others} are free"
+        self.open[turn] = (command.engine_id, command.try_number)
+
+    def check_kept(self, command: c.PublishWeights) -> None:
+        """Kept are versions that an engine has or takes, that trajectories in flight began with, and what relays pass on."""
+        state = self.core.state
+        wanted = {held for loads in self.loads.values() for held in loads[-2:]}
+        begun = {state.trajectories[one].initiated for one in (*state.in_init, *state.in_run)}
+        begun |= {state.evaluation.version} if state.evaluation is not None else set()
+        wanted |= {held for held, version in self.version_of.items() if version in begun}
+        for relay in state.relays.values():
+            wanted |= {relay.taking, relay.base, *relay.held[-1:]}  # type: ignore[arg-type]
+        newest = max(self.version_of, default=-1)
+        spare = set(command.keep) - wanted - {newest}
+        assert not spare, f"{command} keeps {spare}, which nobody needs"
 
     def predict(self, command: c.Predict) -> None:
         """Answers may be wild, late, or never come."""
@@ -327,6 +396,7 @@ class World:
                 elif self.told:
                     machine = f"r{int(command.engine_id[1:]) % len(self.told)}"
                     assert command.weights_id in self.told[machine], f"{command} of what {machine} does not hold"
+                self.loads.setdefault(command.engine_id, []).append(command.weights_id)
                 key = {
                     "engine_id": command.engine_id,
                     "epoch": self.engine_epoch[command.engine_id],
@@ -342,6 +412,8 @@ class World:
                         e.EngineLost(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id], error="killed")
                     )
             case c.RestartEngine():
+                silent = self.silent.pop(command.engine_id, 0)
+                assert "turns in a row" not in command.reason or silent >= STRIKES_BEFORE_RESTART, f"{command} of {silent}"
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
             case c.StartEngine():
@@ -360,8 +432,10 @@ class World:
                 if self.fails():
                     self.later(e.TrainerLost(epoch=self.trainer_epoch, error="killed"))
                     return
+                before = {member for members in self.trained.values() for member in members}
                 self.trained.setdefault(command.step, [])
                 for group in command.groups:
+                    assert not before & {*group.trajectory_ids}, f"group {group.id} is trained twice, at {command.step}"
                     self.trained[command.step] += group.trajectory_ids
                     for member in group.trajectory_ids:
                         self.trained_versions.append((command.step, self.initiated[member]))
@@ -383,6 +457,8 @@ class World:
                     self.later(done, self.spread * 5)
             case c.PublishWeights():
                 assert len(command.keep) <= MOST
+                self.check_kept(command)
+                self.version_of[command.weights_id] = command.version
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
                 self.published[command.weights_id] = self.numbers
@@ -394,6 +470,8 @@ class World:
                     self.checkpoints[command.step] = self.numbers
                     kept = {command.step, *command.keep}
                     self.checkpoints = {step: numbers for step, numbers in self.checkpoints.items() if step in kept}
+                    if self.random.random() < 0.5:  # and trains on while it is written
+                        self.later(e.CheckpointTaken(epoch=self.trainer_epoch, step=command.step))
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
                 assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rollweave.policy.mixture import next_domain
 from rollweave.policy.modes import Mode, Update, preset, update_now
 from rollweave.policy.redundancy import Verdict, capacity, group_verdict
-from rollweave.policy.retry import RETRYABLE, Failover, failover, try_again
+from rollweave.policy.retry import RETRYABLE, WORLDS, Failover, failover, try_again
 from rollweave.policy.routing import EngineLoad, choose
 from rollweave.policy.staleness import acceptable, staleness
 from rollweave.schema.base import EngineId
@@ -156,7 +156,12 @@ def test_only_failures_that_say_nothing_about_the_agent_are_tried_again() -> Non
     assert not RETRYABLE & TRAINABLE
     assert try_again(StopReason.ENV_ERROR, attempt=1, retries=2)
     assert not try_again(StopReason.ENV_ERROR, attempt=2, retries=2)
-    assert try_again(StopReason.WORLD_LOST, attempt=99, retries=0)
+    assert try_again(StopReason.WORLD_LOST, attempt=99, retries=0, worlds=WORLDS - 1)
+    assert not try_again(StopReason.WORLD_LOST, attempt=0, retries=99, worlds=WORLDS)
+    for reason in StopReason:  # the same words twice are a bug where they are an error, and nothing new where they are a wait
+        once, twice = (try_again(reason, attempt=1, retries=9, repeated=repeated) for repeated in (False, True))
+        assert once == twice or reason in (StopReason.ENV_ERROR, StopReason.REWARD_ERROR)
+    assert not try_again(StopReason.REWARD_ERROR, attempt=1, retries=9, repeated=True)
     for reason in (StopReason.FINISHED, StopReason.STALE, StopReason.SURPLUS, StopReason.CANCELLED, StopReason.TIME_BUDGET):
         assert not try_again(reason, attempt=0, retries=2)
 

@@ -39,6 +39,7 @@ class Referee:
         self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
         self.silent: set[tuple[str, int]] = set()  # relays that are suspected, by epoch
         self.trainer: tuple[int, str] = (0, "start")
+        self.writing: int | None = None  # step of the checkpoint that is under way
         self.measured: list[str] = []  # groups that the trainer is to measure
         self.timer = False
         self.seen: set[str] = set()
@@ -172,8 +173,15 @@ class Referee:
                 self._trainer(event, "train", "measure")
             case e.WeightsPublished():
                 self._trainer(event, "publish")
-            case e.CheckpointSaved() | e.CheckpointFailed():
+            case e.CheckpointTaken():
+                assert self.writing in (None, event.step), f"{event} while {self.writing} is written"
                 self._trainer(event, "save")
+            case e.CheckpointSaved() | e.CheckpointFailed():
+                assert self.writing == event.step or event.epoch != self.trainer[0], f"{event} while {self.writing} is written"
+                if event.epoch == self.trainer[0]:
+                    self.writing = None
+                    if self.trainer[1] == "save":
+                        self._trainer(event, "save")
             case e.TrainerLost():
                 self._trainer(event, self.trainer[1])
             case e.StopRequested() | e.EngineRegistered() | e.EngineWithdrawn():
@@ -287,8 +295,10 @@ class Referee:
             case c.PublishWeights():
                 self.trainer = (self.trainer[0], "publish")
             case c.SaveCheckpoint():
-                self.trainer = (self.trainer[0], "save")
+                assert self.writing is None, f"{command} while {self.writing} is written"
+                self.trainer, self.writing = (self.trainer[0], "save"), command.step
             case c.RestartTrainer():
+                self.writing = None
                 self.trainer = (command.epoch, "start")
             case (
                 c.Harvest()

@@ -7,7 +7,7 @@ from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
 from rollweave.core.run import Run
 from rollweave.core.seats import number_of, staying
-from rollweave.core.state import EngineStatus, GroupStatus, Phase, RelayStatus, Stage, TrainerStatus
+from rollweave.core.state import ALIVE, EngineStatus, GroupStatus, Phase, RelayStatus, Stage, TrainerStatus
 from rollweave.core.weights import MOST, machine_of, needed
 from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
@@ -27,6 +27,8 @@ def check(run: Run) -> None:
     _check_service(run)
     _check_weights(run)
     _check_fleet(run)
+    _check_saving(run)
+    _check_attempts(run)
     books = account(run.state)
     assert books.balanced, f"unaccounted trajectories: {books}"
 
@@ -175,6 +177,26 @@ def _check_fleet(run: Run) -> None:
     for engine in leaving:
         assert run.alone or engine.draining, f"{engine} takes turns"
         assert engine.status is not EngineStatus.STARTING or not engine.active, engine
+
+
+def _check_saving(run: Run) -> None:
+    trainer = run.state.trainer
+    assert trainer.status is not TrainerStatus.SAVING or trainer.saving is not None, trainer
+    assert not trainer.owes_save or trainer.status is TrainerStatus.SAVING, trainer
+    assert trainer.saving is None or trainer.saving <= run.state.asked_to_save, trainer
+
+
+def _check_attempts(run: Run) -> None:
+    """Assert that every attempt that was launched is under way, or has ended with one stop reason."""
+    state, counters = run.state, run.state.counters
+    under_way = sum(one.launched for one in state.trajectories.values())
+    over = sum(counters.stop_reasons.values())
+    assert counters.attempts == over + under_way, f"{counters.attempts} attempts, {over} over, {under_way} under way"
+    for one in state.trajectories.values():
+        assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
+    if not state.serving:
+        begun = counters.started + counters.eval_started + counters.relaunched
+        assert counters.attempts == begun, f"{counters.attempts} attempts, {begun} begun: {counters}"
 
 
 def _check_service(run: Run) -> None:

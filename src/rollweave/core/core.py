@@ -10,6 +10,7 @@ from typing import assert_never
 
 import msgspec
 
+from rollweave.codec.packing import packed
 from rollweave.core import (
     allocation,
     ending,
@@ -49,7 +50,7 @@ class Core:
         return cls(config, msgspec.msgpack.decode(snapshot, type=State), rules=rules)
 
     def snapshot(self) -> bytes:
-        return msgspec.msgpack.encode(self._run.state)
+        return packed(self._run.state)
 
     @property
     def state(self) -> State:
@@ -177,6 +178,7 @@ def _route_rare(
     | e.TrainerLost
     | e.RatiosMeasured
     | e.TrainFailed
+    | e.CheckpointTaken
     | e.CheckpointSaved
     | e.CheckpointFailed,
 ) -> None:
@@ -219,6 +221,8 @@ def _route_rare(
             training.on_measured(run, event)
         case e.TrainFailed():
             training.on_train_failed(run, event)
+        case e.CheckpointTaken():
+            training.on_taken(run, event)
         case e.CheckpointSaved():
             training.on_saved(run, event)
         case e.CheckpointFailed():

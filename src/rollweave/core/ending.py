@@ -22,6 +22,9 @@ def advance(run: Run) -> None:
     """Move to the next phase when this one is over. Several may be over at once."""
     state = run.state
     if state.error and state.phase is not Phase.FINISHED:
+        if state.trainer.saving is not None:
+            _drain(run)  # a checkpoint that is being written is worth waiting for: the watchdog bounds it
+            return
         _finish_with_error(run)
     serving.advance(run)
     if _has_lost_steps(run):
@@ -33,8 +36,8 @@ def advance(run: Run) -> None:
         state.phase = Phase.SAVING
         # A streamed step that was cut short is not saved: its mini-batches belong to a step that never became whole.
         if state.trainer.parts_done == 0:
-            training.save(run, final=True)
-    if state.phase is Phase.SAVING and state.trainer.status is TrainerStatus.IDLE:
+            training.save(run)
+    if state.phase is Phase.SAVING and state.trainer.status is TrainerStatus.IDLE and state.trainer.saving is None:
         if state.checkpoint_failed_at == state.trainer.step:
             state.error = (
                 f"the final checkpoint of step {state.trainer.step} failed: {state.checkpoint_error}; "
@@ -53,7 +56,7 @@ def _has_lost_steps(run: Run) -> bool:
     """Training was over, and the trainer has come back at an earlier checkpoint since."""
     state = run.state
     ending = state.phase in (Phase.DRAINING, Phase.SAVING, Phase.EVALUATING)
-    wanted = not (state.skip_final_eval or state.target_reached)
+    wanted = not (state.skip_final_eval or state.target_step is not None)
     return (
         ending and wanted and state.trainer.status is not TrainerStatus.STARTING and state.trainer.step < run.config.run.steps
     )
@@ -64,8 +67,11 @@ def _end_of_training(run: Run) -> None:
     if state.trainer.step >= run.config.run.steps and state.trainer.status is not TrainerStatus.STARTING:
         groups.drop_unfinished(run)
         if state.evaluation is None and state.trainer.status is TrainerStatus.IDLE:
-            _drain(run)
-    elif state.target_reached:
+            if state.published_version == state.trainer.step and evaluation.is_due(run, state.trainer.step):
+                evaluation.begin(run, version=state.trainer.step, final=False)  # an earlier one was still under way
+            else:
+                _drain(run)
+    elif state.target_step is not None:
         _drain(run)
 
 
@@ -122,5 +128,6 @@ def take_up_again(run: Run) -> None:
         run.emit(Finish(error=""))
         return
     state.phase, state.error = Phase.RUNNING, ""
-    state.skip_final_eval = state.final_evaluated = state.target_reached = False
+    state.skip_final_eval = state.final_evaluated = False
+    state.target_step = None
     state.checkpoint_failed_at = -1

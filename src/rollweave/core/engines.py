@@ -78,9 +78,10 @@ def on_joined(run: Run, event: EngineJoined) -> None:
 
 def on_suspended(run: Run, event: EngineSuspended) -> None:
     engine = find(run, event.engine_id, event.epoch)
-    if engine is not None and engine.status is EngineStatus.SUSPENDING:
-        other = pace.wanted(run, engine) if run.alone else None
-        _load(run, engine, weights.newest(run, engine) if other is None else other)
+    if engine is None or engine.status is not EngineStatus.SUSPENDING:
+        return
+    other = pace.wanted(run, engine) if run.alone else None
+    _load(run, engine, weights.newest(run, engine) if other is None else other)
 
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
@@ -319,8 +320,9 @@ def update(run: Run) -> None:
         too_old=not run.admits_training(),
     )
     for engine in outdated:
-        if engine.status is EngineStatus.STALE and not held:
-            _load(run, engine, weights.newest(run, engine))
+        newest = weights.newest(run, engine)
+        if engine.status is EngineStatus.STALE and not _is_held_back(run, newest):
+            _load(run, engine, newest)
         elif engine.status is EngineStatus.SERVING and may_update:
             _enter(run, engine, EngineStatus.SUSPENDING)
             run.emit(SuspendEngine(engine_id=engine.id))
@@ -337,8 +339,20 @@ def _update_alone(run: Run) -> None:
             run.emit(SuspendEngine(engine_id=engine.id))
 
 
+def _is_held_back(run: Run, weights_id: int | None) -> bool:
+    """True if these weights are of another version than that of an evaluation that has begun."""
+    if run.alone or weights_id is None or not evaluation.holds_weights(run):
+        return False
+    state = run.state
+    assert state.evaluation is not None, "an evaluation that holds weights is under way"
+    return state.kept.get(weights_id, state.saved.get(weights_id)) != state.evaluation.version
+
+
 def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
-    if weights_id is not None and weights_id != engine.weights_id and weights.loadable(run, engine, weights_id):
+    if _is_held_back(run, weights_id):
+        assert run.state.evaluation is not None, "an evaluation holds it back"
+        (_resume if engine.version == run.state.evaluation.version else _set_aside)(run, engine)
+    elif weights_id is not None and weights_id != engine.weights_id and weights.loadable(run, engine, weights_id):
         step = None if weights.in_memory(run, engine, weights_id) else run.state.saved[weights_id]
         engine.loading_id, engine.loading_step = weights_id, step
         pace.loads(run, engine)
@@ -346,11 +360,16 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
         version = run.state.kept[weights_id] if step is None else step
         run.emit(LoadWeights(engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step))
     elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
-        engine.loading_id = -1
-        _enter(run, engine, EngineStatus.SERVING)
-        run.emit(ResumeEngine(engine_id=engine.id))
+        _resume(run, engine)
     else:
         _set_aside(run, engine)
+
+
+def _resume(run: Run, engine: Engine) -> None:
+    """It serves on with the weights that it has."""
+    engine.loading_id = -1
+    _enter(run, engine, EngineStatus.SERVING)
+    run.emit(ResumeEngine(engine_id=engine.id))
 
 
 def _set_aside(run: Run, engine: Engine) -> None:

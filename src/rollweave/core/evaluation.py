@@ -4,9 +4,12 @@ While an evaluation has begun, engines keep its version, and its episodes go fir
 Periodic evaluations choose the best checkpoint and may end the run; the final one, on tasks of its own, is the result.
 """
 
+from collections.abc import Iterable
+
 from rollweave.core import groups, pace, trajectories, weights
 from rollweave.core.run import Run
-from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, TrainerStatus, Trajectory
+from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
+from rollweave.policy.selection import is_better, measure, reaches
 from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.work import Purpose, StopReason
 
@@ -15,9 +18,11 @@ FINAL_TASKS_FROM = 1_000_000
 
 
 def is_due(run: Run, step: int) -> bool:
-    """True if version `step` is to be evaluated, and has not been."""
+    """True if version `step` is to be evaluated, and has not been. The last one always is, so that it can be the best."""
     every = run.config.eval.every
-    return bool(every) and run.config.eval.episodes > 0 and step % every == 0 and run.state.evaluated_version != step
+    if not every or not run.config.eval.episodes or run.state.evaluated_version == step:
+        return False
+    return step % every == 0 or step == run.config.run.steps
 
 
 def begin(run: Run, *, version: int, final: bool) -> None:
@@ -41,7 +46,7 @@ def holds_weights(run: Run) -> bool:
     if evaluation is None or not evaluation.begun:
         return False
     if any(engine.version == evaluation.version for engine in run.state.engines.values()):
-        return evaluation.version != run.state.published_version
+        return True
     run.warn("evaluation", f"of version {evaluation.version} given up: no engine has it any more", count="evaluation_lost")
     abandon(run)
     return False
@@ -73,7 +78,8 @@ def advance(run: Run) -> None:
         return
     if not evaluation.begun:
         serving = [engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING]
-        with_weights = [engine for engine in state.engines.values() if engine.version >= 0]
+        loads = EngineStatus.LOADING  # the version that it is loading may be an earlier one
+        with_weights = [engine for engine in state.engines.values() if engine.version >= 0 or engine.status is loads]
         met = [engine for engine in serving if engine.version == evaluation.version]
         if not met or (not run.alone and met != with_weights):
             return
@@ -81,7 +87,8 @@ def advance(run: Run) -> None:
     while evaluation.to_draw and len(evaluation.pending) < run.config.rollout.max_running:
         name, index = evaluation.to_draw.pop()
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
-    saving = state.trainer.status is TrainerStatus.SAVING and state.trainer.step == evaluation.version
+    owed = state.trainer.owes_save and state.trainer.step == evaluation.version
+    saving = owed or state.trainer.saving == evaluation.version
     if not evaluation.pending and not evaluation.to_draw and not saving:  # the best must be a checkpoint that there is
         _conclude(run, evaluation)
 
@@ -93,8 +100,7 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
         return
     assert trajectory.reward is not None, "a scored trajectory has a reward"
     evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
-    success = trajectory.success if trajectory.success is not None else trajectory.reward > 0
-    evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + success
+    evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(trajectory.success)
 
 
 def member_failed(run: Run, group: Group) -> None:
@@ -109,8 +115,11 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
     state.evaluation = None
     state.evaluated_version = evaluation.version
     counts = {name: len(rewards) for name, rewards in evaluation.rewards.items()}
-    success = {name: evaluation.successes.get(name, 0) / count for name, count in counts.items()}
+    rates = {name: evaluation.successes.get(name, 0) / count for name, count in counts.items()}
+    success = {name: rate for name, rate in rates.items() if name in state.defines_success}
     reward = {name: sum(rewards) / counts[name] for name, rewards in evaluation.rewards.items()}
+    stop_at = run.config.eval.stop_at
+    reached = not evaluation.final and stop_at is not None and reaches(success, list(run.tasks), stop_at)
     run.emit(
         RecordEvaluation(
             version=evaluation.version,
@@ -119,20 +128,37 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
             reward=reward,
             episodes=counts,
             failed=dict(evaluation.failed),
+            target_reached=reached,
         )
     )
     if evaluation.final:
         state.final_evaluated = True
         return
-    if not success:
-        return
-    score = sum(success.values()) / len(success)
-    if score >= state.best_score and evaluation.saved:
-        state.best_score, state.best_step = score, evaluation.version
+    if reached:
+        state.target_step = evaluation.version
+    elif stop_at is not None:
+        _say_undefined(run, counts)
+    if evaluation.saved and len(reward) == len(run.tasks) and _is_best(run, rates, reward):
+        state.best_step, state.best_success, state.best_reward = evaluation.version, rates, reward
         run.emit(MarkBest(step=evaluation.version))
-    stop_at = run.config.eval.stop_at
-    if stop_at is not None and len(success) == len(run.tasks) and min(success.values()) >= stop_at:
-        state.target_reached = True
+
+
+def _is_best(run: Run, success: dict[str, float], reward: dict[str, float]) -> bool:
+    """Compare both evaluations by what is known now: an environment may report success for the first time in the newer one."""
+    state, defining = run.state, run.state.defines_success
+    best = None if state.best_step is None else measure(state.best_success, state.best_reward, defining)
+    return is_better(measure(success, reward, defining), best)
+
+
+def _say_undefined(run: Run, names: Iterable[str]) -> None:
+    """Warn once that `eval.stop_at` waits for success, which no episode has reported so far."""
+    silent = [name for name in names if name not in run.state.defines_success]
+    if silent and "no_success" not in run.state.counters.watchdog:
+        text = (
+            f"eval.stop_at needs a success rate, and no episode of {', '.join(silent)} has reported one so far: its "
+            "environment must set `success` of the last Step, or of the Score; otherwise the run trains all of run.steps"
+        )
+        run.warn("evaluation", text, count="no_success")
 
 
 def abandon(run: Run) -> None:

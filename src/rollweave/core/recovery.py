@@ -2,13 +2,15 @@
 
 from rollweave.core import ending, engines, evaluation, groups, relays, serving, training, trajectories, watchdog
 from rollweave.core.run import Run
-from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage
+from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage, Trajectory
+from rollweave.policy.retry import WORLDS
 from rollweave.schema.commands import DrawTask
 from rollweave.schema.events import RunStarted, WorldLost
 from rollweave.schema.work import StopReason
 
 
 def on_started(run: Run, event: RunStarted) -> None:
+    run.state.run_id = event.run_id
     run.state.trainer.since = run.now
     engines.start(run, event.engines)
     relays.start(run, event.relays)
@@ -27,10 +29,11 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     if state.serving:
         _serve_again(run, event)
         return
+    killed = state.phase is not Phase.FINISHED
     ending.take_up_again(run)
     if state.phase is Phase.FINISHED:
         return
-    _lose_world(run, event)
+    _lose_world(run, event, killed=killed)
     evaluation.abandon(run)
     taken, state.trainer.taken = state.trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
@@ -55,16 +58,20 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
 def _serve_again(run: Run, event: WorldLost) -> None:
     """What was asked for starts again; what was over is delivered again, unless its tokens are gone."""
     state = run.state
+    killed = state.phase is not Phase.FINISHED
     state.phase = Phase.SERVING
-    _lose_world(run, event)
+    _lose_world(run, event, killed=killed)
     for trajectory in [state.trajectories[member] for member in event.missing if member in state.trajectories]:
         trajectories.close(run, trajectory, StopReason.WORLD_LOST)
     serving.begin(run)
     watchdog.look(run)
 
 
-def _lose_world(run: Run, event: WorldLost) -> None:
-    """The engines of the new world are on their way; attempts that were under way are over, and queued again if wanted."""
+def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
+    """Note that engines of the new world are starting; end attempts that were under way, and queue them again if wanted.
+
+    `killed`: the old world did not end in order.
+    """
     state = run.state
     state.migrations.clear()
     state.homeless.clear()
@@ -76,4 +83,14 @@ def _lose_world(run: Run, event: WorldLost) -> None:
         if trajectory.stage in ALIVE or trajectory.stage is Stage.EVAL_QUEUED:
             state.turn_queue.pop(trajectory.id, None)
             trajectory.migration = None
+            if killed and trajectory.stage in ALIVE:
+                _suspect(run, trajectory)
             trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
+
+
+def _suspect(run: Run, trajectory: Trajectory) -> None:
+    """End the attempt that was under way when the world was lost. It may be the cause: its environment runs in the world."""
+    trajectory.worlds += 1
+    if trajectory.worlds == WORLDS:
+        text = f"is given up: {WORLDS} controllers were lost while it was under way, perhaps because of its environment"
+        run.warn(trajectory.id, text, count="suspects")

@@ -55,6 +55,7 @@ class Trajectory(msgspec.Struct):
     member: int
     stage: Stage = Stage.QUEUED
     attempt: int = 0
+    worlds: int = 0  # number of worlds that were lost while an attempt was under way
     initiated: int = -1  # weight version at launch of this attempt; -1 before
     weights_id: int = -1  # of that version, where it keeps to it (mode decoupled)
     launched_at: float = 0.0
@@ -79,9 +80,11 @@ class Trajectory(msgspec.Struct):
     predicted: int = -1  # turn before which the last prediction was that came
     migration: int | None = None  # its number, from the wish to MigrationDone
     closing: StopReason | None = None
+    failure: str = ""  # the world's description of the last attempt's failure
     reward: float | None = None
     success: bool | None = None
     started: bool = False  # counted as started
+    launched: bool = False  # this attempt has begun, and its end is not yet counted
     stop: StopReason | None = None  # why it, or its RUN stage, is over
 
 
@@ -237,6 +240,12 @@ class Trainer(msgspec.Struct):
     measuring: list[GroupId] = []  # they stay in the buffer, and may go meanwhile
     since: float = 0.0
     restarts: int = 0
+    saving: int | None = None  # step of the checkpoint that is being taken or written
+    saving_at: float = 0.0  # when the newest one was asked for
+    save_s: float = 0.0  # seconds that the newest finished one took, from the request until it was written or had failed
+    saving_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
+    exports: bool = False  # this checkpoint has an export
+    owes_save: bool = False  # its current step must be saved, as soon as the checkpoint before it is written
 
 
 class Evaluation(msgspec.Struct):
@@ -290,6 +299,8 @@ class Counters(msgspec.Struct):
     cancelled: int = 0
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
+    attempts: int = 0  # number launched, for any purpose: each is under way, or has ended with one stop reason
+    relaunched: int = 0  # those of them that were later attempts at a trajectory
     stop_reasons: dict[str, int] = {}
     eval_started: int = 0
     eval_scored: int = 0
@@ -302,6 +313,7 @@ class Counters(msgspec.Struct):
     engines_joined: int = 0  # that were asked for while the run went on
     engines_left: int = 0  # that were withdrawn, and are gone
     turns: int = 0
+    cut_turns: dict[str, int] = {}  # number of turns that ended at max_turn_tokens, by task domain
     output_tokens: int = 0
     cached_tokens: int = 0
     context_tokens: int = 0
@@ -318,6 +330,7 @@ class Idle(msgspec.Struct):
 
 
 class State(msgspec.Struct):
+    run_id: str = ""  # as RunStarted gave it
     phase: Phase = Phase.RUNNING
     error: str = ""
     skip_final_eval: bool = False  # the user asked to stop
@@ -379,12 +392,17 @@ class State(msgspec.Struct):
     drawn: dict[str, int] = {}
     checkpoint: int | None = None  # newest step that a checkpoint covers
     fallback: int | None = None  # the checkpoint before it, in case it is damaged
+    exported: int = -1  # newest step whose checkpoint has an export
+    checkpoint_at: float = 0.0  # when the newest checkpoint's weights were taken
+    asked_to_save: int = -1  # greatest step for which a checkpoint was ever requested
     checkpoint_failed_at: int = -1
     checkpoint_error: str = ""
     best_step: int | None = None
-    best_score: float = -1.0
+    best_success: dict[str, float] = {}  # of the best evaluation, by task domain
+    best_reward: dict[str, float] = {}
+    defines_success: dict[str, None] = {}  # task domains whose environment has reported whether an episode succeeded
     evaluated_version: int = -1
     evaluation: Evaluation | None = None
-    target_reached: bool = False  # eval.stop_at
+    target_step: int | None = None  # step whose evaluation reached eval.stop_at, which ends training
     counters: Counters = msgspec.field(default_factory=Counters)
     idle: Idle = msgspec.field(default_factory=Idle)

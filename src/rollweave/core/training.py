@@ -8,6 +8,7 @@ out to be damaged. A version is published once its step is whole.
 from rollweave.core import allocation, evaluation, experience, groups, pace, repacking, weights
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, TrainerStatus
+from rollweave.policy.checkpoints import checkpoint_is_due
 from rollweave.policy.staleness import acceptable, staleness
 from rollweave.schema.commands import (
     FitPredictor,
@@ -17,10 +18,12 @@ from rollweave.schema.commands import (
     RestartTrainer,
     SaveCheckpoint,
     TrainStep,
+    Warn,
 )
 from rollweave.schema.events import (
     CheckpointFailed,
     CheckpointSaved,
+    CheckpointTaken,
     RatiosMeasured,
     StepTrained,
     TrainerLost,
@@ -45,19 +48,32 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
         return
-    if state.checkpoint is not None and event.step < state.checkpoint:
-        run.warn("trainer", f"back at checkpoint {event.step}: {event.note}", count="checkpoint_damaged")
+    damaged = state.checkpoint is not None and event.step < state.checkpoint
+    if damaged:
         if state.best_step is not None and state.best_step > event.step:
-            state.best_step, state.best_score = None, -1.0
+            state.best_step = None
         if state.evaluation is not None and state.evaluation.version > event.step:
             state.evaluation.saved = False
         state.checkpoint, state.fallback = event.step, None
         weights.uncover(run, but=range(event.step + 1))
+    lost, before = max(0, trainer.step - event.step), _given_up(run)
     trainer.step, trainer.parts_done = event.step, 0
     _enter(run, TrainerStatus.IDLE)
     for step in [step for step in state.lineage if step >= event.step]:
         groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
+    groups.sweep_doomed(run)
+    dropped = _given_up(run) - before
+    text = f"{lost} later steps are trained again, {dropped} rollouts do not fit its weights and are dropped"
+    if damaged:
+        run.warn("trainer", f"back at checkpoint {event.step}: {event.note}; {text}", count="checkpoint_damaged")
+    elif lost or dropped:
+        run.emit(Warn(component="trainer", message=f"continues from step {event.step}: {text}"))
     _publish(run)
+
+
+def _given_up(run: Run) -> int:
+    """Count the training trajectories that were dropped or cancelled so far."""
+    return run.state.counters.cancelled + sum(run.state.counters.dropped.values())
 
 
 # Steps.
@@ -157,9 +173,8 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
-        state.error = state.error or (
-            f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: step {state.checkpoint}"
-        )
+        good = f"step {state.checkpoint}" if trainer.saving is None else f"step {trainer.saving}, which is being written"
+        state.error = state.error or f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: {good}"
     else:
         restart(run, f"step {event.step} failed: {event.error}")
 
@@ -193,7 +208,7 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         return
     weights.published(run, event.version, event.weights_id)
     if event.version in (state.checkpoint, state.best_step):
-        weights.covered(run, event.version)  # it was restored from there
+        weights.covered(run, event.version, event.weights_id)  # it was restored from that checkpoint
     evaluation.forgo(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     repacking.now(run)
@@ -201,30 +216,63 @@ def on_published(run: Run, event: WeightsPublished) -> None:
         return
     evaluate = evaluation.is_due(run, trainer.step)
     every = run.config.run.checkpoint_every
-    if state.checkpoint is None or evaluate or (every and trainer.step % every == 0):
+    due = state.checkpoint is None or evaluate or (every and trainer.step % every == 0)
+    if due or (trainer.saving is None and _is_due_by_time(run)):
         save(run)
     if evaluate:
         evaluation.begin(run, version=trainer.step, final=False)
 
 
-def save(run: Run, *, final: bool = False) -> None:
+def _is_due_by_time(run: Run) -> bool:
+    trainer, every_s = run.state.trainer, run.config.run.checkpoint_s
+    return checkpoint_is_due(run.now - trainer.saving_at, every_s=every_s, last_s=trainer.save_s)
+
+
+def save(run: Run) -> None:
+    """Request a checkpoint of this step. If another one is still being written, the trainer first waits for it.
+
+    The last checkpoint of a run, and those that an evaluation may find best, have an export; one that was written without
+    is written again.
+    """
     state, trainer = run.state, run.state.trainer
-    if state.checkpoint == trainer.step:
+    ends = state.phase is Phase.SAVING or trainer.step >= run.config.run.steps
+    export = ends or evaluation.is_due(run, trainer.step)
+    if state.checkpoint == trainer.step and (state.exported == trainer.step or not export):
         return
+    if trainer.saving == trainer.step and (trainer.exports or not export):
+        return
+    _enter(run, TrainerStatus.SAVING)
+    if trainer.saving is not None:
+        trainer.owes_save = True
+        return
+    trainer.owes_save = False
+    trainer.saving, trainer.saving_at, trainer.exports = trainer.step, run.now, export
+    trainer.saving_id = state.published_id if state.published_version == trainer.step else -1
     evaluated = state.evaluation.version if state.evaluation is not None else None
     keep = {step for step in (state.best_step, state.checkpoint, evaluated) if step is not None} | pace.checkpoints(run)
     weights.uncover(run, but=keep - {trainer.step})
-    run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=final or evaluation.is_due(run, trainer.step)))
-    _enter(run, TrainerStatus.SAVING)
+    state.asked_to_save = max(state.asked_to_save, trainer.step)
+    run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))
+
+
+def on_taken(run: Run, event: CheckpointTaken) -> None:
+    """Continue training: a copy is in memory, and is written meanwhile."""
+    trainer = run.state.trainer
+    expected = (trainer.epoch, trainer.saving)
+    if (event.epoch, event.step) == expected and trainer.status is TrainerStatus.SAVING and not trainer.owes_save:
+        _enter(run, TrainerStatus.IDLE)
 
 
 def on_saved(run: Run, event: CheckpointSaved) -> None:
     state, trainer = run.state, run.state.trainer
-    expected = (trainer.epoch, trainer.step)
-    if trainer.status is not TrainerStatus.SAVING or (event.epoch, event.step) != expected:
+    if (event.epoch, event.step) != (trainer.epoch, trainer.saving):
         return
-    state.checkpoint, state.fallback = event.step, state.checkpoint
-    weights.covered(run, event.step)
+    if state.checkpoint != event.step:
+        state.checkpoint, state.fallback = event.step, state.checkpoint
+    state.checkpoint_at = trainer.saving_at
+    if trainer.exports:
+        state.exported = event.step
+    weights.covered(run, event.step, trainer.saving_id)
     if state.checkpoint_failed_at == event.step:
         state.checkpoint_failed_at = -1
     if state.evaluation is not None and state.evaluation.version == event.step:
@@ -232,18 +280,26 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
     for step in [step for step in state.lineage if state.fallback is not None and step < state.fallback]:
         for group_id in state.lineage.pop(step):
             groups.cover(run, state.groups[group_id])
-    _enter(run, TrainerStatus.IDLE)
+    _save_is_over(run)
 
 
 def on_save_failed(run: Run, event: CheckpointFailed) -> None:
     """Training goes on: the earlier checkpoint is intact, and the next one may find room again."""
     state, trainer = run.state, run.state.trainer
-    expected = (trainer.epoch, trainer.step)
-    if trainer.status is not TrainerStatus.SAVING or (event.epoch, event.step) != expected:
+    if (event.epoch, event.step) != (trainer.epoch, trainer.saving):
         return
     run.warn("trainer", f"checkpoint of step {event.step} failed: {event.error}", count="checkpoint_failed")
     state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
-    _enter(run, TrainerStatus.IDLE)
+    _save_is_over(run)
+
+
+def _save_is_over(run: Run) -> None:
+    trainer = run.state.trainer
+    trainer.saving, trainer.save_s = None, run.now - trainer.saving_at
+    if trainer.owes_save:
+        save(run)
+    elif trainer.status is TrainerStatus.SAVING:
+        _enter(run, TrainerStatus.IDLE)
 
 
 # Loss of the trainer.
@@ -252,6 +308,7 @@ def on_save_failed(run: Run, event: CheckpointFailed) -> None:
 def on_lost(run: Run, event: TrainerLost) -> None:
     if event.epoch != run.state.trainer.epoch:
         return
+    run.state.trainer.saving = None  # a checkpoint that was being written is lost with its trainer
     if event.hopeless:
         run.state.error = run.state.error or f"the trainer cannot go on: {event.error}"
     else:
@@ -266,6 +323,7 @@ def restart(run: Run, reason: str) -> None:
     taken, trainer.taken = trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
     trainer.parts_done = 0
+    trainer.saving, trainer.owes_save = None, False
     if trainer.restarts >= run.config.watchdog.restarts:
         _enter(run, TrainerStatus.STARTING)
         state.error = state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
@@ -278,6 +336,7 @@ def restart(run: Run, reason: str) -> None:
 def start_again(run: Run, reason: str) -> None:
     state, trainer = run.state, run.state.trainer
     weights.lost(run)
+    trainer.saving, trainer.owes_save = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
     run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason))

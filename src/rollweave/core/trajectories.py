@@ -62,7 +62,6 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
     if trajectory.closing is not None:
         close(run, trajectory, trajectory.closing)
     elif event.stop_reason in TRAINABLE:
-        count_stop(run, event.stop_reason)
         trajectory.stop = event.stop_reason
         _count_inherent(run, trajectory)
         migration.forget(run, trajectory)
@@ -70,7 +69,7 @@ def on_ended(run: Run, event: TrajectoryEnded) -> None:
         move(run, trajectory, Stage.EVAL_QUEUED)
     else:
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
-        close(run, trajectory, event.stop_reason)
+        close(run, trajectory, event.stop_reason, failure=event.error)
 
 
 def on_reward_ready(run: Run, event: RewardReady) -> None:
@@ -85,6 +84,10 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
         close(run, trajectory, trajectory.closing)
         return
     trajectory.reward, trajectory.success = event.reward, event.success
+    if event.success is not None:
+        run.state.defines_success[run.state.groups[trajectory.group_id].name] = None
+    assert trajectory.stop is not None, "a trajectory is scored after it was rolled out"
+    _count_stop(run, trajectory, trajectory.stop)
     move(run, trajectory, Stage.SCORED)
     groups.member_scored(run, trajectory)
 
@@ -93,7 +96,7 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is not None and trajectory.stage in (Stage.EVAL, Stage.CLOSING):
         run.state.last_failure = f"{event.stop_reason}: {event.error}"
-        close(run, trajectory, trajectory.closing or event.stop_reason)
+        close(run, trajectory, trajectory.closing or event.stop_reason, failure=event.error)
 
 
 # What the core does to a trajectory.
@@ -115,17 +118,22 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         close(run, trajectory, reason)
 
 
-def close(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """The attempt is over for `reason` and the world holds nothing for it: try again, or end the trajectory."""
+def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
+    """Retry or end the trajectory: its attempt is over for `reason`, and the world holds nothing for it.
+
+    `failure` is the world's description of the failure, if there is one; it names the stage.
+    """
+    repeated = bool(failure) and failure == trajectory.failure
+    trajectory.failure = failure
     trajectory.closing = None
     trajectory.turn = None
     migration.forget(run, trajectory)
     lengths.over(run, trajectory, finished=False)
-    if trajectory.started:
-        count_stop(run, reason)
+    _count_stop(run, trajectory, reason)
     group = run.state.groups[trajectory.group_id]
     retries = run.config.rollout.retries
-    if groups.wants_members(run, group) and try_again(reason, attempt=trajectory.attempt, retries=retries):
+    again = try_again(reason, attempt=trajectory.attempt, retries=retries, worlds=trajectory.worlds, repeated=repeated)
+    if groups.wants_members(run, group) and again:
         retried = run.state.counters.retried
         retried[reason] = retried.get(reason, 0) + 1
         trajectory.attempt += 1
@@ -158,9 +166,12 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
     trajectory.turn = None
 
 
-def count_stop(run: Run, reason: StopReason) -> None:
-    reasons = run.state.counters.stop_reasons
-    reasons[reason] = reasons.get(reason, 0) + 1
+def _count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """Count the end of the attempt, once, if it was launched."""
+    if trajectory.launched:
+        trajectory.launched = False
+        reasons = run.state.counters.stop_reasons
+        reasons[reason] = reasons.get(reason, 0) + 1
 
 
 # What is started next.
@@ -185,7 +196,11 @@ def start_inits(run: Run) -> None:
         if version is None:
             return
         trajectory.initiated, trajectory.launched_at = version, run.now
-        if not trajectory.started:
+        state.counters.attempts += 1
+        trajectory.launched = True
+        if trajectory.started:
+            state.counters.relaunched += 1
+        else:
             trajectory.started = True
             if group.purpose is Purpose.TRAIN:
                 state.counters.started += 1

@@ -46,6 +46,9 @@ def on_done(run: Run, event: TurnDone) -> None:
     trajectory.turn, trajectory.engine, trajectory.since = None, engine.id, run.now
     counters = run.state.counters
     counters.turns += 1
+    if event.cut:
+        name = run.state.groups[trajectory.group_id].name
+        counters.cut_turns[name] = counters.cut_turns.get(name, 0) + 1
     counters.output_tokens += event.output_tokens
     counters.cached_tokens += event.cached_tokens
     counters.context_tokens += turn.context_tokens
@@ -314,11 +317,18 @@ def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
     )
 
 
+def _has_other(run: Run, turn: Turn) -> bool:
+    """True if an engine that has not failed this turn could take it."""
+    return any(placing.is_usable(run, engine_id) for engine_id in run.state.engines if engine_id not in turn.avoid)
+
+
 def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
     """Its home where that has a slot and KV to spare; else the idlest one that has, which is its home then; else by preemption.
 
     To compute a context again costs less than to wait for the end of another's turn, or to make another wait.
     """
+    if turn.lane in turn.avoid and not run.alone and _has_other(run, turn):
+        requeue(run, trajectory)  # its engine failed it when no other could take it
     home = run.fleet.loads.get(turn.lane) if turn.lane is not None else None
     fits = home is not None and placing.fits(run, trajectory, run.state.engines[home.id])
     if home is not None and fits and home.active < home.slots:

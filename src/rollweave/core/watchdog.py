@@ -121,3 +121,5 @@ def _check_trainer(run: Run) -> None:
         return
     if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
         training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")
+    elif trainer.saving is not None and run.now - trainer.saving_at > limits.train_s:
+        training.restart(run, f"stuck writing checkpoint {trainer.saving} for {run.now - trainer.saving_at:.0f} s")

@@ -52,11 +52,10 @@ def lost(run: Run) -> None:
     state.kept = {kept: version for kept, version in state.kept.items() if kept in held}
 
 
-def covered(run: Run, step: int) -> None:
-    """The checkpoint of this step holds the published weights, if they are of this version."""
-    state = run.state
-    if run.alone and state.published_version == step:
-        state.saved[state.published_id] = step
+def covered(run: Run, step: int, weights_id: int) -> None:
+    """Note that the checkpoint of this step holds these weights; -1: none that were published."""
+    if run.alone and weights_id >= 0:
+        run.state.saved[weights_id] = step
 
 
 def uncover(run: Run, *, but: Container[int]) -> None:

@@ -17,12 +17,24 @@ RETRYABLE = frozenset(
 """Failures that say nothing about the agent: another attempt may well succeed. A spent time budget would be spent again."""
 
 
-def try_again(reason: StopReason, *, attempt: int, retries: int) -> bool:
+WORLDS = 5
+"""Maximum number of worlds lost while a trajectory is under way: it may be the cause, and then no restart would help."""
+
+DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
+"""Stop reasons of failures of code, which describe themselves: the same words twice mean a bug that would recur."""
+
+
+def try_again(reason: StopReason, *, attempt: int, retries: int, worlds: int = 0, repeated: bool = False) -> bool:
     """True if attempt number `attempt` (from 0), ended by `reason`, is to be followed by another.
 
-    A lost world is not the trajectory's doing and is always followed.
+    `repeated`: the attempt before it failed at the same stage with the same words. `worlds` were lost while the trajectory was
+    under way: another attempt follows a lost world unless there were too many, since the trajectory is rarely the cause.
     """
-    return reason is StopReason.WORLD_LOST or (reason in RETRYABLE and attempt < retries)
+    if reason is StopReason.WORLD_LOST:
+        return worlds < WORLDS
+    if reason in DETERMINISTIC and repeated:
+        return False
+    return reason in RETRYABLE and attempt < retries
 
 
 STRIKES_BEFORE_RESTART = 2

@@ -1,0 +1,48 @@
+"""What is tried again: a failure that may pass, and never the same bug a third time."""
+
+import itertools
+
+import pytest
+
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.work import StopReason
+from tests.core.test_core import config
+from tests.core.world import World
+
+
+class Broken(World):
+    """Every environment start of group g1 fails, in words that `words` gives; nothing else does."""
+
+    def __init__(self, reason: StopReason, words: str) -> None:
+        super().__init__(config(steps=2, rollout={"retries": 5}), seed=3)
+        self.reason, self.words = reason, words
+        self.counted = itertools.count()
+        self.attempts: dict[str, int] = {}
+
+    def execute(self, command: c.Command) -> None:
+        if isinstance(command, c.StartInit) and command.group_id == "g1":
+            self.attempts[command.trajectory_id] = command.attempt + 1
+            error = self.words.format(number=next(self.counted))
+            key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
+            self.later(e.TrajectoryEnded(**key, stop_reason=self.reason, error=error))
+        else:
+            super().execute(command)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "tries"),
+    [
+        (StopReason.ENV_ERROR, "reset raised KeyError: 'map'", 2),
+        (StopReason.ENV_ERROR, "reset raised OSError: port {number} is taken", 6),
+        (StopReason.ENV_ERROR, "", 6),
+        (StopReason.ENV_HANG, "starting did not answer within 60 s", 6),
+    ],
+)
+def test_the_same_failure_twice_is_not_tried_again(reason: StopReason, words: str, tries: int) -> None:
+    world = Broken(reason, words)
+    world.run()
+    assert set(world.attempts.values()) == {tries}
+    assert world.finish is not None
+    assert world.finish.error == ""
+    assert world.core.state.last_failure == f"{reason}: {words}" or "{number}" in words
