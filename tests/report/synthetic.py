@@ -57,22 +57,24 @@ def config_of(path: Path) -> RunConfig:
     return loads(CONFIG, [f"run.name={path.name}", f'run.dir="{path.parent}"'])
 
 
-def write_run(path: Path, *, steps: int = 40, error: str = "", finished: bool = True) -> RunDir:
-    """Write a run of `steps` steps into `path`, an empty or absent directory."""
+def write_run(path: Path, *, steps: int = 40, error: str = "", finished: bool = True, cut: bool = False) -> RunDir:
+    """Write a run of `steps` steps into `path`, an empty or absent directory. With `cut`, first turns end at their limit."""
     path.mkdir(parents=True, exist_ok=True)
     run = RunDir(path)
     run.config.write_text(dumps(config_of(path)))
     run.lock.touch()
     run.model.mkdir()
     build_tokenizer(WORDS).save(str(run.model / "tokenizer.json"))
-    _Writer(run, steps, error, finished).write()
+    _Writer(run, steps, error, finished, cut).write()
     return run
 
 
 class _Writer:
-    def __init__(self, run: RunDir, steps: int, error: str, finished: bool) -> None:
+    def __init__(self, run: RunDir, steps: int, error: str, finished: bool, cut: bool) -> None:
         self._run, self._steps, self._error, self._finished = run, steps, error, finished
-        self._state, self._now, self._rng = State(), 0.0, random.Random(7)
+        self._first = "length" if cut else "stop"
+        defining = dict.fromkeys(("frozenlake", "calculator"))
+        self._state, self._now, self._rng = State(defines_success=defining), 0.0, random.Random(7)
         self._ids = build_tokenizer(WORDS)
 
     def write(self) -> None:
@@ -168,7 +170,10 @@ class _Writer:
             tokens=(*prompt, *turn, *seen, *last),
             segments=segments,
             logprobs=tuple(-0.5 if output else 0.0 for output in said),
-            turns=(TurnSpan(start=ends[0], end=ends[2], reward=0.25), TurnSpan(start=ends[3], end=ends[4], reward=0.75)),
+            turns=(
+                TurnSpan(start=ends[0], end=ends[2], reward=0.25, finish_reason=self._first),
+                TurnSpan(start=ends[3], end=ends[4], reward=0.75),
+            ),
         )
 
     def _tokens(self, text: str) -> list[int]:
@@ -225,6 +230,7 @@ class _Writer:
         )
         fields: dict[str, Any] = {
             "success_rate": dict(evaluation.success),
+            "mean_reward": dict(evaluation.reward),
             "eval_episodes": dict(evaluation.episodes),
             "steps": self._steps,
             "trajectories": counters.started,

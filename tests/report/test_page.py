@@ -123,6 +123,42 @@ def test_steps_of_a_lost_lineage_are_not_counted_twice(run: RunDir) -> None:
     assert data.lives == 2
 
 
+def test_what_defines_no_success_is_measured_by_its_reward(run: RunDir) -> None:
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for line in lines:
+        if "success" in line:
+            line["reward"] = {name: 3 * value - 1 for name, value in line["reward"].items()}
+            line["success"].pop("calculator")
+    run.metrics.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    final = [line for line in lines if line["kind"] == "evaluation"][-1]
+    text = checked(render(read_run(run)))
+    assert f"{final['success']['frozenlake']:.1%}" in text
+    assert "frozenlake: success" in text
+    assert f"{final['reward']['calculator']:.3f}" in text
+    assert "calculator: mean reward" in text
+    for line in lines:
+        line.pop("success", None)
+        line |= {"success": {}} if line["kind"] in ("step", "evaluation") else {}
+    run.metrics.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    text = checked(render(read_run(run)))
+    assert "success by task" not in text
+    assert "frozenlake: mean reward" in text
+    assert ": success" not in text
+
+
+def test_cut_turns_are_told(run: RunDir) -> None:
+    summary = json.loads(run.summary.read_text()) | {"turns": 50, "cut_turns": {"frozenlake": 5}}
+    assert "cut at max_turn_tokens" not in checked(render(read_run(run)))
+    run.summary.write_text(json.dumps(summary))
+    assert "5 of 50 turns (10.0%) cut at max_turn_tokens: frozenlake" in checked(render(read_run(run)))
+
+
+def test_an_early_end_is_told(run: RunDir) -> None:
+    summary = json.loads(run.summary.read_text()) | {"ended_by": "eval.stop_at was reached at step 30"}
+    run.summary.write_text(json.dumps(summary))
+    assert "best checkpoint: step 40; eval.stop_at was reached at step 30" in checked(render(read_run(run)))
+
+
 def test_what_a_user_names_cannot_break_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "odd", steps=3)
     run.metrics.write_text(run.metrics.read_text().replace("frozenlake", "<b>&'"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -57,6 +58,17 @@ async def stubborn(*_: object) -> None:
     while not over.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.shield(over)
+
+
+class Foreign(BaseException):
+    """As libraries have them that cancel by exceptions."""
+
+
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels - 1):
+        found = [found]
+    return found
 
 
 STUBBORN: list[asyncio.Future[None]] = []
@@ -167,6 +179,36 @@ async def ended(made: Bench, store: TrajectoryStore) -> tuple[TrajectoryEnded, T
     return over, store.get([TRAJECTORY])[0]
 
 
+async def test_a_first_prompt_that_does_not_fit_is_named(store: TrajectoryStore, door: Door) -> None:
+    """As of `swe`, which lets LimitError pass: it did ask its agent."""
+    prompt = Message(role="user", content="go " * 40)
+
+    async def ask(agent: Agent) -> None:
+        await agent.chat([prompt])
+
+    made = bench(store, door, Played(on_run=ask), max_tokens=50)
+    over = await made.play()
+    assert over.stop_reason is StopReason.ENV_ERROR
+    assert over.error.startswith("the first prompt does not fit into max_tokens: messages must leave room in a context of 50")
+
+
+async def test_a_handler_sees_that_a_turn_was_cut(store: TrajectoryStore, door: Door) -> None:
+    heard: list[Message] = []
+
+    async def listen(agent: Agent) -> None:
+        heard.append(await agent.chat([GO]))
+        heard.append(await agent.chat([GO, heard[0], ON], max_tokens=2))
+
+    made = bench(store, door, Played(on_run=listen), max_turn_tokens=4)
+    made.engine.answer = said("righ", finish=Finish.LENGTH)
+    _, trajectory = await ended(made, store)
+    assert [message.finish_reason for message in heard] == ["length", "length"]
+    cut = [event.cut for event in made.events if isinstance(event, TurnDone)]
+    assert cut == [True, False], "the second limit is the handler's"
+    (sequence,) = trajectory.sequences
+    assert [span.finish_reason for span in sequence.turns] == ["length", "length"]
+
+
 async def test_a_whole_life(store: TrajectoryStore, door: Door) -> None:
     handler = Played()
     made = bench(store, door, handler)
@@ -209,7 +251,9 @@ async def test_seeds_differ_by_turn_and_attempt(store: TrajectoryStore, door: Do
     assert len(set(seeds)) == 2
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+@pytest.mark.parametrize(
+    "error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Foreign()]
+)
 @pytest.mark.parametrize("stage", ["make", "init", "run", "eval"])
 async def test_a_stage_that_raises(store: TrajectoryStore, door: Door, stage: str, error: BaseException) -> None:
     handler = Played(**{} if stage == "make" else {f"on_{stage}": raising(error)})
@@ -342,6 +386,60 @@ async def test_an_agent_that_shortens_its_context_has_finished(store: Trajectory
     assert over.stop_reason is StopReason.FINISHED
 
 
+class Plain:
+    """A handler whose methods are no coroutines: what they raise, they raise when they are called."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def init(self, job: Job) -> None:
+        return
+
+    def run(self, agent: Agent) -> Any:
+        raise self._error
+
+    def run_exception(self, error: BaseException) -> Any:
+        raise self._error
+
+    def close(self) -> Any:
+        raise self._error
+
+    eval = kill = final_result = close
+
+
+@pytest.mark.parametrize("error", [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()])
+async def test_a_hook_that_raises_fails_its_attempt_alone(store: TrajectoryStore, door: Door, error: BaseException) -> None:
+    handler = Played(on_run=raising(ValueError("first")), on_error=raising(error))
+    over = await bench(store, door, handler).play()
+    assert over.stop_reason is StopReason.ENV_ERROR
+    assert f"then run_exception raised {type(error).__name__}" in over.error
+    assert "close" in handler.log
+
+
+@pytest.mark.parametrize("error", [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()])
+async def test_a_plain_method_that_raises_fails_its_attempt_alone(
+    store: TrajectoryStore, door: Door, error: BaseException
+) -> None:
+    over = await bench(store, door, Plain(error)).play()
+    assert over.stop_reason is StopReason.ENV_ERROR
+    assert over.error.startswith(f"run raised {type(error).__name__}")
+
+
+async def test_what_a_stage_raises_when_it_is_cancelled_is_read(store: TrajectoryStore, door: Door) -> None:
+    async def init(job: Job) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise SystemExit(3)
+
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    over = await bench(store, door, Played(on_init=init), step_s=0.01).play()
+    assert over.stop_reason is StopReason.ENV_HANG
+    gc.collect()
+    assert told == []
+
+
 async def test_a_failure_may_be_the_agents_doing(store: TrajectoryStore, door: Door) -> None:
     async def run(agent: Agent) -> None:
         await two_turns(agent)
@@ -373,7 +471,10 @@ async def test_a_reward_that_is_none(store: TrajectoryStore, door: Door, reward:
     assert "eval" in failed.error
 
 
-@pytest.mark.parametrize("kept", [ValueError("no"), {"a": object()}, {"a": float("nan")}, "x" * RESULT_BYTES, SystemExit()])
+@pytest.mark.parametrize(
+    "kept",
+    [ValueError("no"), {"a": object()}, {"a": float("nan")}, "x" * RESULT_BYTES, SystemExit(), nested(101), nested(100_000)],
+)
 async def test_a_result_that_cannot_be_kept_costs_no_reward(store: TrajectoryStore, door: Door, kept: Any) -> None:
     made = bench(store, door, Played(kept=kept))
     await made.play()
@@ -400,7 +501,7 @@ async def test_it_must_ask_the_agent(store: TrajectoryStore, door: Door) -> None
     over = await bench(store, door, Played(on_run=nothing)).play()
     assert (over.stop_reason, over.error) == (
         StopReason.ENV_ERROR,
-        "run must ask the agent at least once, and returned without",
+        "run must ask the agent at least once, and returned without asking",
     )
 
 
@@ -543,3 +644,27 @@ async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: 
     async with openai.AsyncOpenAI(base_url=reached[0].url, api_key=reached[0].token, max_retries=0) as client:
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "go"}])
+
+
+SURROGATE = "\udcff"
+
+
+async def test_what_a_handler_says_and_keeps_is_made_valid(store: TrajectoryStore, door: Door) -> None:
+    async def run(agent: Agent) -> None:
+        await agent.chat([Message(role="user", content=SURROGATE, name=SURROGATE)])
+
+    made = bench(store, door, Played(on_run=run, kept={SURROGATE: [SURROGATE], "deep": nested(99)}))
+    assert (await made.play()).stop_reason is StopReason.FINISHED
+    made.eval()
+    await made.until(RewardReady)
+    (trajectory,) = store.get([TRAJECTORY])
+    assert json.loads(trajectory.result)["\ufffd"] == ["\ufffd"]
+    trajectory.result.encode()
+
+
+@pytest.mark.parametrize("stage", ["on_init", "on_run"])
+async def test_an_error_of_a_handler_is_made_valid(store: TrajectoryStore, door: Door, stage: str) -> None:
+    made = bench(store, door, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
+    ended = await made.play()
+    assert "raised OSError: \ufffd" in ended.error
+    ended.error.encode()

@@ -1,6 +1,7 @@
 """An attempt's life under everything an environment, an engine or a cancellation can do to it."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import msgspec
 import pytest
 
 from rollweave.envs.base import Observation, Score, Step
+from rollweave.rollout.driver import Driver, TurnPort
 from rollweave.rollout.store import TrajectoryReader, TrajectoryStore
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn
+from rollweave.schema.base import GroupId, TaskId
+from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn, StartInit
 from rollweave.schema.errors import EngineError, EnvError, RewardError
 from rollweave.schema.events import (
     EnvReady,
@@ -22,7 +25,7 @@ from rollweave.schema.events import (
     TurnRequested,
 )
 from rollweave.schema.serving import Finish, GenerateResult
-from rollweave.schema.work import Blame, Purpose, SegmentKind, StopReason
+from rollweave.schema.work import BLAME_OF, Blame, Purpose, SegmentKind, StopReason, Task, Trajectory
 from tests.rollout.worlds import CODEC, ENGINE, LOST, TRAJECTORY, Bench, Script, said, words
 
 
@@ -144,6 +147,25 @@ async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryS
     assert ended.stop_reason is StopReason.MAX_TOKENS
     assert bench.worlds.log == ["open", "reset", "close"]
     assert bench.engine.requests[0].sampling.max_tokens == 60 - len(bench.engine.requests[0].tokens)
+
+
+async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(store: TrajectoryStore) -> None:
+    cut = Bench(store, max_turn_tokens=4)
+    cut.engine.answer = said("righ", finish=Finish.LENGTH)
+    ended = await cut.play()
+    assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
+    assert cut.worlds.log == ["open", "reset", "step righ (cut)", "step righ (cut)", "close"]
+    assert [event.cut for event in cut.events if isinstance(event, TurnDone)] == [True, True]
+    (trajectory,) = store.get([TRAJECTORY])
+    assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["length", "length"]
+    cut.eval()
+    await cut.until(RewardReady)
+    assert [message.finish_reason for message in cut.worlds.scored[0].messages] == ["", "length", "", "length"]
+    whole = Bench(store, max_turn_tokens=4)
+    await whole.play()
+    assert [event.cut for event in whole.events if isinstance(event, TurnDone)] == [False, False]
+    (trajectory,) = store.get([TRAJECTORY])
+    assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["stop", "stop"]
 
 
 async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(store: TrajectoryStore) -> None:
@@ -349,6 +371,35 @@ async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore,
     assert len(entries) == 1
 
 
+@pytest.mark.parametrize("seed", range(20))
+async def test_no_attempt_generates_beyond_its_cancellation(store: TrajectoryStore, seed: int) -> None:
+    """Whichever attempt it is, whichever of its turns, at whichever try, with unfinished turns kept or not."""
+    rng = random.Random(seed)
+    attempt, turns, tries = rng.randrange(4), rng.randrange(4), rng.randrange(3)
+    bench = Bench(store, Script(steps=[Step.of("on") for _ in range(5)]), keeps_turns=rng.random() < 0.5, max_turns=8)
+    bench.init(attempt)
+    await bench.until(EnvReady)
+    bench.run(attempt)
+    asked = 0
+    for turn in range(turns + 1):
+        await bench.until(TurnRequested, after=asked)
+        asked = len(bench.events)
+        if turn < turns:
+            bench.turn(turn, attempt=attempt)
+    for number in range(tries):
+        bench.engine.answer = EngineError("broken")
+        bench.turn(turns, try_number=number, attempt=attempt)
+        await bench.until(TurnFailed, after=asked)
+        asked = len(bench.events)
+    bench.engine.answer = None
+    bench.turn(turns, try_number=tries, attempt=attempt)
+    await reached(lambda: bench.engine.live == 1)
+    bench.pipeline.cancel(cancel(attempt=attempt))
+    await bench.until(TrajectoryEnded)
+    await bench.idle()
+    assert bench.engine.live == 0, f"attempt {attempt} generates on, in turn {turns}, try {tries}"
+
+
 async def test_a_cancellation_before_the_first_moment_still_ends(store: TrajectoryStore) -> None:
     bench = Bench(store)
     bench.init()
@@ -465,3 +516,133 @@ async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(stor
     assert reader.load(entry).stop_reason is StopReason.CANCELLED
     segments = reader.load(entry).sequences[0].segments
     assert segments[-1].kind is SegmentKind.OUTPUT
+
+
+BAD = "\udcff \ud800"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(open=OSError(BAD)),
+        Script(reset=EnvError(BAD)),
+        Script(reset=Observation.of("go", state_key=BAD)),
+        Script(steps=[ValueError(BAD)]),
+        Script(steps=[Step.of("on", state_key=BAD), Step(done=True)]),
+        Script(steps=[EnvError("x" * 50_000_000)]),
+        Script(steps=[Step.of(BAD), Step(done=True)]),
+    ],
+)
+async def test_text_that_is_not_utf_8_ends_no_more_than_its_attempt(
+    store: TrajectoryStore, tmp_path: Path, script: Script
+) -> None:
+    bench = Bench(store, script)
+    ended = await bench.play()
+    await bench.idle()
+    assert not bench.pipeline.alive
+    assert len(ended.error) < 10_000
+    msgspec.msgpack.encode(ended)
+    (entry,) = TrajectoryReader(tmp_path / "trajectories").entries
+    assert TrajectoryReader(tmp_path / "trajectories").load(entry).stop_reason is ended.stop_reason
+
+
+async def test_a_score_whose_error_is_not_utf_8(store: TrajectoryStore) -> None:
+    bench = Bench(store, Script(score=RewardError(BAD)))
+    await bench.play()
+    bench.eval()
+    failed = await bench.until(RewardFailed)
+    assert failed.error == "the reward: \ufffd \ufffd"
+    await bench.idle()
+
+
+class Broken:
+    """A driver with a bug in one of its stages; else it ends at once."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage, self.stop_reason = stage, StopReason.FINISHED
+        self.eval_s = self.reward = 0.0
+        self.result, self.budget_s, self.turns, self.prompt_tokens, self.plan = "", 1.0, 0, 1, ()
+
+    def _at(self, stage: str) -> None:
+        if self.stage == stage:
+            raise RuntimeError(f"a bug in {stage}")
+
+    async def init(self) -> None:
+        self._at("init")
+
+    async def run(self, port: TurnPort) -> StopReason:
+        self._at("run")
+        return StopReason.FINISHED
+
+    async def score(self) -> Score:
+        self._at("score")
+        return Score(reward=1.0)
+
+    async def close(self) -> None:
+        self._at("close")
+
+    def kill(self) -> None:
+        return
+
+    def trajectory(self, reason: StopReason, error: str) -> Trajectory:
+        self._at("trajectory")
+        return msgspec.structs.replace(EMPTY, stop_reason=reason, blame=BLAME_OF[reason], error=error)
+
+
+EMPTY = Trajectory(
+    id=TRAJECTORY,
+    group_id=GroupId("g0"),
+    task=Task(id=TaskId("t"), env="scripted", seed=1),
+    attempt=0,
+    initiated_version=3,
+    sequences=(),
+    reward=None,
+    stop_reason=StopReason.FINISHED,
+    blame=Blame.NONE,
+)
+
+
+@pytest.mark.parametrize("stage", ["make", "init", "run", "trajectory"])
+async def test_a_bug_in_one_attempt_ends_that_attempt_alone(store: TrajectoryStore, stage: str) -> None:
+    def make(command: StartInit) -> Driver:
+        if stage == "make":
+            raise RuntimeError("a bug in make")
+        return Broken(stage)
+
+    bench = Bench(store, make=make)
+    ended = await bench.play()
+    await bench.idle()
+    assert ended.stop_reason is StopReason.ENV_ERROR
+    assert ended.error.startswith("a failure that Rollweave did not foresee")
+    assert f"a bug in {stage}" in ended.error
+    assert not bench.pipeline.alive
+    assert len(store) == 0
+
+
+async def test_a_bug_in_one_score_ends_that_attempt_alone(store: TrajectoryStore) -> None:
+    bench = Bench(store, make=lambda _: Broken("score"))
+    await bench.play()
+    bench.eval()
+    failed = await bench.until(RewardFailed)
+    await bench.idle()
+    assert failed.stop_reason is StopReason.REWARD_ERROR
+    assert "a bug in score" in failed.error
+
+
+async def test_a_request_that_cannot_be_sent_fails_its_turn_alone(store: TrajectoryStore) -> None:
+    bench = Bench(store)
+
+    def refuses(request: object, heard: object = None) -> asyncio.Future[GenerateResult]:
+        raise ValueError("a frame must not be longer")
+
+    bench.engine.generate = refuses  # type: ignore[method-assign,assignment]
+    bench.init()
+    await bench.until(EnvReady)
+    bench.run()
+    await bench.until(TurnRequested)
+    bench.turn(0)
+    failed = await bench.until(TurnFailed)
+    assert failed.error == "the request cannot be sent: ValueError: a frame must not be longer"
+    bench.pipeline.cancel(cancel())
+    await bench.until(TrajectoryEnded)
+    await bench.idle()

@@ -90,8 +90,8 @@ class ScriptedEnv:
         self._log.append("reset")
         return await _play(self._script.reset)  # type: ignore[no-any-return]
 
-    async def step(self, action: str) -> Step:
-        self._log.append(f"step {action}")
+    async def step(self, action: str, *, finish_reason: str) -> Step:
+        self._log.append(f"step {action}" if finish_reason == "stop" else f"step {action} (cut)")
         return await _play(next(self._steps))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -110,6 +110,7 @@ class ScriptedWorlds:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.log: list[str] = []
+        self.scored: list[Seen] = []
         self.envs: list[ScriptedEnv] = []
 
     async def open(self, task: Task, *, seed: int) -> ScriptedEnv:
@@ -120,6 +121,7 @@ class ScriptedWorlds:
 
     async def score(self, episode: Seen, *, seed: int) -> Score:
         assert not any(env.held for env in self.envs), "the environment is freed before the reward"
+        self.scored.append(episode)
         self.log.append(f"score {sum(episode.rewards)} after {list(episode.actions())}")
         return await _play(self.script.score)  # type: ignore[no-any-return]
 

@@ -12,15 +12,14 @@ import msgspec
 import xxhash
 
 from rollweave.codec.journal import JournalReader, JournalWriter
+from rollweave.codec.packing import packed
 from rollweave.core.core import Core
 from rollweave.policy.experience import Rule
 from rollweave.schema.base import Noun
 from rollweave.schema.commands import Command
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.events import Event, RunStarted
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Handled(Noun, frozen=True, kw_only=True):
@@ -32,7 +31,7 @@ class Handled(Noun, frozen=True, kw_only=True):
 
 def digest(commands: Sequence[Command]) -> int:
     """Equal for equal commands in equal order."""
-    return xxhash.xxh3_64_intdigest(_encoder.encode(commands)) if commands else 0
+    return xxhash.xxh3_64_intdigest(packed(commands)) if commands else 0
 
 
 class RunJournal:
@@ -43,6 +42,11 @@ class RunJournal:
         self._writer = JournalWriter(path)
         self.begun = self._writer.size
         """Bytes that it began with: of its snapshot, or of what an earlier life wrote."""
+
+    @property
+    def torn(self) -> int:
+        """Bytes of an incomplete last record, which was cut off when the journal was opened."""
+        return self._writer.torn
 
     @property
     def grown(self) -> int:
@@ -95,18 +99,35 @@ class Replay:
         self._path = path
         self._journal: JournalReader[Handled] = JournalReader(path, Handled)
         snapshot = self._journal.snapshot()
-        self.core = Core(config, rules=rules) if snapshot is None else Core.restore(snapshot, config, rules=rules)
+        try:
+            self.core = Core(config, rules=rules) if snapshot is None else Core.restore(snapshot, config, rules=rules)
+        except msgspec.DecodeError as error:
+            raise CorruptJournalError(f"{path}: its snapshot does not decode: {error}") from error
+        self._whole = snapshot is None
         self.events = 0
         self.differing = 0
         """Events whose commands are not those that were decided then."""
 
     def __iter__(self) -> Iterator[tuple[float, Event, list[Command]]]:
-        """Every event with its time and the commands that it leads to."""
+        """Yield every event with its time and the commands that it leads to. Raises CorruptJournalError."""
         for now, handled in self._journal:
+            if self._whole and not self.events and not isinstance(handled.event, RunStarted):
+                found = type(handled.event).__name__
+                raise CorruptJournalError(
+                    f"{self._path} must begin with a snapshot or RunStarted, got {found}: its beginning is lost"
+                )
             commands = self.core.handle(now, handled.event)
             self.events += 1
             self.differing += digest(commands) != handled.digest
             yield now, handled.event, commands
+
+    @property
+    def run_id(self) -> str:
+        """Id of the journal's run, known before the replay; empty if the journal has none."""
+        if self.core.state.run_id or not self._whole:
+            return self.core.state.run_id
+        first = next(iter(self._journal), None)
+        return first[1].event.run_id if first is not None and isinstance(first[1].event, RunStarted) else ""
 
     def tell(self, reader: Reader) -> None:
         """Replay all of a whole run to `reader`. Raises ConfigError for a journal that was compacted."""

@@ -1,13 +1,15 @@
 """The directory of one run, and the right to write to it.
 
-Invariants: at most one controller holds a run directory (an advisory lock that dies with its process); a fresh run never
-writes into a directory that holds something; whatever is inside is named here and nowhere else.
+Invariants: at most one controller holds a run directory, by advisory locks that end with its process. One is on the directory
+itself, which cannot be deleted or replaced without its content; one is on the file `lock` in it, for file systems that lock
+only files. A fresh run never writes into a directory with content; the names of all files inside are defined only here.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +18,9 @@ from rollweave.codec.disk import replace_file, writing
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 
+REPLACED = 100
+"""Maximum number of tries to lock a file that other processes keep replacing."""
+
 
 class RunDir:
     """Paths below `runs/<name>`. `claim` takes the lock; `release` gives it back."""
@@ -23,6 +28,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.identity = path / "run.json"
         self.journal = path / "journal.bin"
         self.trajectories = path / "trajectories"
         self.checkpoints = path / "checkpoints"
@@ -33,19 +39,31 @@ class RunDir:
         self.summary = path / "summary.json"
         self.lock = path / "lock"
         self.control = path / "control.sock"
-        self._fd = -1
+        self.token = path / "token"
+        self.address = path / "address"
+        self.engine_tokens = path / "engine-tokens.json"
+        self.report = path / "report.html"
+        self._fds: list[int] = []
 
     @classmethod
-    def claim(cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = ()) -> Self:
+    def claim(cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = (), to_clear: bool = False) -> Self:
         """Make or take over the run's directory; the files `replace` of a former run are deleted once the lock is ours.
 
-        Raises `ConfigError` where it is in use, or not as `resume` expects; `DiskError` where it cannot be written.
+        Raises `ConfigError` where it is in use, read-only, or not as `resume` expects, and where it has a directory in a file's
+        place (which `to_clear` allows, if it is not that of the lock); `DiskError` where it cannot be written.
         """
         run = cls((Path(config.run.dir) / config.run.name).absolute())  # whatever becomes of the working directory
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
         if file := next((path for path in (run.path, *run.path.parents) if path.exists() and not path.is_dir()), None):
             raise ConfigError(f"run.dir and run.name must be of a directory, or of none yet, got the file {file}")
+        _must_be_writable(next(path for path in (run.path, *run.path.parents) if path.exists()))
+        if to_clear:
+            _must_be(run.lock, directory=False)
+        else:
+            run.must_fit()
+            for file in run._appended():
+                _must_be_writable(file)
         with writing(run.path):
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
@@ -62,37 +80,109 @@ class RunDir:
         return run
 
     def holds_something(self) -> bool:
-        """True if a run has written here: anything but the lock and directories that are empty."""
-        return self.path.exists() and any(entry != self.lock and not _empty_directory(entry) for entry in self.path.iterdir())
+        """True if a run has written here: anything except the lock, a token and empty directories."""
+        ours = (self.lock, self.token)
+        return self.path.exists() and any(entry not in ours and not _empty_directory(entry) for entry in self.path.iterdir())
+
+    def must_fit(self) -> None:
+        """Raise ConfigError if a directory stands in the place of one of a run's files, or a file in that of a directory."""
+        for directory in (self.trajectories, self.checkpoints, self.logs, self.model):
+            _must_be(directory, directory=True)
+        replaced = (self.config, self.identity, self.summary, self.report, self.control, self.token, self.address)
+        stored = (*self.trajectories.glob("*.bin"), self.trajectories / "floor")
+        for file in (*replaced, self.engine_tokens, *self._appended(), *stored):
+            _must_be(file, directory=False)
+
+    def must_be_writable(self) -> None:
+        """Raise ConfigError if files cannot be created here."""
+        _must_be_writable(self.path)
+
+    def _appended(self) -> Iterator[Path]:
+        """Files that grow with the run, if they are there."""
+        files = (self.lock, self.journal, self.metrics, self.trace, *self.logs.glob("*.log"))
+        return (file for file in files if file.exists())
 
     def write_config(self, config: RunConfig) -> None:
         """Write `config.toml`, whole or not at all. Raises DiskError."""
         replace_file(self.config, dumps(config).encode())
 
     def release(self) -> None:
-        """Give the lock back. A second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Release the locks. A second call does nothing."""
+        while self._fds:
+            os.close(self._fds.pop())
 
     def _take_lock(self) -> None:
-        fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._fds.append(_locked(self.path, os.O_RDONLY | os.O_DIRECTORY, optional=True))
+            self._fds.append(_locked(self.lock, os.O_RDWR | os.O_CREAT))
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(f"run.name: {self.path} is in use by another controller, process {self._holder()}") from None
         except OSError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise ConfigError(f"run.name: {self.path} is in use by another controller, process {holder}") from None
-        self._fd = fd
+            self.release()
+            raise
         with contextlib.suppress(OSError):  # a full disk: the lock holds without our name
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            os.ftruncate(self._fds[-1], 0)
+            os.pwrite(self._fds[-1], f"{os.getpid()}\n".encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            return self.lock.read_text(errors="replace")[:32].strip() or "unknown"
+        except OSError:
+            return "unknown"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
+    """Open what `path` names now, and lock it exclusively; return the descriptor.
+
+    Raises BlockingIOError if another process has the lock, and OSError. With `optional`, the descriptor has no lock where the
+    file system cannot lock such files.
+    """
+    for _ in range(REPLACED):
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:
+                if not optional:
+                    raise
+            if _names(path, fd):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was replaced between opening and locking: the lock would be on a file without a name
+    raise OSError(errno.ESTALE, "was replaced again and again while it was being locked", str(path))
+
+
+def _names(path: Path, fd: int) -> bool:
+    """True if `path` is still the file behind `fd`."""
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def _must_be(path: Path, *, directory: bool) -> None:
+    if path.exists() and (path.is_dir() if not directory else not path.is_dir()):
+        rule, found = ("directory", "file") if directory else ("file", "directory")
+        raise ConfigError(f"{path} must be a {rule}, got a {found}; move it away")
+
+
+def _must_be_writable(path: Path) -> None:
+    directory = path.is_dir()
+    if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if directory else 0)):
+        what = "a directory to write to" if directory else "a file to write to"
+        raise ConfigError(f"{path} must be {what}, got one that is read-only or whose permissions refuse it")
 
 
 def _empty_directory(path: Path) -> bool:

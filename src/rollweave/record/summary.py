@@ -15,21 +15,29 @@ from rollweave.schema.errors import RollweaveError
 
 
 class Summary(Noun, frozen=True, kw_only=True):
-    """`success_rate` and `eval_episodes` are those of the final evaluation, or of the last periodic one where there is none.
+    """`success_rate`, `mean_reward` and `eval_episodes` are those of the final evaluation, or of the last periodic one if
+    there is none. `success_rate` has only the task domains whose environment defines success.
 
-    `tokens` counts sampled tokens; `wall_s` is the run's time over all its lives; `error` is empty where all went well;
-    `interrupted` says that the user asked for the end. `engines` counts those that joined the run, and that were withdrawn.
+    `turns` counts the agent's turns, `cut_turns` by task domain those that ended at `max_turn_tokens`, `tokens` sampled
+    tokens; `wall_s` is the run's time over all its lives; `error` is empty if the run did not fail. `attempts` counts launches:
+    trajectories of training and of evaluations, and later attempts at them (`again`); each has one of `stop_reasons`.
+    `interrupted` is true if the user ended the run; `ended_by` names the setting that ended it before `run.steps`, if one did.
+    `engines` counts engines that joined the run and that were withdrawn.
     """
 
     success_rate: dict[str, float]
+    mean_reward: dict[str, float] = msgspec.field(default_factory=dict)
     eval_episodes: dict[str, int]
     steps: int
     trajectories: int
     tokens: int
+    turns: int = 0
+    cut_turns: dict[str, int] = msgspec.field(default_factory=dict)
     wall_s: float
     staleness_max: int
     inherent_staleness: dict[str, int]
     stop_reasons: dict[str, int]
+    attempts: dict[str, int] = msgspec.field(default_factory=dict)
     account: Account
     best_step: int | None = None
     retried: dict[str, int]
@@ -38,6 +46,7 @@ class Summary(Noun, frozen=True, kw_only=True):
     idle: dict[str, dict[str, float]]
     scheduling: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
+    ended_by: str = ""
     interrupted: bool = False
 
 
@@ -52,14 +61,18 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         raise AccountError(f"trajectories are unaccounted for at the end of the run: {describe(account)}")
     return Summary(
         success_rate=dict(evaluation["success"]) if evaluation is not None else {},
+        mean_reward=dict(evaluation["reward"]) if evaluation is not None else {},
         eval_episodes=dict(evaluation["episodes"]) if evaluation is not None else {},
         steps=state.trainer.step,
         trajectories=account.started,
         tokens=counters.output_tokens,
+        turns=counters.turns,
+        cut_turns=dict(counters.cut_turns),
         wall_s=round(wall_s, 3),
         staleness_max=max(counters.staleness, default=0),
         inherent_staleness={str(age): count for age, count in sorted(counters.inherent.items())},
         stop_reasons=dict(counters.stop_reasons),
+        attempts={"training": counters.started, "evaluation": counters.eval_started, "again": counters.relaunched},
         account=account,
         best_step=state.best_step,
         retried=dict(counters.retried),
@@ -68,8 +81,28 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         idle={"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)},
         scheduling=msgspec.structs.asdict(counters.scheduling),
         error=state.error,
+        ended_by=_ended_by(core),
         interrupted=state.skip_final_eval,
     )
+
+
+def _ended_by(core: Core) -> str:
+    step = core.state.target_step
+    return "" if step is None else f"eval.stop_at was reached at step {step}"
+
+
+def held_out(success: Mapping[str, float], reward: Mapping[str, float]) -> dict[str, tuple[str, float]]:
+    """Return the headline figure of each task domain and its kind: success if the environment defines it, else reward."""
+    return {name: ("success", success[name]) if name in success else ("reward", value) for name, value in reward.items()}
+
+
+def cut_text(cut: Mapping[str, int], turns: int) -> str:
+    """Say in one line for people how many turns were cut; "" if none was."""
+    total = sum(cut.values())
+    if not total:
+        return ""
+    share = total / max(turns, total)
+    return f"{total:,} of {turns:,} turns ({share:.1%}) cut at max_turn_tokens: {', '.join(cut)}"
 
 
 def write_summary(path: Path, summary: Summary) -> None:

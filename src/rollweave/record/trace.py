@@ -9,15 +9,12 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollweave.codec.disk import AppendFile, writing
+from rollweave.codec.packing import as_json
 from rollweave.schema.errors import DiskError
 
 LIMIT = 500_000
 """Events in one trace: about 60 MB, what a viewer still opens."""
-
-_encode = msgspec.json.Encoder().encode
 
 SERVICE_LIMIT = 100_000
 """Events in one part of a service's trace: 12 MB, and as many of the part before."""
@@ -123,7 +120,7 @@ class Trace:
             self.dropped += 1
             return
         self._written += 1
-        self._lines.append(_encode(event) + b",\n")
+        self._lines.append(as_json(event) + b",\n")
         if len(self._lines) >= BUFFER_LINES:
             self.flush()
 

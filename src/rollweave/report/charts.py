@@ -42,48 +42,51 @@ SIGNALS = {
 
 
 def learning_curve(data: RunData) -> str:
-    """Training success by task (thin: each step; thick: smoothed), held-out evaluations as dots, and the reward below."""
-    last = max([line["step"] + 1 for line in data.steps] + [line["step"] for line in data.evaluations], default=1)
-    frame = Frame(x=(0, last), y=(0, 1), height=300)
-    parts = [frame.axes(x_label="training step", y_format=lambda value: f"{value:.0%}")]
-    legend = []
-    for task, colour in _coloured(data.tasks):
-        points = [(line["step"] + 1, line["success"][task]) for line in data.steps if task in line["success"]]
-        smooth = smoothed([y for _, y in points], max(1, len(points) // 20))
-        parts.append(path(frame, points, f'stroke="var({colour})" stroke-width="1" stroke-opacity=".28"'))
-        parts.append(path(frame, [(x, y) for (x, _), y in zip(points, smooth, strict=True)], _stroke(colour)))
-        held_out = [line for line in data.evaluations if task in line["success"]]
-        labels = [f"{task} at step {line['step']}: {line['success'][task]:.3f} held out" for line in held_out]
-        marks = [(line["step"], line["success"][task]) for line in held_out]
-        parts.append(dots(frame, marks, f'fill="var({colour})" stroke="var(--page)" stroke-width="1.5"', labels))
-        legend.append(f'<li><i style="background:var({colour})"></i>{escape(task)}</li>')
-    reward = _reward(data, last)
+    """Draw the success of the task domains that define it, then the reward of all. Training is drawn as lines (thin: each
+    step; thick: smoothed), held-out evaluations as dots, of the reward only where success is not defined.
+    """
+    colours = dict(_coloured(data.tasks))
+    legend = "".join(f'<li><i style="background:var({colour})"></i>{escape(task)}</li>' for task, colour in colours.items())
     note = '<li class="dim">line: training batches, at the sampling temperature · dots: held-out evaluations</li>'
-    return (
-        f'{frame.wrap(*parts, title="success by task")}<ul class="legend">{"".join(legend)}{note}</ul>'
-        f"<h3>Training reward</h3>{reward}"
-    )
+    key = f'<ul class="legend">{legend}{note}</ul>'
+    succeeding = [task for task, kind in data.measures.items() if kind == "success"]
+    rewarded = [task for task in data.tasks if task not in succeeding]
+    reward = _curves(data, "reward", data.tasks, dotted=rewarded, height=170 if succeeding else 300)
+    reward = reward or '<p class="dim">no step was trained</p>'
+    if not succeeding:
+        return f"{reward}{key}"
+    return f"{_curves(data, 'success', succeeding, dotted=succeeding, height=300)}{key}<h3>Training reward</h3>{reward}"
 
 
-def _reward(data: RunData, last: int) -> str:
-    points = {
-        task: [(line["step"] + 1, line["reward"][task]) for line in data.steps if task in line["reward"]] for task in data.tasks
-    }
-    values = [y for of_task in points.values() for _, y in of_task]
+def _curves(data: RunData, kind: str, tasks: Sequence[str], *, dotted: Sequence[str], height: int) -> str:
+    """Draw one figure of `tasks` over the steps, with evaluations of those in `dotted`; "" without a value."""
+    last = max([line["step"] + 1 for line in data.steps] + [line["step"] for line in data.evaluations], default=1)
+    points = {task: [(line["step"] + 1, line[kind][task]) for line in data.steps if task in line[kind]] for task in tasks}
+    marks = {task: [(line["step"], line[kind][task]) for line in data.evaluations if task in line[kind]] for task in dotted}
+    values = [y for found in (points, marks) for of_task in found.values() for _, y in of_task]
     if not values:
-        return '<p class="dim">no step was trained</p>'
-    frame = Frame(x=(0, last), y=(min(0.0, *values), max(values)), height=170)
-    parts = [frame.axes(x_label="training step", y_ticks=3)]
+        return ""
+    share = kind == "success"
+    frame = Frame(x=(0, last), y=(0, 1) if share else (min(0.0, *values), max(values)), height=height)
+    if share:
+        parts = [frame.axes(x_label="training step", y_format=lambda value: f"{value:.0%}")]
+    else:
+        parts = [frame.axes(x_label="training step", y_ticks=3)]
     for task, colour in _coloured(data.tasks):
-        smooth = smoothed([y for _, y in points[task]], max(1, len(points[task]) // 20))
-        parts.append(path(frame, points[task], f'stroke="var({colour})" stroke-width="1" stroke-opacity=".28"'))
-        parts.append(path(frame, [(x, y) for (x, _), y in zip(points[task], smooth, strict=True)], _stroke(colour)))
-    return frame.wrap(*parts, title="training reward by task")
+        of_task = points.get(task, [])
+        smooth = smoothed([y for _, y in of_task], max(1, len(of_task) // 20))
+        parts.append(path(frame, of_task, f'stroke="var({colour})" stroke-width="1" stroke-opacity=".28"'))
+        parts.append(path(frame, [(x, y) for (x, _), y in zip(of_task, smooth, strict=True)], _stroke(colour)))
+        labels = [f"{task} at step {x}: {y:.3f} held out" for x, y in marks.get(task, [])]
+        style = f'fill="var({colour})" stroke="var(--page)" stroke-width="1.5"'
+        parts.append(dots(frame, marks.get(task, []), style, labels))
+    return frame.wrap(*parts, title="success by task" if share else "training reward by task")
 
 
 def evaluation_chart(data: RunData) -> str:
-    """Success against wall time, which is what a user pays. Only where there is a course to show."""
-    if len(data.evaluations) < 3:
+    """Draw success against wall time, which is what a user pays; "" without success or with too few points."""
+    measured = any(line["success"] for line in data.evaluations)
+    if len(data.evaluations) < 3 or not measured:
         return ""
     frame = Frame(x=(0, max(line["at"] for line in data.evaluations)), y=(0, 1), height=200)
     parts = [frame.axes(x_label="seconds", y_format=lambda value: f"{value:.0%}")]

@@ -59,8 +59,14 @@ class RunData:
     @property
     def tasks(self) -> list[str]:
         """Task domains in the order in which they came."""
-        names = [name for line in [*self.steps, *self.evaluations] for name in line["success"]]
+        names = [name for line in [*self.steps, *self.evaluations] for name in line["reward"]]
         return list(dict.fromkeys(names))
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """Task domain → its measure: "success" if its environment has reported success in any line, else "reward"."""
+        lines = [*self.steps, *self.evaluations]
+        return {name: "success" if any(name in line["success"] for line in lines) else "reward" for name in self.tasks}
 
     @property
     def wall_s(self) -> float:

@@ -6,7 +6,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rollweave.codec.disk import replace_file
 from rollweave.record.rundir import RunDir
+from rollweave.record.summary import cut_text, held_out
 from rollweave.report import timeline
 from rollweave.report.charts import ENGINE_CAUSES, TRAINER_CAUSES, evaluation_chart, idle_over_steps, learning_curve, signals
 from rollweave.report.data import RunData, read_run
@@ -17,13 +19,9 @@ TABLE_ROWS = 200
 
 
 def write_report(run: RunDir) -> Path:
-    """Write `report.html` into the run directory, whole or not at all. Raises ConfigError where there is no run to report."""
-    page = render(read_run(run))
-    target = run.path / "report.html"
-    fresh = target.with_suffix(".new")
-    fresh.write_text(page, encoding="utf-8")
-    fresh.replace(target)
-    return target
+    """Write `report.html` into the run directory, whole or not at all. Raises ConfigError without a run, and DiskError."""
+    replace_file(run.report, render(read_run(run)).encode())
+    return run.report
 
 
 def render(data: RunData) -> str:
@@ -58,15 +56,18 @@ def _header(data: RunData) -> str:
     latest = data.evaluations[-1] if data.evaluations else None
     if latest is not None and not data.simulated:
         what = "final evaluation" if latest["final"] else f"evaluation at step {latest['step']}"
-        for task, rate in latest["success"].items():
-            tiles.append((f"{rate:.1%}", f"{task}: success", f"{latest['episodes'][task]} held-out episodes, {what}"))
+        for task, (kind, value) in held_out(latest["success"], latest["reward"]).items():
+            title = f"{task}: {'success' if kind == 'success' else 'mean reward'}"
+            tiles.append((_figure(kind, value), title, f"{latest['episodes'][task]} held-out episodes, {what}"))
     elif data.steps and not data.simulated:
-        for task, rate in data.steps[-1]["success"].items():
-            tiles.append((f"{rate:.1%}", f"{task}: training success", "last step"))
+        for task, (kind, value) in held_out(data.steps[-1]["success"], data.steps[-1]["reward"]).items():
+            tiles.append((_figure(kind, value), f"{task}: training {kind}", "last step"))
     tiles.append((_duration(data.wall_s), "wall time", f"{data.lives} lives" if data.lives > 1 else ""))
     steps = summary["steps"] if summary is not None else (data.steps[-1]["step"] + 1 if data.steps else 0)
     best = data.best if data.best is not None else (summary or {}).get("best_step")
     tiles.append((number(steps), "training steps", f"best checkpoint: step {best}" if best is not None else ""))
+    if ended_by := (summary or {}).get("ended_by"):
+        tiles[-1] = (number(steps), "training steps", "; ".join(note for note in (tiles[-1][2], ended_by) if note))
     if summary is not None:
         rate = summary["tokens"] / summary["wall_s"] if summary["wall_s"] else 0.0
         tiles.append((number(summary["trajectories"]), "trajectories", f"{number(summary['tokens'])} sampled tokens"))
@@ -90,7 +91,7 @@ def _learning(data: RunData) -> str:
         failed = any(line["failed"] for line in data.evaluations)
         rows = [
             [
-                f"{line['step']}{' · final' if line['final'] else ''}",
+                f"{line['step']}{' · final' if line['final'] else ''}{' · target' if line.get('target_reached') else ''}",
                 f"{line['at']:.0f} s",
                 *(_rate(line, task) for task in data.tasks),
                 *([str(sum(line["failed"].values()))] if failed else []),
@@ -103,9 +104,16 @@ def _learning(data: RunData) -> str:
 
 
 def _rate(line: Mapping[str, Any], task: str) -> str:
-    if task not in line["success"]:
+    found = held_out(line["success"], line["reward"]).get(task)
+    if found is None:
         return ""
-    return f"{line['success'][task]:.3f} <span class=dim>of {line['episodes'][task]}</span>"
+    kind, value = found
+    note = f"of {line['episodes'][task]}" if kind == "success" else f"mean reward of {line['episodes'][task]}"
+    return f"{value:.3f} <span class=dim>{note}</span>"
+
+
+def _figure(kind: str, value: float) -> str:
+    return f"{value:.1%}" if kind == "success" else f"{value:.3f}"
 
 
 def _time(data: RunData) -> str:
@@ -201,6 +209,8 @@ def _accounting(data: RunData) -> str:
         if count
     ]
     note = f"<p>started = trained + dropped + cancelled + buffered: <b>{verdict}</b>.</p>"
+    if cut := cut_text(data.summary.get("cut_turns", {}), data.summary.get("turns", 0)):
+        note += f'<p class="error">{escape(cut)}</p>'
     more = f"<h3>Retries, the watchdog, and engines that came and went</h3>{_table(['what', 'count'], extra)}" if extra else ""
     return f"{note}{_table(['trajectories', 'count'], rows)}{more}"
 
@@ -218,7 +228,7 @@ def _steps(data: RunData) -> str:
     headings = [
         "step",
         "at",
-        *(f"success {task}" for task in data.tasks),
+        *(f"{kind} {task}" for task, kind in data.measures.items()),
         "reward",
         "staleness",
         "tokens/s",
@@ -229,7 +239,7 @@ def _steps(data: RunData) -> str:
         [
             str(line["step"] + 1),
             f"{line['at']:.1f} s",
-            *(f"{line['success'][task]:.2f}" if task in line["success"] else "" for task in data.tasks),
+            *(f"{line[kind][task]:.2f}" if task in line[kind] else "" for task, kind in data.measures.items()),
             f"{sum(line['reward'].values()) / max(1, len(line['reward'])):.2f}",
             escape(", ".join(f"{age}: {count}" for age, count in line["staleness"].items())),
             number(line["tokens_per_s"]),

@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rollweave.schema.errors import RollweaveError
+from rollweave.schema.text import shortened
 from rollweave.schema.work import Limits, StopReason, Timing
 
 T = TypeVar("T")
 
 
 class EpisodeStopError(RollweaveError):
-    """The attempt ends here, for this reason."""
+    """The attempt ends here, for this reason. The message may quote foreign code; it is valid text of bounded length."""
 
     def __init__(self, reason: StopReason, message: str) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.reason = reason
 
 

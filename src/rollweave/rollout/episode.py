@@ -16,7 +16,7 @@ from rollweave.envs.base import Observation, Score, Step, mix
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.driver import Speech, TurnPort
 from rollweave.schema.commands import StartInit
-from rollweave.schema.serving import Finish, Sampling
+from rollweave.schema.serving import Finish, Sampling, finish_word
 from rollweave.schema.work import (
     BLAME_OF,
     Segment,
@@ -36,8 +36,8 @@ class LiveEnv(Protocol):
     async def reset(self, task: Task) -> Observation:
         """Begin the task. Raises `EnvError`."""
 
-    async def step(self, action: str) -> Step:
-        """Take the agent's words. Raises `EnvError`."""
+    async def step(self, action: str, *, finish_reason: str) -> Step:
+        """Take the agent's words, and how they ended: "stop", or "length" where they were cut. Raises `EnvError`."""
 
     async def close(self) -> None:
         """Free what it holds."""
@@ -221,7 +221,13 @@ class Episode:
         result = answer.result
         self._engine = answer.engine_id
         self._budget.took_turn(asked, result.generate_s)
-        text = conversation.sampled(result.tokens, result.logprobs, result.versions, exact=not result.text_only)
+        text = conversation.sampled(
+            result.tokens,
+            result.logprobs,
+            result.versions,
+            exact=not result.text_only,
+            finish_reason=finish_word(result.finish),
+        )
         return text, result.finish is Finish.LENGTH and room <= self._limits.max_turn_tokens
 
     async def _env_step(self, port: TurnPort, conversation: Conversation, text: str) -> Step:
@@ -229,7 +235,7 @@ class Episode:
         assert env is not None, "the environment is open while the episode runs"
         number = conversation.turns - 1
         try:
-            step = await self._worked(env.step(text), f"step {number}")
+            step = await self._worked(env.step(text, finish_reason=conversation.finish_reason), f"step {number}")
         finally:
             ended = self._clock()
             self._budget.env_s += ended - started

@@ -10,12 +10,16 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from rollweave.codec.conversation import PLAN_TOKENS
+from rollweave.codec.packing import DEPTH, is_deep
 from rollweave.envs.base import Score, mix
-from rollweave.envs.boundary import RAISED, checked_score, what_happened
+from rollweave.envs.boundary import RAISED, checked_score
+from rollweave.envs.foreign import running_task, type_name, what_happened
 from rollweave.gateway.dialogue import Ask, RequestError
 from rollweave.gateway.door import Door
 from rollweave.gateway.sessions import Session, SessionLimits, Turn
@@ -25,8 +29,9 @@ from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.driver import Speech, TurnPort
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
-from rollweave.schema.errors import EngineError, RollweaveError
+from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
 from rollweave.schema.serving import GenerateResult, Sampling
+from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence, Trajectory
 
 T = TypeVar("T")
@@ -95,7 +100,7 @@ class Handled:
         """Make the handler, and let it make ready. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
-            await self._stage(self._init(), "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
+            await self._stage(self._init, "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
         except EpisodeStopError as stop:
             await self._told("init_exception", stop)
             raise
@@ -125,7 +130,7 @@ class Handled:
         self._agent = _Agent(session, self._door, max_turns=limits.calls)
         self._working_since = self._clock()
         try:
-            await self._stage(self._handled.run(self._agent), "run", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
+            await self._stage(self._run, "run", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
         except EpisodeStopError as stop:
             if self._stop is not None:
                 raise self._stop from None
@@ -139,9 +144,15 @@ class Handled:
             self._sequences = gateway.close(session_id).sequences
         if self._stop is not None:  # the handler made light of it
             raise self._stop
+        if not self._sequences and session.refused:
+            raise EpisodeStopError(StopReason.ENV_ERROR, f"the first prompt does not fit into max_tokens: {session.refused}")
         if not self._sequences:
-            raise EpisodeStopError(StopReason.ENV_ERROR, "run must ask the agent at least once, and returned without")
+            raise EpisodeStopError(StopReason.ENV_ERROR, "run must ask the agent at least once, and returned without asking")
         return session.exhausted or StopReason.FINISHED
+
+    async def _run(self) -> None:
+        assert self._agent is not None, "run makes its agent first"
+        await self._handled.run(self._agent)
 
     async def score(self) -> Score:
         """The reward. Raises `EpisodeStopError`."""
@@ -150,7 +161,7 @@ class Handled:
             if self._saved is None:
                 hang, failure = StopReason.REWARD_HANG, StopReason.REWARD_ERROR
                 try:
-                    self._saved = await self._stage(self._eval(), "eval", hang=hang, failure=failure)
+                    self._saved = await self._stage(self._eval, "eval", hang=hang, failure=failure)
                 except EpisodeStopError as stop:
                     self._saved = await self._told("eval_exception", stop)
                     if self._saved is None:
@@ -165,15 +176,18 @@ class Handled:
 
     async def close(self) -> None:
         """Free what `init` took."""
+        await _apart(self._close)
+
+    async def _close(self) -> None:
         close = getattr(self._handler, "close", None)
         if close is not None:
-            await _apart(close())
+            await close()
 
     def kill(self) -> None:
         """Free it now."""
-        kill = getattr(self._handler, "kill", None)
-        if kill is not None:
-            with contextlib.suppress(*RAISED):
+        with contextlib.suppress(*RAISED):
+            kill = getattr(self._handler, "kill", None)
+            if kill is not None:
                 kill()
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
@@ -205,9 +219,9 @@ class Handled:
         assert self._handler is not None, "init comes first"
         return self._handler
 
-    async def _stage(self, call: Coroutine[Any, Any, T], what: str, *, hang: StopReason, failure: StopReason) -> T:
+    async def _stage(self, call: Callable[[], Awaitable[T]], what: str, *, hang: StopReason, failure: StopReason) -> T:
         """Await a stage under the limits. Raises `EpisodeStopError`; its cause is what the stage raised, if it did."""
-        task = self._stage_task = asyncio.create_task(_contained(call), name=f"{what} {self._command.trajectory_id}")
+        task = self._stage_task = _begun(call, f"{what} {self._command.trajectory_id}")
         try:
             async with asyncio.timeout(None) as self._deadline:
                 self._rearm()
@@ -223,7 +237,7 @@ class Handled:
             raise EpisodeStopError(failure, f"{what} raised CancelledError")
         error = task.exception()
         if error is not None:
-            cause = error.__cause__ if isinstance(error, _RaisedError) and error.__cause__ is not None else error
+            cause = error.raised if type(error) is _RaisedError else error
             raise EpisodeStopError(failure, what_happened(what, cause)) from cause
         found: T = task.result()
         return found
@@ -237,27 +251,34 @@ class Handled:
 
     async def _told(self, hook: str, stop: EpisodeStopError) -> Score | None:
         """Tell the handler of a failed stage; a score, if it says that the failure was the agent's doing."""
-        call = getattr(self._handler, hook, None)
-        if call is None:
-            return None
+
+        async def told() -> Any:
+            call = getattr(self._handler, hook, None)
+            return None if call is None else await call(stop.__cause__ or stop)
+
         try:
             async with asyncio.timeout(CANCEL_S):  # also where the active time ran out
-                found = await _apart(call(stop.__cause__ or stop))
+                found = await _apart(told)
             return None if found is None else checked_score(found, hook, success=None)
+        except (Interrupted, GeneratorExit, asyncio.CancelledError):
+            raise
         except RAISED as error:
-            raise EpisodeStopError(stop.reason, f"{stop}; then {what_happened(hook, error)}") from error
+            cause = error.raised if type(error) is _RaisedError else error
+            raise EpisodeStopError(stop.reason, f"{stop}; then {what_happened(hook, cause)}") from cause
 
     def _keep(self) -> None:
         """Ask for what else is to be kept."""
-        call = getattr(self._handler, "final_result", None)
-        if call is None:
-            return
         try:
-            said = json.dumps(call(), allow_nan=False)
-            if len(said) > RESULT_BYTES:
-                raise ValueError(f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {len(said)}")
+            call = getattr(self._handler, "final_result", None)
+            if call is None:
+                return
+            said = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
+            if (size := len(said.encode())) > RESULT_BYTES:
+                raise ValueError(f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}")
+            if is_deep(json.loads(said)):
+                raise ValueError(f"final_result must be at most {DEPTH} levels deep")
         except RAISED as error:
-            said = json.dumps({"error": what_happened("final_result", error)})
+            said = json.dumps({"error": what_happened("final_result", error)}, ensure_ascii=False)
         self.result = said
 
     # The agent's turns.
@@ -316,8 +337,8 @@ class _Agent:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         ask = Ask(
             model="",
-            messages=tuple(messages),
-            tools=tuple(_declared(tool) for tool in tools),
+            messages=tuple(map(_valid, messages)),
+            tools=tuple(declared(tool) for tool in tools),
             reads_calls=bool(tools),
             max_tokens=max_tokens,
         )
@@ -346,12 +367,16 @@ class _Agent:
 
 
 class _RaisedError(RollweaveError):
-    """The stage raised what must not reach the event loop, or would be taken for our own."""
+    """The handler raised what must not reach the event loop, or would be taken for our own."""
+
+    def __init__(self, raised: BaseException) -> None:
+        super().__init__(type_name(raised))
+        self.raised = raised
 
 
-async def _apart(call: Coroutine[Any, Any, T]) -> T:
+async def _apart(call: Callable[[], Awaitable[T]]) -> T:
     """Await it as a task of its own: where it does not end when we are cancelled, it is left behind."""
-    task = asyncio.create_task(_contained(call))
+    task = _begun(call, "hook")
     try:
         await asyncio.wait([task])
     finally:
@@ -359,20 +384,45 @@ async def _apart(call: Coroutine[Any, Any, T]) -> T:
             task.cancel()
             await asyncio.wait([task], timeout=CANCEL_S)
     if task.cancelled():  # its own doing: were it ours, we had not come here
-        raise _RaisedError("CancelledError")
+        raise _RaisedError(asyncio.CancelledError())
     return task.result()
 
 
-async def _contained(call: Coroutine[Any, Any, T]) -> T:
+def _begun(call: Callable[[], Awaitable[T]], name: str) -> asyncio.Task[T]:
+    """Call the handler's code in a new task. Asyncio reports no exception of it, even if we no longer wait for the task."""
+    task = asyncio.create_task(_contained(call), name=name)
+    task.add_done_callback(_read)
+    return task
+
+
+def _read(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
+
+
+async def _contained(call: Callable[[], Awaitable[T]]) -> T:
+    task = running_task()
     try:
-        return await call
-    except (SystemExit, KeyboardInterrupt) as error:
-        raise _RaisedError(type(error).__name__) from error
+        return await call()
+    except (Interrupted, Exception, asyncio.CancelledError):
+        raise
+    except GeneratorExit as error:
+        if running_task() is not task:  # Python closes this coroutine
+            raise
+        raise _RaisedError(error) from error
+    except BaseException as error:
+        raise _RaisedError(error) from error
 
 
-def _declared(tool: Tool) -> str:
+def declared(tool: Tool) -> str:
+    """Return the tool as the chat template gets it: JSON in the form of OpenAI's API."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
-    return json.dumps({"type": "function", "function": function}, ensure_ascii=False)
+    return valid(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
+
+
+def _valid(message: Message) -> Message:
+    """Raise ValueError for anything that is not a message."""
+    return msgspec.convert(valid_tree(msgspec.to_builtins(message)), Message)
 
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:

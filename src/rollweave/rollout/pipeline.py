@@ -15,6 +15,7 @@ import msgspec
 from rollweave.backends.base import EngineBackend
 from rollweave.codec.conversation import PLAN_TOKENS
 from rollweave.envs.base import Score
+from rollweave.envs.foreign import what_happened
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import Driver, MakeEpisode
 from rollweave.rollout.store import Ended, Scored, TrajectoryStore
@@ -32,6 +33,7 @@ from rollweave.schema.commands import (
     StartRun,
     StartTurn,
 )
+from rollweave.schema.errors import DiskError
 from rollweave.schema.events import (
     EnvReady,
     Event,
@@ -40,7 +42,8 @@ from rollweave.schema.events import (
     TrajectoryEnded,
 )
 from rollweave.schema.prediction import LengthContext
-from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason
+from rollweave.schema.text import shortened
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
 
 CLOSE_S = 5.0
 """Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
@@ -128,7 +131,11 @@ class Pipeline:
 
     def start_init(self, command: StartInit) -> None:
         key = (command.trajectory_id, command.attempt)
-        episode = self._make_episode(command)
+        try:
+            episode = self._make_episode(command)
+        except Exception as bug:  # of ours, which fails this attempt, not all others
+            self._stillborn(command, _unforeseen(bug))
+            return
         turns = Turns(
             command=command,
             engine=self._engine,
@@ -216,6 +223,8 @@ class Pipeline:
                 if attempt.cancelled is None:
                     raise
                 reason = attempt.cancelled
+            except Exception as bug:  # of ours, which fails this attempt, not all others
+                reason, error = StopReason.ENV_ERROR, _unforeseen(bug)
         except asyncio.CancelledError:
             episode.kill()  # the world ends: nobody waits for an orderly close
             self._end(attempt, StopReason.CANCELLED, "the run ended")
@@ -237,8 +246,15 @@ class Pipeline:
         """Write the record, then say it."""
         command = attempt.command
         key = (command.trajectory_id, command.attempt)
-        trajectory = attempt.episode.trajectory(reason, error)
-        self._store.append(Ended(at=self._clock(), purpose=command.purpose, member=command.member, trajectory=trajectory))
+        try:
+            trajectory = attempt.episode.trajectory(reason, error)
+            self._append(command, trajectory)
+        except DiskError:
+            raise
+        except Exception as bug:  # the attempt's result cannot be kept, but the fact that it failed can
+            reason, error = StopReason.ENV_ERROR, _unforeseen(bug)
+            trajectory = _nothing(command, error)
+            self._append(command, trajectory)
         del self._attempts[key]
         self._spans.episode_over(attempt.lane)
         if reason in TRAINABLE and attempt.cancelled is None:
@@ -258,6 +274,17 @@ class Pipeline:
             )
         )
 
+    def _stillborn(self, command: StartInit, error: str) -> None:
+        trajectory = _nothing(command, error)
+        self._append(command, trajectory)
+        if command.purpose is not Purpose.SERVE:
+            self._store.forget((command.trajectory_id,))
+        ended, reason = (command.trajectory_id, command.attempt), trajectory.stop_reason
+        self._post(TrajectoryEnded(trajectory_id=ended[0], attempt=ended[1], stop_reason=reason, error=error))
+
+    def _append(self, command: StartInit, trajectory: Trajectory) -> None:
+        self._store.append(Ended(at=self._clock(), purpose=command.purpose, member=command.member, trajectory=trajectory))
+
     # EVAL.
 
     async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
@@ -275,6 +302,8 @@ class Pipeline:
                 evaluation.cancelled = StopReason.CANCELLED
                 self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
                 raise
+        except Exception as bug:  # of ours, which fails this attempt, not all others
+            reason, error = StopReason.REWARD_ERROR, _unforeseen(bug)
         self._spans.episode_span(attempt.lane, "eval", started, self._clock())
         self._spans.episode_over(attempt.lane)
         self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
@@ -311,6 +340,28 @@ class Pipeline:
             self._post(RewardFailed(trajectory_id=trajectory_id, attempt=number, stop_reason=reason, error=error))
         else:
             self._post(RewardReady(trajectory_id=trajectory_id, attempt=number, reward=score.reward, success=score.success))
+
+
+def _unforeseen(bug: Exception) -> str:
+    """Describe a failure that nothing else has attributed."""
+    return shortened(f"a failure that Rollweave did not foresee: {what_happened('the attempt', bug)}")
+
+
+def _nothing(command: StartInit, error: str) -> Trajectory:
+    """Return the minimal record of an attempt of which nothing else can be kept."""
+    reason = StopReason.ENV_ERROR
+    return Trajectory(
+        id=command.trajectory_id,
+        group_id=command.group_id,
+        task=command.task,
+        attempt=command.attempt,
+        initiated_version=command.initiated_version,
+        sequences=(),
+        reward=None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        error=error,
+    )
 
 
 async def _closed(episode: Driver) -> None:

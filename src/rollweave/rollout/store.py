@@ -1,15 +1,14 @@
 """The trajectory store: every ended attempt with its tokens, on disk, before any event speaks of it.
 
-Append-only segment files of checksummed records. Invariants: a record is either wholly readable or cut off as a torn tail
-of the newest segment; nothing but a torn tail is ever removed, unless `discard` is told to; what `get` returns is what was
-appended, with its score. Memory holds an index of places, never tokens: `forget` shrinks the index, the files keep everything
-for `rollweave trace`. The file `floor` has the number of the segment from which on something was in the index when the newest
-segment began: to open the store takes reading those segments, however many there are before.
+Append-only segment files of checksummed records (`codec/records.py`). Invariants: a record is either complete or cut off as
+the torn tail of the newest segment; only `discard` removes anything else, and damage is an error that names file, place and
+remedy; `get` returns what was appended, with its score. Memory holds an index of places, never tokens: `forget` shrinks the
+index, the files keep everything for `rollweave trace`. The file `floor` has the number of the oldest segment that the index
+referred to when the newest segment began: opening the store reads only the segments from there on.
 """
 
 import os
-import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,12 +17,21 @@ import msgspec
 import xxhash
 
 from rollweave.codec.disk import AppendFile, replace_file, writing
+from rollweave.codec.packing import packed
+from rollweave.codec.records import HEAD, HEADER, Format
 from rollweave.schema.base import Tagged, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
 
-MAGIC = b"RWTRAJ1\n"
-FRAME = struct.Struct("<IQ")  # payload bytes, xxh3-64 of the payload
+RECORD = 1
+SEGMENT = Format(
+    name="a segment of trajectories",
+    magic=b"RWTRAJ\r\n",
+    version=2,
+    kinds=(RECORD,),
+    remedy="restore an intact copy, or put it aside by `mv {path} {path}.damaged`: its trajectories are then rolled "
+    "out again if they are still needed",
+)
 SEGMENT_BYTES = 64 << 20
 """A new segment begins beyond this size: small enough to copy or delete by hand, large enough to be few."""
 
@@ -72,7 +80,6 @@ class _EndedKey(msgspec.Struct, tag="Ended"):
 
 _Key = msgspec.msgpack.Decoder(_EndedKey | Scored)
 _Ended = msgspec.msgpack.Decoder(Ended)
-_encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
@@ -90,6 +97,11 @@ class Entry:
     score: Scored | None = None
 
 
+def stored_bytes(directory: Path) -> int:
+    """Count the bytes of records in a store, even if it cannot be opened."""
+    return sum(max(0, _segment_path(directory, number).stat().st_size - HEADER.size) for number in _segments(directory))
+
+
 def _segment_path(directory: Path, number: int) -> Path:
     return directory / f"{number:06d}.bin"
 
@@ -98,32 +110,18 @@ def _segments(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.bin") if path.stem.isdecimal())
 
 
-def _records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each whole record of a segment as (offset of its payload, payload); stops at the first that is torn."""
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return
-        offset = len(MAGIC)
-        while True:
-            head = file.read(FRAME.size)
-            if len(head) < FRAME.size:
-                return
-            nbytes, digest = FRAME.unpack(head)
-            payload = file.read(nbytes)
-            if len(payload) < nbytes or xxhash.xxh3_64_intdigest(payload) != digest:
-                return
-            yield offset + FRAME.size, payload
-            offset += FRAME.size + nbytes
+def _scan(directory: Path, number: int, found: list[Entry | Scored]) -> int:
+    """Add the keys of a segment's complete records to `found`; return the length of that part (0 without a header).
 
-
-def _scan(directory: Path, number: int) -> tuple[list[Entry | Scored], int]:
-    """Keys of a segment's whole records in order, and the length of its whole part (0 without a header)."""
+    Raises CorruptJournalError for damage; `found` then has the records before it.
+    """
     path = _segment_path(directory, number)
-    found: list[Entry | Scored] = []
-    with path.open("rb") as file:
-        end = len(MAGIC) if file.read(len(MAGIC)) == MAGIC else 0
-    for offset, payload in _records(path):
-        key = _Key.decode(payload)
+    end = SEGMENT.header_bytes(path)
+    for record in SEGMENT.scan(path):
+        try:
+            key = _Key.decode(record.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptJournalError(f"{path}: record at byte {record.offset} does not decode: {error}") from error
         if isinstance(key, Scored):
             found.append(key)
         else:
@@ -134,56 +132,43 @@ def _scan(directory: Path, number: int) -> tuple[list[Entry | Scored], int]:
                 member=key.member,
                 at=key.at,
                 segment=number,
-                offset=offset,
-                nbytes=len(payload),
+                offset=record.end - len(record.payload),
+                nbytes=len(record.payload),
             )
             found.append(entry)
-        end = offset + len(payload)
-    return found, end
+        end = record.end
+    return end
 
 
-def _damage(path: Path, end: int, size: int, *, newest: bool) -> str:
-    """What is wrong with a segment of `size` bytes of which `end` are whole; nothing where it is a torn tail of the newest."""
-    if end >= size or (newest and _is_tail(path, end, size)):
-        return ""
-    return f"{path}: record at byte {end} of {size} does not match its checksum"
-
-
-def _is_tail(path: Path, end: int, size: int) -> bool:
-    """True if no other record follows the one at byte `end`, which is not whole."""
-    with path.open("rb") as file:
-        file.seek(end)
-        head = file.read(FRAME.size)
-        if end == 0 or len(head) < FRAME.size:
-            return True
-        behind = end + FRAME.size + FRAME.unpack(head)[0]
-        if behind >= size:
-            return True
-        file.seek(behind)
-        return not file.read(size - behind).strip(b"\0")
+def _must_be_whole(path: Path, end: int) -> None:
+    """Raise CorruptJournalError for an older segment that ends in the middle of a record: it was complete once."""
+    if end < path.stat().st_size:
+        raise SEGMENT.damaged(path, end, f"record at byte {end} was cut off")
 
 
 def _read(directory: Path, entry: Entry) -> Trajectory:
     """Raises OSError, and CorruptJournalError for a record that is not what was written."""
     path = _segment_path(directory, entry.segment)
+    start = entry.offset - HEAD.size
     with path.open("rb", buffering=0) as file:
-        record = os.pread(file.fileno(), FRAME.size + entry.nbytes, entry.offset - FRAME.size)
-    payload = record[FRAME.size :]
-    if record[: FRAME.size] != _frame(payload) or len(payload) != entry.nbytes:
-        raise CorruptJournalError(f"{path}: record at byte {entry.offset - FRAME.size} does not match its checksum")
+        record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
+    payload = record[HEAD.size :]
+    if len(payload) != entry.nbytes or record[: HEAD.size] != SEGMENT.head(RECORD, payload, start):
+        raise SEGMENT.damaged(path, start, f"record at byte {start} does not match its checksum")
     return _with_score(_Ended.decode(payload).trajectory, entry.score)
 
 
-def _frame(payload: bytes) -> bytes:
-    return FRAME.pack(len(payload), xxhash.xxh3_64_intdigest(payload))
-
-
 def _floor(path: Path) -> int:
-    """0 where it is not told: all segments are read then."""
+    """Read the number in the file `floor`; 0, so that all segments are read, if it is missing or damaged."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        number = int(path.read_text().split()[0])
+        return number if path.read_bytes() == _floor_line(number) else 0
+    except (OSError, ValueError, IndexError):
         return 0
+
+
+def _floor_line(number: int) -> bytes:
+    return b"%d %08x\n" % (number, xxhash.xxh32_intdigest(b"%d" % number))
 
 
 def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
@@ -205,9 +190,9 @@ class TrajectoryStore:
     """Writes and finds trajectories of one run. One process at a time; calls must not overlap."""
 
     def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open `directory`, made where absent. The torn tail of the newest segment is cut off.
+        """Open `directory`, which is made if absent. Cut off the torn tail of the newest segment, and count it in `torn`.
 
-        Raises `CorruptJournalError` if anything else is damaged, `DiskError` where the disk refuses.
+        Raises `CorruptJournalError` if anything else is damaged, before it changes anything; and `DiskError`.
         """
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -217,22 +202,27 @@ class TrajectoryStore:
         self._floor = directory / "floor"
         numbers = _segments(directory)
         self._segment = numbers[-1] if numbers else 0
+        self.torn = 0
+        """Bytes of an incomplete last record that were cut off: its writer was killed."""
         whole, floor = 0, _floor(self._floor)
+        expected = range(floor, max([floor, *numbers]) + 1)
+        self.absent = [_segment_path(directory, number).name for number in expected if number not in numbers]
+        """Segments from the floor on that are not there."""
         for number in [number for number in numbers if number >= floor or number == self._segment]:
-            found, end = _scan(directory, number)
+            found: list[Entry | Scored] = []
+            end = _scan(directory, number, found)
             self._enter(found)
             path = _segment_path(directory, number)
             if number == self._segment:
-                whole = end
-            wrong = _damage(path, end, path.stat().st_size, newest=number == self._segment)
-            if wrong:
-                raise CorruptJournalError(wrong)
+                whole, self.torn = end, path.stat().st_size - end
+            else:
+                _must_be_whole(path, end)
         self._file = self._open(self._segment, whole)
 
     def append(self, record: Ended) -> None:
         """Write an ended attempt; it replaces earlier attempts of the same trajectory in the index. Raises `DiskError`."""
         trajectory = record.trajectory
-        payload = _encoder.encode(record)
+        payload = packed(record)
         offset = self._write(payload)
         self._index[trajectory.id] = Entry(
             trajectory_id=trajectory.id,
@@ -253,7 +243,7 @@ class TrajectoryStore:
         entry = self._index.get(record.trajectory_id)
         if entry is None or entry.attempt != record.attempt:
             raise StoreError(f"no attempt {record.attempt} of trajectory {record.trajectory_id} to score")
-        self._write(_encoder.encode(record))
+        self._write(packed(record))
         entry.score = record
 
     def find(self, ids: Iterable[TrajectoryId]) -> list[Entry]:
@@ -336,17 +326,17 @@ class TrajectoryStore:
                 entry.score = key
 
     def _open(self, number: int, end: int) -> AppendFile:
-        file = AppendFile(_segment_path(self._directory, number), keep=end, header=MAGIC)
+        file = AppendFile(_segment_path(self._directory, number), keep=end, header=SEGMENT.header)
         self._segment = number
         return file
 
     def _write(self, payload: bytes) -> int:
         """Append one record and return the offset of its payload."""
-        if self._file.size > max(len(MAGIC), self._segment_bytes):
+        if self._file.size > max(HEADER.size, self._segment_bytes):
             self._file.close()
             self._file = self._open(self._segment + 1, 0)
-            replace_file(self._floor, b"%d\n" % self._oldest())
-        return self._file.append(_frame(payload) + payload) + FRAME.size
+            replace_file(self._floor, _floor_line(self._oldest()))
+        return self._file.append(SEGMENT.record(RECORD, payload, self._file.size)) + HEAD.size
 
 
 class TrajectoryReader:
@@ -362,12 +352,13 @@ class TrajectoryReader:
         last: dict[tuple[TrajectoryId, int], Entry] = {}
         numbers = _segments(directory)
         for number in numbers:
-            path = _segment_path(directory, number)
-            size = path.stat().st_size  # before it is read: a run may write on
-            found, end = _scan(directory, number)
-            wrong = _damage(path, end, size, newest=number == numbers[-1])
-            if wrong:
-                self.damaged.append(wrong)
+            found: list[Entry | Scored] = []
+            try:
+                end = _scan(directory, number, found)
+                if number != numbers[-1]:  # a running controller may still append to the newest
+                    _must_be_whole(_segment_path(directory, number), end)
+            except CorruptJournalError as error:
+                self.damaged.append(error.problem)
             for key in found:
                 if isinstance(key, Entry):
                     self.entries.append(key)

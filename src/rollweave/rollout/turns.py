@@ -26,6 +26,7 @@ from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTur
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
 from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Partial, Piece, Sampling
+from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, StopReason
 
 LEAST_BUDGET_S = 1e-3
@@ -199,7 +200,11 @@ class Turns:
                 self._left()
                 self._generated(turn, command, started, future, resumed)
 
-        turn.generating = backend.generate(request, heard if telling is not None else None)
+        try:
+            turn.generating = backend.generate(request, heard if telling is not None else None)
+        except Exception as error:  # a request that cannot be sent fails its turn, not all others
+            self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
+            return
         turn.generating.add_done_callback(done)
 
     def abort(self, command: AbortTurn) -> None:
@@ -287,6 +292,7 @@ class Turns:
             self._failed(command, flaw)
             return
         self.spoken = (turn.tokens, result.tokens)
+        limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
             trajectory_id=command.trajectory_id,
             attempt=command.attempt,
@@ -296,6 +302,7 @@ class Turns:
             cached_tokens=result.cached_tokens,
             version=result.versions[-1].version,
             queue_s=result.queue_s,
+            cut=result.finish is Finish.LENGTH and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
         turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
@@ -310,7 +317,7 @@ class Turns:
                 attempt=command.attempt,
                 turn=command.turn,
                 try_number=command.try_number,
-                error=error,
+                error=shortened(error),
             )
         )
 

@@ -1,0 +1,165 @@
+"""A run directory belongs to one controller, whatever becomes of the files in it."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollweave.codec.config import loads
+from rollweave.record.rundir import RunDir
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import ConfigError
+
+CONFIG = """
+[run]
+name = "run"
+[model]
+path = "m"
+[[tasks]]
+env = "frozenlake"
+"""
+HOLDER = """
+import sys
+from rollweave.codec.config import loads
+from rollweave.record.rundir import RunDir
+with RunDir.claim(loads(sys.argv[1]), resume=False):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def config(tmp_path: Path) -> RunConfig:
+    return loads(CONFIG, [f'run.dir="{tmp_path}"'])
+
+
+def remove(lock: Path) -> None:
+    lock.unlink()
+
+
+def replace(lock: Path) -> None:
+    lock.with_name("other").touch()
+    lock.with_name("other").replace(lock)
+
+
+@pytest.mark.parametrize("tamper", [remove, replace])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_lock_file_that_is_gone_lets_nobody_in(tmp_path: Path, tamper: object, resume: bool) -> None:
+    assert callable(tamper)
+    made = config(tmp_path)
+    with RunDir.claim(made, resume=False) as run:
+        run.write_config(made)
+        tamper(run.lock)
+        with pytest.raises(ConfigError, match="in use by another controller"):
+            RunDir.claim(made, resume=resume)
+    RunDir.claim(made, resume=True).release()
+
+
+def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    command = [sys.executable, "-c", HOLDER, CONFIG.replace("[run]", f'[run]\ndir = "{tmp_path}"')]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        (tmp_path / "run" / "lock").unlink()
+        with pytest.raises(ConfigError, match="in use by another controller, process unknown"):
+            RunDir.claim(made, resume=False)
+        holder.kill()
+        holder.wait()
+    RunDir.claim(made, resume=False).release()
+
+
+def test_a_file_system_that_does_not_lock_directories_is_locked_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does: it locks only what is open for writing."""
+    real = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(9, "Bad file descriptor")
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = config(tmp_path)
+    with RunDir.claim(made, resume=False), pytest.raises(ConfigError, match="in use by another controller"):
+        RunDir.claim(made, resume=False)
+    RunDir.claim(made, resume=False).release()
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(tmp_path)
+    real, replaced = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        real(fd, operation)
+        if not replaced and not os.path.isdir(f"/proc/self/fd/{fd}"):
+            replaced.append(fd)
+            replace(tmp_path / "run" / "lock")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunDir.claim(made, resume=False) as run:
+        assert replaced
+        assert run.lock.read_text() == f"{os.getpid()}\n"
+
+
+FILES = ("journal.bin", "metrics.jsonl", "trace.json", "run.json", "lock", "logs/e0.log", "trajectories/000000.bin")
+
+
+def tree(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_changed(tmp_path: Path, name: str) -> None:
+    made = config(tmp_path)
+    with RunDir.claim(made, resume=False) as run:
+        run.write_config(made)
+    run.lock.unlink()
+    (run.path / name).mkdir(parents=True)
+    before = tree(run.path)
+    with pytest.raises(ConfigError, match=rf"^{run.path / name} must be a file, got a directory; move it away$"):
+        RunDir.claim(made, resume=True)
+    assert tree(run.path) == before
+    if name != "lock":
+        RunDir.claim(made, resume=True, to_clear=True).release()
+
+
+@pytest.mark.parametrize("name", ["trajectories", "checkpoints", "logs"])
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path, name: str) -> None:
+    made = config(tmp_path)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.write_config(made)
+    (run.path / name).touch()
+    with pytest.raises(ConfigError, match=rf"^{run.path / name} must be a directory, got a file; move it away$"):
+        RunDir.claim(made, resume=True)
+
+
+@pytest.mark.parametrize("name", ["", "journal.bin", "logs/e0.log"])
+def test_what_cannot_be_written_is_named_and_nothing_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Permissions do not stop the superuser, so the system's answer is replaced."""
+    made = config(tmp_path)
+    with RunDir.claim(made, resume=False) as run:
+        run.write_config(made)
+    run.lock.unlink()
+    refused = run.path / name
+    if name:
+        refused.touch()
+    before, access = tree(run.path), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != refused and access(path, mode))
+    what = "a file" if name else "a directory"
+    with pytest.raises(ConfigError, match=rf"^{refused} must be {what} to write to, got one that is read-only or whose"):
+        RunDir.claim(made, resume=True)
+    assert tree(run.path) == before
+
+
+def test_a_run_below_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} must be a directory to write to"):
+        RunDir.claim(config(tmp_path), resume=False)
+    assert tree(tmp_path) == []
