@@ -1,17 +1,24 @@
 """The user's failures and garbage become typed errors that say what was wrong; what is right passes."""
 
 import asyncio
+import json
 import math
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollweave.envs.base import Observation, Score, Step, new_task
-from rollweave.envs.boundary import GuardedEnv, scored
+from rollweave.envs.boundary import GuardedEnv, checked_score, scored
+from rollweave.envs.faults import Faulty
 from rollweave.schema.errors import EnvError, RewardError
 from rollweave.schema.sections import FaultsConfig
+from rollweave.schema.work import Task
 
-from .worlds import HERE, episode
+from .worlds import HERE, draw, episode, source
 
 NONE = FaultsConfig()
 TASK = new_task(seed=5)
@@ -27,6 +34,13 @@ async def test_a_sync_environment() -> None:
     assert await env.step("a") == Step.of("you said a", reward=0.25)
     assert await env.step("end") == Step.of("you said end", reward=0.25, done=True, success=True)
     await env.close()
+
+
+async def test_an_environment_that_asks_is_told_how_the_words_ended() -> None:
+    env = guarded("Listener")
+    assert await env.step("a", finish_reason="length") == Step.of("a: length")
+    assert await env.step("a") == Step.of("a: stop")
+    assert await guarded("Echo").step("a", finish_reason="length") == Step.of("you said a", reward=0.25)
 
 
 async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_took() -> None:
@@ -45,6 +59,11 @@ async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_to
         ("exit", "step raised SystemExit: 3"),
         ("interrupt", "step raised KeyboardInterrupt"),
         ("cancelled", "step raised CancelledError"),
+        ("closed", "step raised GeneratorExit: not of ours"),
+        ("untraceable", "step raised Untraceable: x"),
+        ("unanswering", "step must return Step of the right types: KeyboardInterrupt"),
+        ("unconvertible", "step must return Step of the right types: KeyboardInterrupt"),
+        ("base", "step raised Foreign: of another library"),
         ("speechless", "step raised Speechless: .its text cannot be shown"),
         ("none", "step must return Step, got None"),
         ("nan", r"step must return a finite reward, at most 1e\+12, got nan"),
@@ -107,7 +126,11 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
     [
         ("raise", r"score raised ValueError: bad \(.*worlds\.py"),
         ("stop", "score raised RuntimeError: StopIteration"),
+        ("stop speechless", "score raised RuntimeError: StopIteration: .its text cannot be shown"),
         ("cancelled", "score raised CancelledError"),
+        ("closed", r"score raised GeneratorExit: not of ours \(.*worlds\.py"),
+        ("unanswering", "score must return a number or a Score: KeyboardInterrupt"),
+        ("unconvertible", "score must return a number or a Score: KeyboardInterrupt"),
         ("none", "must return a finite number, .*, or a Score, got None"),
         ("nan", "must return a finite number, .*, or a Score, got Score"),
     ],
@@ -115,6 +138,26 @@ async def test_a_hook_gives_a_number_or_a_score() -> None:
 async def test_what_is_wrong_with_a_reward(said: str, problem: str) -> None:
     with pytest.raises(RewardError, match=problem):
         await score("Scored", said)
+
+
+async def test_a_generator_exit_of_a_coroutine_is_its_own() -> None:
+    env = guarded("AsyncEcho")
+    await env.reset(TASK)
+    with pytest.raises(EnvError, match="step raised GeneratorExit: not of ours"):
+        await env.step("closed")
+    await env.close()
+    with pytest.raises(RewardError, match="score raised GeneratorExit"):
+        await score("AsyncScored", "closed")
+
+
+def test_a_coroutine_that_python_closes_ends_without_an_error() -> None:
+    waiting = guarded("AsyncEcho").step("wait")
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(waiting)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting.close()
+    loop.close()
 
 
 async def test_a_reward_that_blocks_does_not_block_the_loop() -> None:
@@ -140,3 +183,123 @@ async def test_cancelling_passes_through() -> None:
 def test_a_true_reward_is_a_number() -> None:
     assert asyncio.run(score("Scored", "true")).reward == 1.0
     assert math.isfinite(asyncio.run(score("Scored", "true")).reward)
+
+
+TEXT = st.text(st.one_of(st.characters(categories=["Cs"]), st.characters()), min_size=1)
+SURROGATE = "\udcff"
+
+
+class Says:
+    """Says `WORDS` wherever it can: `how` it answers and raises."""
+
+    WORDS = ""
+
+    def __init__(self, *, how: str) -> None:
+        self.how = how
+
+    def reset(self, task: Task) -> Observation:
+        if self.how == "reset raises":
+            raise OSError(self.WORDS)
+        return Observation.of(self.WORDS, state_key=self.WORDS)
+
+    def step(self, action: str) -> Any:
+        if self.how == "step raises":
+            raise EnvError(self.WORDS)
+        if self.how == "garbage":
+            return Shown(self.WORDS)
+        return Step.of(self.WORDS, state_key=self.WORDS)
+
+    def close(self) -> None:
+        if self.how == "close raises":
+            raise KeyError(self.WORDS)
+
+    @classmethod
+    def make_task(cls, **_: Any) -> Task:
+        return msgspec.structs.replace(TASK, payload=json.dumps({"words": cls.WORDS}, ensure_ascii=False))
+
+    @classmethod
+    def score(cls, episode: Any, options: Any) -> float:
+        raise ValueError(cls.WORDS)
+
+
+class Shown:
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+@given(words=TEXT, how=st.sampled_from(["answers", "reset raises", "step raises", "garbage", "close raises"]))
+async def test_whatever_text_an_environment_has_it_enters_valid(words: str, how: str) -> None:
+    Says.WORDS = words
+    env = GuardedEnv(f"{__name__}:Says", {"how": how}, faults=NONE, seed=0, block=False)
+    said = []
+    for call in (lambda: env.reset(TASK), lambda: env.step("a"), env.close):
+        try:
+            said.append(await call())
+        except EnvError as error:
+            said.append(str(error))
+    with pytest.raises(RewardError) as raised:
+        await scored(f"{__name__}:Says", {"how": how}, episode(TASK), faults=NONE, seed=0)
+    msgspec.msgpack.encode([*said, str(raised.value)])
+
+
+def test_a_task_enters_with_valid_text(tmp_path: Path) -> None:
+    Says.WORDS = SURROGATE
+    tasks = source(tmp_path, {"env": f"{__name__}:Says", "options": {"how": ""}})
+    assert draw(tasks, f"{__name__}:Says").payload == '{"words": "\ufffd"}'
+
+
+async def test_keys_stay_different_where_they_are_no_text_or_too_long() -> None:
+    keys = []
+    for words in (SURROGATE, "\udcfe", "x" * 2000, "y" + "x" * 1999, "plain"):
+        Says.WORDS = words
+        env = GuardedEnv(f"{__name__}:Says", {"how": ""}, faults=NONE, seed=0, block=False)
+        keys.append((await env.reset(TASK)).state_key)
+    assert len(set(keys)) == 5
+    assert keys[-1] == "plain"
+    assert all(len(key) == 32 for key in keys[:-1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (Step.of("x", reward=10**400), "of the right types"),  # type: ignore[arg-type]
+        (Step(messages=[[[]]]), "of the right types"),  # type: ignore[list-item]
+        (Step.of("x" * (2 << 20)), "step must return messages of at most 1048576 characters, got 2097152"),
+    ],
+)
+async def test_values_beyond_all_bounds_are_refused(answer: Step, problem: str) -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+
+    class Given:
+        def reset(self, task: Task) -> Observation:
+            return Observation(messages=deep)
+
+        def step(self, action: str) -> Step:
+            return answer
+
+    env = guarded("Echo")
+    env._env = Faulty(Given(), NONE, seed=0, block=False)
+    with pytest.raises(EnvError, match="reset must return Observation of the right types"):
+        await env.reset(TASK)
+    with pytest.raises(EnvError, match=problem):
+        await env.step("a")
+
+
+@pytest.mark.parametrize("value", [10**400, Score(reward=10**400)])
+def test_a_score_beyond_all_bounds_is_refused(value: Any) -> None:
+    with pytest.raises(RewardError):
+        checked_score(value, "score", success=None)
+
+
+async def test_a_long_error_is_cut() -> None:
+    Says.WORDS = "x" * 10_000_000
+    env = GuardedEnv(f"{__name__}:Says", {"how": "reset raises"}, faults=NONE, seed=0, block=False)
+    with pytest.raises(EnvError) as raised:
+        await env.reset(TASK)
+    assert len(str(raised.value)) < 10_000
+    assert "characters left out" in str(raised.value)

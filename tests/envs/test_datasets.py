@@ -195,11 +195,11 @@ def test_gymnasium_with_numbers_and_texts() -> None:
     env = guess()
     env.reset(new_task(seed=1))
     assert [env.step(text).reward for text in ("0", "4", "x", "²", "99999999999")] == [-0.1] * 5
-    assert sum(env.step(str(number)).success is True for number in (1, 2, 3)) == 1
+    assert [env.step(str(number)).success for number in (1, 2, 3)] == [None] * 3  # this environment does not say
     env = guess(make={"text": True})
     env.reset(new_task(seed=1))
     assert env.step("ab").reward == env.step("z").reward == -0.1
-    assert sum(env.step(f" {letter}\n").success is True for letter in "abc") == 1
+    assert sum(env.step(f" {letter}\n").reward > 0 for letter in "abc") == 1
     env.close()
 
 

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rollweave.backends.guard import Guard
 from rollweave.backends.listening import listening
 from rollweave.envs import openenv
 from rollweave.envs.base import Step, new_task
@@ -129,7 +130,7 @@ HTTP_GARBAGE = {
 @contextlib.asynccontextmanager
 async def served(fault: str = "", **options: Any) -> AsyncIterator[tuple[Server, OpenEnv]]:
     server = Server(fault)
-    async with listening(server.app(), "127.0.0.1", 0, shutdown_s=0.1) as url:
+    async with listening(server.app(), "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
         env = OpenEnv(base_url=url + "/", **{"action": ECHO, **options})
         try:
             yield server, env
@@ -146,13 +147,13 @@ async def test_an_episode(transport: str) -> None:
         first = await env.reset(TASK)
         assert [message.content for message in first.messages] == ["Speak. 0: seed 7"]
         assert await env.step("ab") == Step.of("2: ab", reward=0.2, state_key="2: ab")
-        assert await env.step("end") == Step.of("3: end", reward=0.3, done=True, success=True)
+        assert await env.step("end") == Step.of("3: end", reward=0.3, done=True)
         assert server.heard == [("reset", {"seed": 7, "level": 3}), ("step", {"message": "ab"}), ("step", {"message": "end"})]
 
 
 @both
 async def test_success_is_what_the_metadata_say(transport: str) -> None:
-    for said, success in (("end well", True), ("end badly", False)):
+    for said, success in (("end well", True), ("end badly", False), ("end", None)):
         async with served(transport=transport) as (_, env):
             await env.reset(TASK)
             assert (await env.step(said)).success is success
@@ -379,7 +380,7 @@ async def test_openenvs_own_server(real: str) -> None:
     refused = await envs[0].step("four")
     assert refused.reward == openenv.INVALID_REWARD
     assert "int_parsing" in refused.messages[0].content
-    assert await envs[0].step("17") == Step.of("sum 21", reward=8.5, done=True, success=True)
+    assert await envs[0].step("17") == Step.of("sum 21", reward=8.5, done=True)
     fifth = OpenEnv(base_url=real, action={"number": "{text}"})
     with pytest.raises(EnvError, match="CAPACITY_REACHED"):
         await fifth.reset(TASK)

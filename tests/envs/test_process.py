@@ -30,6 +30,7 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
         ECHO,
         SCORED,
         {"env": f"{HERE}AsyncEcho", "tag": "async", "isolation": "process"},
+        {"env": f"{HERE}Listener", "tag": "listener", "isolation": "process"},
         {"env": f"{HERE}BadConstructor", "tag": "bad", "isolation": "process"},
         {"env": f"{HERE}BadClose", "tag": "bad close", "isolation": "process"},
         {"env": "frozenlake", "tag": "inline lake"},
@@ -83,6 +84,13 @@ async def test_it_is_the_same_as_inline(of: TaskSource) -> None:
                 break
         await here.close()
         await there.close()
+
+
+async def test_the_environment_there_is_told_how_the_words_ended(of: TaskSource) -> None:
+    env = await opened(of, "listener")
+    assert await env.step("a", finish_reason="length") == Step.of("a: length")
+    assert await env.step("a") == Step.of("a: stop")
+    await env.close()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,43 @@ def episode(task: Task, *said: str, rewards: tuple[float, ...] = (), success: bo
     return Episode(task=task, messages=messages, rewards=rewards, success=success)
 
 
+class Foreign(BaseException):
+    """As libraries have them that cancel by exceptions."""
+
+
+class Nameless(type):
+    """Its classes do not say their names."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise SystemExit(9)
+
+
+class Untraceable(Exception, metaclass=Nameless):
+    """Everything that may be asked of it fails."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise SystemExit(9)
+
+    @property
+    def __traceback__(self) -> Any:  # type: ignore[override]
+        raise SystemExit(9)
+
+
+class Unanswering(metaclass=Nameless):
+    """A value that raises whatever is asked of it."""
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+class Unconvertible:
+    def item(self) -> float:
+        raise KeyboardInterrupt
+
+
 class Echo:
     """Repeats; ends at "end". Its attributes say how it misbehaves at which word."""
 
@@ -57,6 +94,16 @@ class Echo:
                 raise KeyboardInterrupt
             case "cancelled":
                 raise asyncio.CancelledError
+            case "closed":
+                raise GeneratorExit("not of ours")
+            case "untraceable":
+                raise Untraceable("x")
+            case "unanswering":
+                return Unanswering()
+            case "unconvertible":
+                return Step.of("x", reward=Unconvertible())  # type: ignore[arg-type]
+            case "base":
+                raise Foreign("of another library")
             case "speechless":
                 raise Speechless
             case "none":
@@ -88,7 +135,19 @@ class Echo:
         return Step.of(f"you said {action}", reward=0.25, done=action == "end", success=True if action == "end" else None)
 
 
+class Listener(Echo):
+    """Wants to know whether the agent's words were cut."""
+
+    def step(self, action: str, finish_reason: str = "") -> Step:
+        return Step.of(f"{action}: {finish_reason}")
+
+
 class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+class SpeechlessStop(StopIteration):
     def __str__(self) -> str:
         raise RuntimeError("no")
 
@@ -109,6 +168,8 @@ class AsyncEcho:
     async def step(self, action: str) -> Step:
         if action == "wait":
             await asyncio.Event().wait()
+        if action == "closed":
+            raise GeneratorExit("not of ours")
         await asyncio.sleep(0)
         return Step.of(f"alive: {not self.alive.done()}", done=action == "end")
 
@@ -128,6 +189,14 @@ class Scored(Echo):
             raise asyncio.CancelledError
         if said == "stop":
             raise StopIteration
+        if said == "stop speechless":
+            raise SpeechlessStop
+        if said == "closed":
+            raise GeneratorExit("not of ours")
+        if said == "unanswering":
+            return Unanswering()
+        if said == "unconvertible":
+            return Unconvertible()
         if said == "block":
             time.sleep(3600)
         if said == "score":
@@ -139,6 +208,8 @@ class AsyncScored(Echo):
     @classmethod
     async def score(cls, episode: Episode, options: Options) -> float:
         await asyncio.sleep(0)
+        if "closed" in episode.actions():
+            raise GeneratorExit
         return float(len(episode.messages))
 
 

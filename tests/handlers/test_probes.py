@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.handlers.probe import Probe, told
+from rollweave.handlers.probe import END, Probe, run, told
 from rollweave.handlers.probes import look, names_in, passed, probed, without
 from rollweave.sandbox.base import SandboxSpec
 from tests.handlers.agents import sandboxes
@@ -180,6 +180,51 @@ async def test_code_that_lies_does_not_pass(lie: str) -> None:
         wrong = passed(await look(box, spec, {"test_f": TESTS}, root="/project"), right)
     assert not wrong[NAMES[0]]
     assert not wrong[NAMES[3]]
+
+
+@given(values=st.lists(st.text(max_size=5), max_size=5), cut=st.integers(0, 5), extra=st.text(max_size=3))
+def test_only_a_test_that_came_to_its_end_with_the_same_values_passes(values: list[str], cut: int, extra: str) -> None:
+    whole = [*values, END]
+    assert passed({"t": whole}, {"t": whole}) == {"t": True}
+    assert passed({"t": whole[: min(cut, len(values))]}, {"t": whole}) == {"t": False}
+    assert passed({"t": [*values, extra, END]}, {"t": whole}) == {"t": False}
+    assert passed({}, {"t": whole}) == {"t": False}
+    for unfinished in (values, [*values, "failed ValueError"], []):  # the right code itself did not come to the end
+        if unfinished[-1:] != [END]:
+            assert passed({"t": unfinished}, {"t": unfinished}) == {"t": False}
+
+
+WAYS = {
+    "return": True,
+    "raise ValueError": False,
+    "raise SystemExit(0)": False,
+    "raise KeyboardInterrupt": False,
+    "import os; os._exit(0)": False,
+    "import sys; sys.exit()": False,
+    "import asyncio; raise asyncio.CancelledError": False,
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": False,
+}
+
+
+@pytest.mark.parametrize("last", WAYS)
+def test_a_test_counts_as_ended_only_where_it_returns(last: str) -> None:
+    """Whatever it saw before: its last line decides."""
+    source = f"class T(Probe):\n    def test(self):\n        self.saw(1)\n        {last}\n"
+    seen = run({"m": compile(source, "m", "exec")}, "m.T.test", "/", 20.0)
+    assert isinstance(seen, list)
+    assert (seen == ["1", END]) == WAYS[last]
+    assert passed({"t": seen}, {"t": ["1", END]}) == {"t": WAYS[last]}
+
+
+async def test_the_interpreter_of_probes_imports_nothing_when_it_starts() -> None:
+    source = (
+        "import sys, unittest\nclass Flags(unittest.TestCase):\n    def test_flags(self):\n"
+        "        self.assertEqual([sys.flags.isolated, sys.flags.no_site, 'site' in sys.modules], [])\n"
+    )
+    async with sandboxes() as boxes:
+        spec = SandboxSpec(workdir="/project")
+        seen = await look(await boxes.start(spec), spec, {"test_flags": source}, root="/project")
+    assert seen == {"test_flags.Flags.test_flags": ["[1, 1, False]", "end"]}
 
 
 def test_the_program_inside_needs_nothing_of_ours() -> None:

@@ -15,7 +15,7 @@ from rollweave.gateway.sessions import SessionLimits
 from rollweave.handlers.base import AgentHandler
 from rollweave.handlers.program import Program
 from rollweave.handlers.sandboxes import Sandboxes
-from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
+from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError, SandboxSpoiledError
 from tests.gateway.scripts import CALL, Script
 from tests.sandbox.worlds import ISOLATING, needs
 
@@ -77,7 +77,8 @@ import json, os, sys
 told = json.load(sys.stdin)
 processes = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
 print("status", told["rc"], "living", sum("forever" in each for each in processes))
-print(len(open("work.txt").read()) / 10)
+print("home", *sorted(os.listdir(os.environ["HOME"])), "submission", *sorted(os.listdir(os.environ["SUBMISSION"])))
+print(len(open(os.environ["SUBMISSION"] + "/work.txt").read()) / 10)
 """
 
 
@@ -91,20 +92,82 @@ subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new
     handler = Program(command=agent_program(source), score=["python", "-I", "tests.py"], score_files={"tests.py": TESTS})
     async with scripted(Script(["hello"])) as (_, agent):
         assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
-    assert handler.final_result()["score"] == "status 0 living 0\n0.5\n"
+    seen = handler.final_result()["score"].splitlines()
+    assert seen == ["status 0 living 0", "home tests.py submission task.json tests.py work.txt", "0.5"]
     assert kept(sandboxes) == []
 
 
-@pytest.mark.parametrize("trick", ["os.makedirs('tests.py/x')", "os.mkfifo('tests.py')", "os.symlink('/nowhere', 'tests.py')"])
-async def test_what_stands_in_the_place_of_a_score_file_is_replaced(sandboxes: Sandboxes, trick: str) -> None:
-    source = f"""
-import os
-open("work.txt", "w").write(say("write"))
-{trick}
+LEFT = """
+import os, pathlib, subprocess, sys
+TRICK = "import os\\nprint('loaded')\\nopen('/tmp/loaded', 'a').close()\\n"
+NAMES = ("sitecustomize.py", "usercustomize.py", "conftest.py", "json.py", "os.py", "json/__init__.py", "x.pth")
+version = "python%d.%d" % sys.version_info[:2]
+places = [".", "sub", "/tmp", "/score", "/home/submission", ".local/lib/" + version + "/site-packages", *sys.path]
+places += [line.strip() for path in sys.path if os.path.isdir(path)
+           for file in pathlib.Path(path).glob("*.pth") for line in open(file) if line.startswith("/")]
+for place in places:
+    for name in NAMES:
+        try:
+            path = pathlib.Path(place, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(TRICK)
+        except OSError:
+            pass
+for place in ("/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/python3/sitecustomize.py", ".profile", ".bashrc", "bin/python"):
+    try:
+        pathlib.Path(place).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(place).write_text("/home/agent/evil.so" if "ld.so" in place else "echo loaded")
+    except OSError:
+        pass
+os.makedirs("out/deep")
+open("out/deep/work.txt", "w").write(say("write"))
+os.symlink("deep/work.txt", "out/within")
+os.symlink("/home/agent/check.py", "out/absolute")
+os.symlink("../../agent/check.py", "out/relative")
+os.symlink("deep/../../../agent/check.py", "out/through")
+os.symlink("../../agent", "alone")
 """
-    handler = Program(command=agent_program(source), score=["python", "-I", "tests.py"], score_files={"tests.py": TESTS})
+
+CHECK = """
+import json, os, sys
+submission = os.environ["SUBMISSION"]
+found = sorted(os.path.relpath(os.path.join(folder, name), submission)
+               for folder, folders, files in os.walk(submission) for name in [*folders, *files])
+print(*found)
+print("home", *sorted(os.listdir("/home/agent")), "tmp", *os.listdir("/tmp"), os.path.getsize("/etc/ld.so.preload"))
+print(len(open(submission + "/out/within").read()) / 10)
+"""
+
+
+async def test_what_a_program_leaves_does_not_run_in_its_score_which_finds_the_submission_alone(sandboxes: Sandboxes) -> None:
+    handler = Program(
+        command=agent_program(LEFT),
+        submission=["out", "alone", "missing", "not/there"],
+        score=["sh", "-c", "python check.py && python -I check.py"],
+        score_files={"check.py": CHECK},
+    )
     async with scripted(Script(["hello"])) as (_, agent):
         assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    assert handler.final_result()["rc"] == 0, handler.final_result()["stderr"]
+    seen = ["out out/deep out/deep/work.txt out/within", "home check.py tmp 0", "0.5"]
+    assert handler.final_result()["score"].splitlines() == [*seen, *seen]
+
+
+async def test_a_command_scores_without_isolation_too() -> None:
+    sandboxes = Sandboxes("plain")
+    check = (
+        "import os; print(*os.listdir(), *sorted(os.listdir(os.environ['SUBMISSION'])));"
+        "print(len(open(os.environ['SUBMISSION'] + '/work.txt').read()) / 10)"
+    )
+    handler = Program(
+        command=agent_program('open("work.txt", "w").write(say("write"))'),
+        score=["python", "-I", "tests.py"],
+        score_files={"tests.py": check},
+    )
+    async with scripted(Script(["hello"])) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    assert handler.final_result()["score"].splitlines()[0] == "tests.py task.json work.txt"
+    await sandboxes.close()
 
 
 async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(sandboxes: Sandboxes) -> None:
@@ -122,8 +185,10 @@ async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(sa
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        (["sh", "-c", "echo no number"], "last line must be a number, got 'no number'"),
-        (["true"], "last line must be a number, got ''"),
+        (["sh", "-c", "echo no number"], "last line must be a number in ASCII digits, got 'no number'"),
+        (["sh", "-c", "echo １"], "last line must be a number in ASCII digits, got '１'"),
+        (["sh", "-c", "echo 1_000"], "last line must be a number in ASCII digits, got '1_000'"),
+        (["true"], "last line must be a number in ASCII digits, got ''"),
         (["sh", "-c", "echo 1; echo oh >&2; exit 4"], "ended with status 4: 1\noh"),
     ],
 )
@@ -149,11 +214,22 @@ except openai.RateLimitError as error:
         assert len(made.close("s").sequences) == 3
 
 
+RAW = """
+import json, os, urllib.request
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", method="POST")
+request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+request.add_header("Content-Type", "application/json")
+message = {"role": "user", "content": "?"}
+urllib.request.urlopen(request, json.dumps({"model": "tiny", "messages": [message]}).encode())
+"""
+"""Asks as the client does, whose import alone takes seconds on a busy machine."""
+
+
 async def test_a_program_that_does_not_end_has_failed_and_its_turn_is_cancelled(sandboxes: Sandboxes) -> None:
     script = Script(hold=True)
-    handler = Program(command=ECHO, score=BY_ANSWER, timeout_s=3.0)
+    handler = Program(command=["python", "-I", "-S", "-c", RAW], score=BY_ANSWER, timeout_s=5.0)
     async with scripted(script) as (made, agent):
-        with pytest.raises(SandboxError, match="did not end within timeout_s, 3 s"):
+        with pytest.raises(SandboxError, match="did not end within timeout_s, 5 s"):
             await lived(handler, job(sandboxes, question="?"), agent)
         await asyncio.wait_for(script.cancelled.get(), 60)
         assert made.close("s").sequences == ()
@@ -188,6 +264,56 @@ async def test_what_ends_the_sandbox_is_the_agents_doing_or_it_is_not(sandboxes:
     assert await Program(command=["x"], score=BY_ANSWER).run_exception(ValueError("limits.cpu_s")) is None
 
 
+NO_TEXT = r"""
+import os
+say("hello")
+os.symlink(b"/dev/null/\xff/x", "check.py")
+os.mkdir(b"\xfe")
+open(b"\xfe/\xfd", "w").close()
+open("said.txt", "wb").write(b"\xff")
+os.write(1, b"\xff out\n")
+"""
+
+
+async def test_names_and_words_that_are_not_utf_8_are_scored(sandboxes: Sandboxes) -> None:
+    files = {"check.py": "import os\nprint(len(os.listdir(os.environ['SUBMISSION'])) > 1)\nprint(0.5)"}
+    handler = Program(
+        command=agent_program(NO_TEXT), score=["python", "-I", "check.py"], score_files=files, outputs=["said.txt", "check.py"]
+    )
+    async with scripted(Script()) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    found = handler.final_result()
+    assert (found["stdout"], found["outputs"], found["score"]) == ("\ufffd out\n", {"said.txt": "\ufffd"}, "True\n0.5\n")
+
+
+KILLS_ALL = """
+import contextlib, os, signal, time
+say("hello")
+for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+    if pid != os.getpid():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.HOW)
+time.sleep(100)
+"""
+
+DEEP = """
+import os
+say("hello")
+for _ in range(10_000):
+    os.mkdir("d")
+    os.chdir("d")
+"""
+
+
+@pytest.mark.parametrize("source", [KILLS_ALL.replace("HOW", "SIGKILL"), KILLS_ALL.replace("HOW", "SIGSTOP"), DEEP])
+async def test_a_program_that_spoils_its_sandbox_has_no_reward(sandboxes: Sandboxes, source: str) -> None:
+    handler = Program(command=agent_program(source), score=["echo", "1"])
+    async with scripted(Script()) as (_, agent):
+        with pytest.raises(SandboxSpoiledError) as lost:
+            await lived(handler, job(sandboxes), agent)
+    assert await handler.run_exception(lost.value) == Score(reward=0.0, success=False)
+
+
 async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) -> None:
     async with scripted(Script()) as (_, agent):
         with pytest.raises(SandboxError, match="No such file"):
@@ -202,6 +328,9 @@ async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) ->
         ({"score": "nowhere:f"}, "options.score: cannot import nowhere"),
         ({"score": HERE + "NOT_CALLABLE"}, "options.score must be a function or a command"),
         ({"score": [1]}, "options.score: Expected `str`"),
+        ({"submission": []}, r"options.submission must have at least one path, got \[\]"),
+        ({"submission": ["/etc"]}, "options.submission: only must have paths relative to the work folder"),
+        ({"submission": ["../x"]}, "options.submission: only must have paths relative to the work folder"),
         ({"score": []}, r"options.score must be a function or a command, got \[\]"),
         ({"files": {"a": 1}}, "options.files: Expected `str`"),
         ({"timeout_s": 0.0}, "options.timeout_s must be positive and finite"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollweave.backends.guard import Guard
 from rollweave.backends.listening import listening
 from rollweave.handlers import search
 from rollweave.handlers.corpus import Bm25, Document
@@ -52,7 +53,7 @@ async def served(*says: Any, service: str = "tavily", timeout_s: float = 20) -> 
 
     server, app = Server(*says), web.Application()
     app.router.add_post("/search", server.answer)
-    async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url:
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
         yield server, Web(service=service, key_env=KEY_ENV, url=f"{url}/search", timeout_s=timeout_s, sleep=sleep)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollweave.backends.guard import Guard
 from rollweave.backends.listening import listening
 from rollweave.envs.base import Score, Split, new_task, payload_of
 from rollweave.handlers.base import Job
@@ -133,7 +134,7 @@ async def test_a_web_search_whose_key_the_agent_never_sees(tmp_path: Path, monke
         ("ipython", {"code": "import os; dict(os.environ)"}),
     )
     agent = Scripted([look, r"\boxed{Seven}"])
-    async with listening(app, "127.0.0.1", 0, shutdown_s=0.1) as url, sandboxes() as boxes:
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url, sandboxes() as boxes:
         options: Any = {"web": {"service": "tavily", "key_env": KEY_ENV, "url": f"{url}/search"}, "path": path}
         handler = Stem(**options)
         assert await attempt(handler, new_task(question="?", answer="seven"), agent, boxes) == RIGHT
@@ -147,7 +148,8 @@ async def test_a_web_search_whose_key_the_agent_never_sees(tmp_path: Path, monke
 async def test_a_search_that_fails_is_not_the_agents_doing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_ENV, KEY)
     path = records(tmp_path / "q.jsonl", {"question": "?", "answer": 1})
-    async with listening(web.Application(), "127.0.0.1", 0, shutdown_s=0.1) as url, sandboxes() as boxes:
+    empty = listening(web.Application(), "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1)
+    async with empty as url, sandboxes() as boxes:
         handler = Stem(web={"service": "serper", "key_env": KEY_ENV, "url": f"{url}/search"}, path=path)
         await handler.init(Job(task=new_task(question="?", answer="1"), seed=0, sandboxes=boxes))
         with pytest.raises(EnvError, match=r"the search at .* failed: status 404") as raised:

@@ -3,12 +3,14 @@
 It trains by counting, and measures that what came last is nearest to the policy. A file `hold` in the model's directory says
 how many scored trajectories there must be before a step ends. `run_dir` ending in "broken" cannot start, in "refused" never
 can; a batch whose step is CRASH kills the process; FAIL fails; NAN is not finite. Publications are empty payloads.
+A checkpoint that is written beside training is written at once; one whose path ends in "beside" in the middle of a step.
 """
 
 import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rollweave.live.trainer_link import TrainerSpec
@@ -17,6 +19,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.training import (
+    Copied,
     Measure,
     Measured,
     Publish,
@@ -52,6 +55,21 @@ class FakeTrainer:
             raise NonFiniteLossError("the fake warm-up is not finite")
         self._rank, self._model, self._run = spec.rank, spec.model, Path(spec.run_dir)
         self.step = 0
+        self._copied = ""
+        self._later: Callable[[TrainerReply], None] | None = None
+
+    def write(self, later: Callable[[TrainerReply], None], /) -> None:
+        if self._copied.endswith("beside"):
+            self._later = later
+        else:
+            later(self._save(self._copied))
+
+    def _save(self, path: str) -> TrainerReply:
+        if take_fault(self._model, "full-disk"):
+            return SaveFailed(path=path, error="no space left on device")
+        Path(path).mkdir(parents=True, exist_ok=True)  # there already where the journal did not hear of it
+        (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
+        return Saved(path=path, save_s=0.0)
 
     def _take_faults(self, step: int) -> None:
         if take_fault(self._model, f"kill-trainer-{step}"):
@@ -78,6 +96,9 @@ class FakeTrainer:
     def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
         match command:
             case TrainOn(batch=batch):
+                if self._later is not None:  # what was being written is there in the middle of a step
+                    self._later(Saved(path="beside", save_s=0.0))
+                    self._later = None
                 if batch.step == CRASH or (batch.step == RANK_1_DIES and self._rank == 1):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if batch.step == RANK_1_DIES:
@@ -104,12 +125,11 @@ class FakeTrainer:
                     version=version, weights_id=weights_id, location="", tensors=(), nbytes=0, digest="good"
                 )
                 return Published(manifest=manifest, publish_s=0.0)
+            case Save(path=path, beside=True):
+                self._copied = path
+                return Copied(path=path, copy_s=0.0)
             case Save(path=path):
-                if take_fault(self._model, "full-disk"):
-                    return SaveFailed(path=path, error="no space left on device")
-                Path(path).mkdir(parents=True, exist_ok=True)  # there already where the journal did not hear of it
-                (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
-                return Saved(path=path, save_s=0.0)
+                return self._save(path)
             case Restore(path=path):
                 try:
                     self.step = json.loads((Path(path) / "trainer.json").read_text())["step"]

@@ -20,7 +20,15 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.control import AddEngines, ControlReply, ControlRequest, ListEngines, WithdrawEngine
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.events import EngineJoined, Event, RunStarted, StopRequested, WeightsLoaded, WeightsPublished
+from rollweave.schema.events import (
+    CheckpointSaved,
+    EngineJoined,
+    Event,
+    RunStarted,
+    StopRequested,
+    WeightsLoaded,
+    WeightsPublished,
+)
 from rollweave.schema.events import TrainerReady as Ready
 from tests.core.test_core import ALLOCATION, config
 
@@ -129,6 +137,7 @@ async def test_what_cannot_be_done_is_told(path: Path) -> None:
         while not run.core.finished:
             run.post(Ready(epoch=0, step=0))
             run.post(WeightsPublished(epoch=0, version=0, weights_id=0))
+            run.post(CheckpointSaved(epoch=0, step=0))
             run.core.state.error = run.core.state.error or "enough"
         assert (await run.ask(AddEngines())).error == "the run is over"
     async with running(path, config("sync", rollout={"scheduling": "trajectory"}, allocation=ALLOCATION)) as run:

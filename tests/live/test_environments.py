@@ -8,6 +8,7 @@ import pytest
 from rollweave.rollout.store import TrajectoryReader
 from rollweave.schema.config import RunConfig
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason
+from tests.live.game import Blocking
 from tests.live.whole import lines, make_config, replay, run, run_dir, trained
 
 
@@ -25,7 +26,7 @@ def test_every_mode_ends_within_its_bound(tmp_path: Path, mode: str) -> None:
 
 
 def test_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
-    faults = {"env_error": 0.06, "env_hang": 0.04, "env_garbage": 0.06, "reward_error": 0.1}
+    faults = {"env_error": 0.06, "env_hang": 0.04, "env_garbage": 0.06, "reward_error": 0.3}
     config = make_config(tmp_path, steps=3, faults=faults, task={"step_s": 0.3}, rollout={"retries": 5})
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
@@ -45,6 +46,31 @@ def test_a_hang_that_blocks_is_survived_in_a_process(tmp_path: Path) -> None:
     summary = run(config)
     assert (summary.error, summary.steps, summary.account.balanced) == ("", 1, True)
     assert ends(config)[StopReason.ENV_HANG] > 0
+
+
+def test_a_plain_step_that_never_returns_holds_up_its_own_trajectory_alone(tmp_path: Path) -> None:
+    task, rollout = {"env": "tests.live.game:Blocking", "step_s": 0.5}, {"retries": 5}
+    config = make_config(tmp_path, steps=3, task=task, options={"stuck": True}, rollout=rollout)
+    try:
+        summary = run(config)
+    finally:
+        Blocking.released.set()
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
+    assert ends(config)[StopReason.ENV_HANG] > 0
+    (warned, *_) = [line["message"] for line in lines(config, "warning") if line["component"] == "environment"]
+    assert warned.startswith("step of environment tests.live.game:Blocking was given up and has not returned")
+    assert replay(config).differing == 0
+
+
+def test_the_time_of_a_slow_environment_is_the_environments(tmp_path: Path) -> None:
+    """Though its steps block, and several trajectories are in them at once."""
+    task, rollout = {"env": "tests.live.game:Blocking"}, {"mode": "sync"}
+    config = make_config(tmp_path, steps=2, task=task, options={"step_s": 0.25, "turns": 4}, rollout=rollout)
+    assert run(config).error == ""
+    idle: Counter[str] = Counter()
+    for line in lines(config, "step"):
+        idle.update(line["idle"]["engines"])
+    assert idle["environment"] > 4 * idle["busy"]
 
 
 def ends(config: RunConfig) -> Counter[StopReason]:

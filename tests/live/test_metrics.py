@@ -63,6 +63,7 @@ def test_weights_of_a_lost_lineage_are_as_far_away_as_later_ones_are_from_a_step
 def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
     state, sink, times = State(), ListSink(), iter([10.0, 14.0, 15.0])
     state.counters.output_tokens = 100
+    state.defines_success = {"nim": None}  # "lake" gives rewards, and says nothing of success
     state.idle.trainer = {"busy": 1.0}
     metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: next(times), state=lambda: state, progress=Silent(), sinks=[sink])
     metrics.sampled({EngineId("e0"): EngineStats(version=3, running=1, waiting=0, kv_used_tokens=0, kv_total_tokens=9)})
@@ -81,7 +82,7 @@ def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
         "step": 3,
         "at": 14.0,
         "reward": {"lake": 0.5, "nim": 0.5},
-        "success": {"lake": 0.5, "nim": 0.0},
+        "success": {"nim": 0.0},
         "staleness": {"0": 2, "1": 1},
         "trajectories": 3,
         "trainer": {"loss": 0.5, "train_s": 1.0, "trained_tokens": 20.0},

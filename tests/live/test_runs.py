@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,17 +19,22 @@ from rollweave.live.metrics import Silent
 from rollweave.record.rundir import RunDir
 from rollweave.record.trace import ENGINES
 from rollweave.rollout.store import TrajectoryReader
-from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, DiskError
-from tests.live.whole import FAKES, ROOT, assert_gone, fault, lines, make_config, pids, replay, run, run_dir, trained, write
-
-
-def assert_trained_once(config: RunConfig) -> None:
-    """Every step of the surviving lineage trained a whole batch, and no trajectory is in two of them."""
-    steps = trained(config)
-    assert sorted(steps) == list(range(config.run.steps))
-    ids = [trajectory for batch in steps.values() for trajectory in batch]
-    assert len(ids) == len(set(ids)) == 4 * config.run.steps
+from tests.live.whole import (
+    FAKES,
+    ROOT,
+    assert_gone,
+    assert_trained_once,
+    controller,
+    fault,
+    lines,
+    make_config,
+    pids,
+    replay,
+    run,
+    run_dir,
+    trained,
+)
 
 
 def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:
@@ -62,6 +65,35 @@ def test_a_run_leaves_everything_that_it_promised(tmp_path: Path) -> None:
     assert {span["pid"] for span in spans if span.get("ph") == "X"} >= {ENGINES}
     assert_trained_once(config)
     assert_gone(config)
+
+
+def test_where_no_success_is_defined_none_is_invented(tmp_path: Path) -> None:
+    """Every reward is above 0; an evaluation that would come after the last step is not the only one."""
+    config = make_config(tmp_path, task={"env": "tests.live.game:Rewarded"}, eval={"every": 9, "episodes": 2, "stop_at": 0.0})
+    summary = run(config)
+    assert (summary.error, summary.success_rate, summary.eval_episodes) == ("", {}, {"game": 4})
+    assert 0.25 <= summary.mean_reward["game"] <= 1.25
+    assert (summary.steps, summary.ended_by) == (4, "")
+    assert all(line["success"] == {} for line in [*lines(config, "step"), *lines(config, "evaluation")])
+    assert [line["step"] for line in lines(config, "evaluation") if not line["final"]] == [0, 4]
+    assert sum("eval.stop_at needs a success rate" in line["message"] for line in lines(config, "warning")) == 1
+
+
+def test_turns_that_are_cut_are_counted_and_marked(tmp_path: Path) -> None:
+    config = make_config(tmp_path, task={"max_turn_tokens": 1})
+    summary = run(config)
+    assert summary.error == ""
+    assert summary.cut_turns == {"game": summary.turns}
+    assert all(sum(line["cut_turns"].values()) == line["turns"] for line in lines(config, "step"))
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    spans = [turn for entry in reader.entries for sequence in reader.load(entry).sequences for turn in sequence.turns]
+    assert {turn.finish_reason for turn in spans} == {"length"}
+
+
+def test_a_target_that_is_reached_is_the_stated_end(tmp_path: Path) -> None:
+    summary = run(make_config(tmp_path, steps=40, eval={"every": 1, "episodes": 1, "stop_at": 0.0}))
+    assert summary.steps < 40
+    assert summary.ended_by == "eval.stop_at was reached at step 0"
 
 
 def test_the_journal_replays_to_identical_commands(tmp_path: Path) -> None:
@@ -310,14 +342,6 @@ def test_a_run_directory_belongs_to_one_controller(tmp_path: Path) -> None:
     run(config)
     with pytest.raises(ConfigError, match="holds a run already"):
         run(config)
-
-
-def controller(config: RunConfig) -> subprocess.Popen[bytes]:
-    """A controller in a process of its own. What it prints goes to a file beside the run."""
-    command = [sys.executable, "-m", "tests.live.whole", str(write(config))]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with (Path(config.run.dir) / "printed").open("wb") as printed:
-        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
 
 
 def wait_for(condition: object) -> None:

@@ -1,11 +1,14 @@
 """Whoever asks twice is heard, also where something holds up the event loop. With real signals, in a process of its own."""
 
 import contextlib
+import math
 import signal
 import subprocess
 import sys
 
 import pytest
+
+from rollweave.live.signals import ENDING_S, HELD_S, too_late
 
 PROGRAM = """
 import asyncio, sys, time
@@ -127,3 +130,25 @@ def test_whoever_asks_thrice_does_not_break_off_the_end(how: str) -> None:
         assert process.stdout.read().splitlines() == ["closed", "interrupted"]
         assert process.wait() == 0
         assert process.stderr.read() == ""
+
+
+INT, TERM = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("asked", "beat_at", "ended_at", "ends_at"),
+    [
+        ([(INT, 0.0)], 0.0, math.inf, math.inf),  # once is a request
+        ([(INT, 0.0), (INT, 1.0)], 0.0, math.inf, 1.0 + HELD_S),  # the loop is held up
+        ([(TERM, 0.0)], 0.0, math.inf, HELD_S),
+        ([(TERM, 0.0)], math.inf, math.inf, math.inf),  # it ends in order
+        ([(INT, 0.0), (TERM, 1.0)], math.inf, math.inf, 1.0 + ENDING_S),  # it comes round, and does not end
+        ([(INT, 0.0), (INT, 1.0)], math.inf, 2.0, 2.0 + HELD_S),  # its work has ended, and something else has not
+        ([(INT, 0.0), (INT, 1.0), (INT, 9.0)], 0.0, math.inf, 1.0 + HELD_S),  # more do not put it off
+    ],
+)
+def test_when_the_last_resort_is_taken(asked: list[tuple[int, float]], beat_at: float, ended_at: float, ends_at: float) -> None:
+    """`beat_at` of infinity: the loop has beaten just now, whenever one looks."""
+    times = [number / 10 for number in range(400)]
+    found = [now for now in times if too_late(asked, min(beat_at, now), ended_at, now)]
+    assert found == [now for now in times if now > ends_at]

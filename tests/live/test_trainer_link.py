@@ -16,6 +16,7 @@ from rollweave.live.trainer_link import (
     TrainerSpec,
 )
 from rollweave.schema.training import (
+    Copied,
     Publish,
     Published,
     Restore,
@@ -70,6 +71,22 @@ async def test_commands_are_answered_in_turn(connect: Connect, kind: str, tmp_pa
         assert isinstance(await trainer.ask(Save(path=str(tmp_path / "saved"))), Saved)
         assert await trainer.ask(Restore(path=str(tmp_path / "saved"))) == Restored(step=4)
     assert isinstance(await trainer.ask(Publish(version=4, weights_id=9)), Published)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_checkpoint_is_written_beside_what_comes_next(connect: Connect, kind: str) -> None:
+    trainer = connect(kind)
+    await trainer.ready()
+    for step in range(3):
+        assert await trainer.ask(Save(path="beside", beside=True)) == Copied(path="beside", copy_s=0.0)
+        assert isinstance(await trainer.ask(train_on(step)), Trained)
+        async with asyncio.timeout(20):
+            assert await trainer.written() == Saved(path="beside", save_s=0.0)
+    assert isinstance(await trainer.ask(Save(path="beside", beside=True)), Copied)
+    trainer.kill()
+    async with asyncio.timeout(20):
+        with pytest.raises(TrainerLostError):
+            await trainer.written()
 
 
 @pytest.mark.parametrize("kind", KINDS)

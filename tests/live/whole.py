@@ -4,6 +4,9 @@
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -121,6 +124,28 @@ def write(config: RunConfig) -> Path:
     path = Path(config.run.dir) / "config.toml"
     path.write_text(dumps(config))
     return path
+
+
+def assert_trained_once(config: RunConfig) -> None:
+    """Every step of the surviving lineage trained a whole batch, and no trajectory is in two of them."""
+    steps = trained(config)
+    assert sorted(steps) == list(range(config.run.steps))
+    ids = [trajectory for batch in steps.values() for trajectory in batch]
+    assert len(ids) == len(set(ids)) == 4 * config.run.steps
+
+
+def controller(config: RunConfig) -> subprocess.Popen[bytes]:
+    """A controller in a process of its own. What it prints goes to a file beside the run."""
+    command = [sys.executable, "-m", "tests.live.whole", str(write(config))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    with (Path(config.run.dir) / "printed").open("wb") as printed:
+        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+
+
+def killed(config: RunConfig) -> None:
+    """Run `config` in a controller of its own until a fault kills it; its children are gone."""
+    assert controller(config).wait(60) == -signal.SIGKILL
+    assert_gone(config)
 
 
 if __name__ == "__main__":

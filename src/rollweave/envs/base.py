@@ -1,8 +1,10 @@
 """What an environment is: the words it exchanges with an agent, and the hooks that it may have.
 
 An `Env` is single use: made from the options of its `[[tasks]]` entry, `reset` once with a task, then `step` until done. Its
-methods may be `async`. A method that is not must be fast: it runs on the event loop that all trajectories share (put
-slow ones into `isolation = "process"`).
+methods may be `async`; then they run on the event loop that all trajectories share and must not block it. Plain methods may
+block: an environment that has any gets a thread for its life, on which they run one after another (`threads.py`). A class
+whose plain methods return at once may set `blocking = False`; they then run on the event loop. A call that does not return
+within `tasks.step_s` is abandoned, but only `isolation = "process"` can end it.
 
 Beyond `reset` and `step` everything is optional. Class methods, each of which gets the options of the `[[tasks]]` entry:
 
@@ -11,6 +13,8 @@ Beyond `reset` and `step` everything is optional. Class methods, each of which g
 - `words(options) -> Sequence[str]`: what a word-level tokenizer must hold, so that observations and actions are whole words.
 - `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the supervised warm-up. Its docstring says
   what it contains, and whether that gives answers away.
+- `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of every task, each with its place (file
+  and line, for example), so that a dry run can name those that are too long.
 - `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the agent may sample (empty: all).
 - `score(episode, options) -> float | Score` (may be async): the reward of a whole episode, computed in the EVAL stage, after
   the environment is closed. Without it the reward is the sum of the steps' rewards.
@@ -57,7 +61,11 @@ class Observation(Noun, frozen=True, kw_only=True):
 
 
 class Step(Noun, frozen=True, kw_only=True):
-    """What came of one action: the answer, its reward, and whether the episode is over (then `messages` may be empty)."""
+    """The result of one action: the answer, its reward, and whether the episode is over (then `messages` may be empty).
+
+    `success` of the last step says whether the task was solved. If neither steps nor scores of an environment ever set it,
+    results are mean rewards: success is not derived from them.
+    """
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
@@ -96,14 +104,18 @@ class Episode(Noun, frozen=True, kw_only=True):
 
 
 class Score(Noun, frozen=True, kw_only=True):
-    """The reward of a trajectory. `success` None: not known."""
+    """The reward of a trajectory, and whether the task was solved. `success` None: not known, or not defined."""
 
     reward: float
     success: bool | None = None
 
 
 class Env(Protocol):
-    """A single-use environment."""
+    """A single-use environment.
+
+    A `step` that also has a parameter `finish_reason` receives how the agent's turn ended: "stop", or "length" if it was cut at
+    `max_turn_tokens`, so that `"righ"` need not be taken for an answer. A scorer finds it in each message of the episode.
+    """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """Begin `task`."""

@@ -5,26 +5,32 @@ an `EnvError` or `RewardError` that says what was wrong. The caller's cancellati
 """
 
 import asyncio
+import inspect
 import math
-import threading
-import traceback
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
-from rollweave.envs.faults import Faulty, awaited, reward_fault
+from rollweave.envs.faults import Faulty, reward_fault
+from rollweave.envs.foreign import running_task, text_of, type_name, what_happened
 from rollweave.envs.registry import resolve
-from rollweave.schema.errors import EnvError, RewardError, RollweaveError
+from rollweave.envs.threads import Via, apart, directly
+from rollweave.schema.errors import EnvError, Interrupted, RewardError
 from rollweave.schema.sections import FaultsConfig
+from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import Task
 
 T = TypeVar("T", Observation, Step)
 N = TypeVar("N", Observation, Step, Score)
 
-RAISED = (Exception, SystemExit, KeyboardInterrupt)
-"""What the user's code may raise. A Ctrl-C is no KeyboardInterrupt here: the run takes signals in its event loop."""
+RAISED = (BaseException,)
+"""Exceptions that the user's code may raise. Ctrl-C raises no KeyboardInterrupt here: the run handles signals in its event
+loop, and as a last resort raises `Interrupted`, which is not caught."""
+
+CANNOT = (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError)
+"""Exceptions that the conversion of a malformed value may raise."""
 
 LARGEST_REWARD = 1e12
 """Rewards are squared and summed, in float32 too: beyond this that overflows."""
@@ -32,77 +38,116 @@ LARGEST_REWARD = 1e12
 SHOWN = 80
 """Characters of garbage that an error quotes."""
 
+LEAST_CHARS, CHARS_PER_TOKEN = 1 << 20, 16
+"""Maximum number of characters in the messages of one answer: at least the first, and the second for each token of the
+task's limit. Tokenizing takes a second for each megabyte, during which all trajectories wait."""
+
+KEY_CHARS = 1024
+"""Maximum length of a `state_key` that is kept as it is; every turn repeats its key."""
+
 
 class GuardedEnv:
     """One environment of the user's, made, called and checked. All methods raise `EnvError` and nothing else."""
 
-    def __init__(self, name: str, options: Options, *, faults: FaultsConfig, seed: int, block: bool) -> None:
+    def __init__(
+        self, name: str, options: Options, *, faults: FaultsConfig, seed: int, block: bool, via: Via = directly
+    ) -> None:
         try:
             env = resolve(name)(**options)
+        except Interrupted:
+            raise
         except RAISED as error:
             raise EnvError(what_happened("making the environment", error)) from error
-        self._env = Faulty(env, faults, seed=seed, block=block)
+        self._hears_finish = takes_finish_reason(env)
+        self._env = Faulty(env, faults, seed=seed, block=block, via=via)
+        self._most_chars = LEAST_CHARS
 
     async def reset(self, task: Task) -> Observation:
         """Begin the task."""
+        self._most_chars = max(LEAST_CHARS, CHARS_PER_TOKEN * task.limits.max_tokens)
         observation = _checked(await self._called("reset", task), Observation, "reset")
         if not observation.messages:
             raise EnvError("reset must return at least one message, got none")
+        self._check_size(observation, "reset")
         return observation
 
-    async def step(self, action: str) -> Step:
-        """Take the agent's words."""
-        step = _checked(await self._called("step", action), Step, "step")
+    async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
+        """Take the agent's words. Passes on how they ended, if the environment's `step` has a parameter `finish_reason`."""
+        more = {"finish_reason": finish_reason} if self._hears_finish else {}
+        step = _checked(await self._called("step", action, **more), Step, "step")
         if not abs(step.reward) <= LARGEST_REWARD:  # nor is NaN
             raise EnvError(f"step must return a finite reward, at most {LARGEST_REWARD:g}, got {step.reward}")
         if not step.done and not step.messages:
             raise EnvError("step must return at least one message while the episode is not done, got none")
+        self._check_size(step, "step")
         return step
 
     async def close(self) -> None:
         """Free what `reset` took."""
         await self._called("close")
 
-    async def _called(self, method: str, *arguments: Any) -> Any:
+    def _check_size(self, answer: Observation | Step, method: str) -> None:
+        size = sum(len(message.content) for message in answer.messages)
+        if size > self._most_chars:
+            raise EnvError(f"{method} must return messages of at most {self._most_chars} characters, got {size}")
+
+    async def _called(self, method: str, *arguments: Any, **more: Any) -> Any:
+        task = running_task()
         try:
-            return await getattr(self._env, method)(*arguments)
+            return await getattr(self._env, method)(*arguments, **more)
         except asyncio.CancelledError as error:
             if _asked_to_cancel():
                 raise
             raise EnvError(what_happened(method, error)) from error
+        except Interrupted:
+            raise
         except RAISED as error:
+            if _is_closing(error, task):
+                raise
             raise EnvError(what_happened(method, error)) from error
 
 
-async def scored(name: str, options: Options, episode: Episode, *, faults: FaultsConfig, seed: int) -> Score:
-    """The reward of an episode: what the class's `score` says, else the sum of the steps' rewards. Raises RewardError.
+def takes_finish_reason(env: Any) -> bool:
+    """True if the environment's `step` has a parameter of this name."""
+    try:
+        return "finish_reason" in inspect.signature(env.step).parameters
+    except RAISED:  # there is no `step`, which its first call will report, or it has no signature
+        return False
 
-    A `score` that is not async runs on a thread of its own: rewards are often slow, and here they share the event loop.
-    """
+
+async def scored(name: str, options: Options, episode: Episode, *, faults: FaultsConfig, seed: int, via: Via = apart) -> Score:
+    """Return the reward of an episode: from the class's `score`, else the sum of the steps' rewards. Raises RewardError."""
+    task = running_task()
     try:
         reward_fault(faults, seed=seed)
         hook = getattr(resolve(name), "score", None)
         if hook is None:
             return Score(reward=math.fsum(episode.rewards), success=episode.success)
-        found = await awaited(await _in_thread(lambda: hook(episode, options)))
+        found = await via(hook, episode, options)
     except asyncio.CancelledError as error:
         if _asked_to_cancel():
             raise
         raise RewardError(what_happened("score", error)) from error
+    except Interrupted:
+        raise
     except RAISED as error:
+        if _is_closing(error, task):
+            raise
         raise RewardError(what_happened("score", error)) from error
     return checked_score(found, "score", success=episode.success)
 
 
 def checked_score(found: Any, method: str, *, success: bool | None) -> Score:
     """What `method` returned as a Score; a number's `success` is the given one. Raises RewardError."""
-    found = _plain(found) if hasattr(found, "item") else found
-    if isinstance(found, int | float):
-        found = Score(reward=float(found), success=success)
     try:
+        found = _plain(found) if hasattr(found, "item") else found
+        if isinstance(found, int | float):
+            found = Score(reward=float(found), success=success)
         score = _typed(found, Score) if isinstance(found, Score) else None
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise RewardError(f"{method} must return a number or a Score: {error}") from error
+    except Interrupted:
+        raise
+    except RAISED as error:  # from the value's own methods, too
+        raise RewardError(f"{method} must return a number or a Score: {_why(error)}") from error
     if score is None or not abs(score.reward) <= LARGEST_REWARD:
         raise RewardError(f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or a Score, got {_short(found)}")
     return score
@@ -114,72 +159,50 @@ def _asked_to_cancel() -> bool:
     return task is None or task.cancelling() > 0
 
 
+def _is_closing(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
+    """Whether Python closes the coroutine of `task`, which awaits the user's code; otherwise that code raised GeneratorExit."""
+    return issubclass(type(error), GeneratorExit) and (task is None or running_task() is not task)
+
+
 def _checked(value: Any, kind: type[T], method: str) -> T:
-    if not isinstance(value, kind):
-        raise EnvError(f"{method} must return {kind.__name__}, got {_short(value)}")
     try:
-        return _typed(value, kind)
-    except (msgspec.ValidationError, TypeError, ValueError) as error:
-        raise EnvError(f"{method} must return {kind.__name__} of the right types: {error}") from error
+        if isinstance(value, kind):
+            return msgspec.structs.replace(_typed(value, kind), state_key=_key(value.state_key))
+    except Interrupted:
+        raise
+    except RAISED as error:  # from the value's own methods, too
+        raise EnvError(f"{method} must return {kind.__name__} of the right types: {_why(error)}") from error
+    raise EnvError(f"{method} must return {kind.__name__}, got {_short(value)}")
+
+
+def _key(key: str) -> str:
+    """Return the key, or the digest of one that is too long or not valid text: only equality matters."""
+    if len(key) <= KEY_CHARS and valid(key) == key:
+        return key
+    return xxhash.xxh3_128_hexdigest(key.encode(errors="surrogatepass"))
 
 
 def _typed(value: Any, kind: type[N]) -> N:
-    """The noun with every field of its declared type: numpy's numbers become Python's, lists become tuples."""
-    return msgspec.convert(msgspec.to_builtins(value, enc_hook=_plain), kind)
+    """Convert every field to its declared type: numpy's numbers to Python's, lists to tuples, and all text to valid text."""
+    return msgspec.convert(valid_tree(msgspec.to_builtins(value, enc_hook=_plain)), kind)
 
 
 def _plain(value: Any) -> Any:
     """A Python number for a number of numpy or torch."""
     if not hasattr(value, "item"):
-        raise TypeError(f"{type(value).__name__} is not supported")
+        raise TypeError(f"{type_name(value)} is not supported")
     return value.item()
 
 
 def _short(value: Any) -> str:
     try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+        text = "".join(repr(value))
+    except RAISED:
+        text = f"a {type_name(value)} that cannot be shown"
+    return valid(text if len(text) <= SHOWN else f"{text[:SHOWN]}…")
 
 
-def what_happened(method: str, error: BaseException) -> str:
-    """The error and the last place in the code it came from."""
-    if isinstance(error, RollweaveError):
-        return f"{method}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    try:
-        text = str(error)
-    except Exception:
-        text = "(its text cannot be shown)"
-    return f"{method} raised {type(error).__name__}: {text}{place}"
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Run `call` on a daemon thread: one that never returns keeps neither the loop nor the end of the process waiting."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-        else:
-            answer.set_exception(error)
-
-    def work() -> None:
-        value: Any = None
-        error: BaseException | None = None
-        try:
-            value = call()
-        except StopIteration as raised:  # a future cannot carry it
-            error = RuntimeError(f"StopIteration: {raised}")
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, value, error)
-
-    threading.Thread(target=work, name="score", daemon=True).start()
-    return await answer
+def _why(error: BaseException) -> str:
+    """What the conversion of a value raised; a malformed value's error says it all, without its name."""
+    text = text_of(error)
+    return text if issubclass(type(error), CANNOT) else f"{type_name(error)}: {text}"

@@ -38,6 +38,8 @@ class Calculator:
     `answers` is the share of the warm-up's transcripts that are solved rightly.
     """
 
+    blocking = False
+
     def __init__(self, *, largest: int = LARGEST, operators: str = "+-", answers: float = 0.5) -> None:
         if not 1 <= largest <= MOST:
             raise ConfigError(f"options.largest must be from 1 to {MOST}, got {largest}")

@@ -8,9 +8,11 @@ import math
 import random
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from rollweave.envs.base import mix
+from rollweave.envs.threads import Via, directly
 from rollweave.schema.sections import FaultsConfig
 from rollweave.schema.work import Task
 
@@ -31,21 +33,23 @@ class Faulty:
         *,
         seed: int,
         block: bool,
+        via: Via = directly,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._env, self._faults, self._seed, self._block, self._sleep = env, faults, seed, block, sleep
+        self._via = via
         self._calls = 0
 
     async def reset(self, task: Task) -> Any:
         return await self._call(self._env.reset, task, latency=False)
 
-    async def step(self, action: str) -> Any:
-        return await self._call(self._env.step, action, latency=True)
+    async def step(self, action: str, **more: Any) -> Any:
+        return await self._call(partial(self._env.step, **more), action, latency=True)
 
     async def close(self) -> None:
         close = getattr(self._env, "close", None)
         if close is not None:
-            await awaited(close())
+            await self._via(close)
 
     async def _call(self, call: Any, argument: Any, *, latency: bool) -> Any:
         rng, faults = random.Random(mix(self._seed, "call", self._calls)), self._faults
@@ -63,15 +67,10 @@ class Faulty:
         fate -= faults.env_hang
         if fate < faults.env_garbage:
             return GARBAGE
-        return await awaited(call(argument))
+        return await self._via(call, argument)
 
 
 def reward_fault(faults: FaultsConfig, *, seed: int) -> None:
     """Raise where `faults.reward_error` strikes the reward of this trajectory."""
     if random.Random(mix(seed, "reward")).random() < faults.reward_error:
         raise InjectedError("injected by faults.reward_error")
-
-
-async def awaited(value: Any) -> Any:
-    """The value itself, or what it gives when awaited: an environment's methods may be either."""
-    return await value if hasattr(value, "__await__") else value

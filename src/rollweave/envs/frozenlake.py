@@ -48,6 +48,8 @@ class FrozenLake:
     episode are `seen`; columns are letters, rows numbers.
     """
 
+    blocking = False
+
     def __init__(self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False) -> None:
         _known(maps)
         self._lake: Any = None

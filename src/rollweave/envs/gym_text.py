@@ -23,7 +23,7 @@ class GymText:
     With a `Discrete` action space the agent answers one of `actions` (by place), or the number itself where none are named;
     with a `Text` space its words are the action. Observations are written as they are, or as the environment renders itself
     (`observe = "render"`, with `make = { render_mode = "ansi" }`). `prompt` is said first. What is no action costs 0.1.
-    An episode that the environment terminates succeeds where `info["success"]` says so, else where its last reward is positive.
+    Whether an episode succeeded is taken from `info["success"]` at its end, and otherwise unknown.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class GymText:
         text, earned = self._written(value), float(reward)
         if not (terminated or truncated):
             return Step.of(text, reward=earned, state_key=text)
-        success = info.get("success", bool(terminated) and earned > 0)
-        return Step.of(text, reward=earned, done=True, success=bool(success))
+        success = bool(info["success"]) if "success" in info else None
+        return Step.of(text, reward=earned, done=True, success=success)
 
     def close(self) -> None:
         self._env.close()

@@ -4,10 +4,11 @@ Which records there are and who gets them is `records.py`'s.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from rollweave.envs.base import Episode, Observation, Options, Split, Step, new_task, payload_of
-from rollweave.envs.records import drawn, messages_of, records
+from rollweave.envs.records import drawn, messages_of, placed, records
 from rollweave.envs.registry import load
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -31,8 +32,7 @@ class Jsonl:
     def reset(self, task: Task) -> Observation:
         payload = payload_of(task)
         asked = records(payload["file"], self._prompt)[payload["row"]][self._prompt]
-        said = messages_of(asked)
-        return Observation(messages=(Message(role="system", content=self._system), *said) if self._system else said)
+        return Observation(messages=_begun(self._system, asked))
 
     def step(self, action: str) -> Step:
         return Step(done=True)
@@ -46,11 +46,24 @@ class Jsonl:
         return new_task(file=file, row=row)
 
     @classmethod
+    def prompts(cls, options: Options) -> Iterator[tuple[str, tuple[Message, ...]]]:
+        """Yield the place of each prompt in the files, with the messages that an episode begins with."""
+        prompt = options.get("prompt", "prompt")
+        for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
+            for number, record in placed(file, prompt) if file else ():
+                yield f"{file}:{number}", _begun(options.get("system", ""), record[prompt])
+
+    @classmethod
     def score(cls, episode: Episode, options: Options) -> Any:
         """What the reward function says of the agent's words."""
         payload = payload_of(episode.task)
         record = records(payload["file"], options.get("prompt", "prompt"))[payload["row"]]
         return _reward(options["reward"])(dict(record), "".join(episode.actions()[-1:]))
+
+
+def _begun(system: str, asked: Any) -> tuple[Message, ...]:
+    said = messages_of(asked)
+    return (Message(role="system", content=system), *said) if system else said
 
 
 @functools.lru_cache(16)

@@ -27,6 +27,8 @@ class Nim:
     Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with probability `skill`, else at random.
     """
 
+    blocking = False
+
     def __init__(self, *, smallest: int = 4, largest: int = 15, skill: float = 0.3, grammar: bool = False) -> None:
         if not 1 <= smallest <= largest <= LARGEST_PILE:
             raise ConfigError(f"options.smallest must be 1 to largest, largest to {LARGEST_PILE}, got {smallest} and {largest}")

@@ -70,8 +70,8 @@ class OpenEnv:
 
     `action` is the action as an object, with "{text}" where the agent's words go, or "json": then they are the object.
     `observe` writes an observation, with its fields in braces: "{board}\\nScore {score}"; by default it is the only text field,
-    or all fields as JSON. `prompt` is said first. An action that the server refuses costs 0.1. An episode succeeds where the
-    metadata's `success` says so, else where its last reward is positive. `timeout_s` is the limit of each answer.
+    or all fields as JSON. `prompt` is said first. An action that the server refuses costs 0.1. Whether an episode succeeded is
+    taken from `success` in the metadata, and otherwise unknown. `timeout_s` is the limit of each answer.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class OpenEnv:
             return Step.of(text, reward=reward, state_key=text)
         metadata = result.metadata or result.observation.get("metadata") or {}
         success = metadata.get("success") if isinstance(metadata, dict) else None
-        return Step.of(text, reward=reward, done=True, success=success if isinstance(success, bool) else reward > 0)
+        return Step.of(text, reward=reward, done=True, success=success if isinstance(success, bool) else None)
 
     async def close(self) -> None:
         """Take leave of the server, at most `CLOSE_S` seconds."""

@@ -170,9 +170,9 @@ class ProcessEnv:
         await self._leased().ask(Open(setting=self._setting), Done)
         return (await self._leased().ask(Reset(task=task), Observed)).observation
 
-    async def step(self, action: str) -> Step:
-        """Take the agent's words. Raises EnvError."""
-        return (await self._leased().ask(Act(action=action), Stepped)).step
+    async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
+        """Take the agent's words, and how they ended. Raises EnvError."""
+        return (await self._leased().ask(Act(action=action, finish_reason=finish_reason), Stepped)).step
 
     async def close(self) -> None:
         """Free what the environment holds; the worker serves the next one. Raises EnvError where its own `close` does."""

@@ -7,6 +7,7 @@ every record of a split once, in an order of its own.
 import functools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any]
     if not found:
         raise ConfigError(f"options.{option} must have records, {path} has none")
     return tuple(found)
+
+
+def placed(path: str, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield every record with its line number. Raises ConfigError as `records` does."""
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    numbers = [number for number, line in enumerate(lines, start=1) if line.strip()]
+    return zip(numbers, records(path, field), strict=True)
 
 
 def messages_of(asked: Any) -> tuple[Message, ...]:

@@ -98,8 +98,10 @@ def _unknown(kind: type[Any], value: object) -> NoReturn:
 def load(reference: str, *, what: str) -> Any:
     """The object at `package.module:name`. Raises ConfigError, naming `what` it was to be."""
     module, colon, attribute = reference.partition(":")
-    if not (module and colon and attribute):
-        raise ConfigError(f"{what} must be package.module:name, got {reference!r}")
+    if not (module and colon and attribute) or "/" in module or module.endswith(".py"):
+        name = module.removesuffix(".py").rpartition("/")[2]
+        near = f" (did you mean {name}:{attribute}, run in the directory of {name}.py?)" if name and attribute else ""
+        raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
     try:
         found: Any = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is why it cannot be used

@@ -4,6 +4,8 @@ Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out
 the final evaluation from another than those that choose a checkpoint.
 """
 
+import functools
+import inspect
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,16 +17,19 @@ from rollweave.codec.chat import ChatCodec
 from rollweave.codec.conversation import scripted
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
-from rollweave.envs.boundary import RAISED, GuardedEnv, scored
+from rollweave.envs.boundary import CANNOT, RAISED, GuardedEnv, scored
+from rollweave.envs.foreign import type_name, what_happened
 from rollweave.envs.process import ProcessEnv, Workers, score_in_process
 from rollweave.envs.registry import check_options, is_handler, resolve
+from rollweave.envs.threads import EnvThread, EnvThreads, directly, needs_thread
 from rollweave.envs.words import Setting
 from rollweave.policy.mixture import next_domain
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError, EnvError, RollweaveError
+from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
 from rollweave.schema.sections import FaultsConfig, TaskConfig
+from rollweave.schema.text import valid_tree
 from rollweave.schema.work import Purpose, Task, TokenSequence
 
 
@@ -34,7 +39,7 @@ class OpenedEnv(Protocol):
     async def reset(self, task: Task) -> Observation:
         """Begin the task. Raises EnvError."""
 
-    async def step(self, action: str) -> Step:
+    async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
         """Take the agent's words. Raises EnvError."""
 
     async def close(self) -> None:
@@ -47,22 +52,45 @@ class OpenedEnv(Protocol):
 class Worlds:
     """Opens environments and scores episodes of one task domain."""
 
-    def __init__(self, config: TaskConfig, faults: FaultsConfig, workers: Workers) -> None:
-        self._config, self._faults, self._workers = config, faults, workers
+    def __init__(self, config: TaskConfig, faults: FaultsConfig, workers: Workers, threads: EnvThreads) -> None:
+        self._config, self._faults, self._workers, self._threads = config, faults, workers, threads
 
     async def open(self, task: Task, *, seed: int) -> OpenedEnv:
         """A fresh environment for `task`. `seed` decides injected faults. Raises EnvError."""
         config = self._config
         if config.isolation == "process":
             return ProcessEnv(self._workers, self._setting(seed))
-        return InlineEnv(GuardedEnv(config.env, config.options, faults=self._faults, seed=seed, block=False))
+        kind = resolve(config.env)
+        if not needs_thread(kind):
+            return InlineEnv(GuardedEnv(config.env, config.options, faults=self._faults, seed=seed, block=False))
+        thread = self._threads.lease(f"environment {config.env}")
+        make = functools.partial(
+            GuardedEnv, config.env, config.options, faults=self._faults, seed=seed, block=False, via=thread.via
+        )
+        try:  # constructed where it is reset: if `reset` is async, the constructor may need the event loop, too
+            env = make() if inspect.iscoroutinefunction(kind.reset) else await thread.run("__init__", make)
+        except BaseException:
+            thread.release()
+            raise
+        return InlineEnv(env, thread)
 
     async def score(self, episode: Episode, *, seed: int) -> Score:
         """The reward of an ended episode. Raises RewardError."""
         config = self._config
-        if config.isolation == "process" and hasattr(resolve(config.env), "score"):
+        hook = getattr(resolve(config.env), "score", None)
+        if config.isolation == "process" and hook is not None:
             return await score_in_process(self._workers, self._setting(seed), episode)
-        return await scored(config.env, config.options, episode, faults=self._faults, seed=seed)
+        score = functools.partial(scored, config.env, config.options, episode, faults=self._faults, seed=seed)
+        if hook is None or inspect.iscoroutinefunction(hook):
+            return await score(via=directly)
+        try:
+            thread = self._threads.lease(f"environment {config.env}")
+        except EnvError as error:
+            raise RewardError(str(error)) from error
+        try:
+            return await score(via=thread.via)
+        finally:
+            thread.release()
 
     def _setting(self, seed: int) -> Setting:
         config = self._config
@@ -70,22 +98,33 @@ class Worlds:
 
 
 class InlineEnv:
-    """An environment on the caller's event loop. A call that blocks blocks the loop; nothing can be killed here."""
+    """An environment in this process: its async methods run on the event loop, its plain ones on `thread`, if it has one.
 
-    def __init__(self, env: GuardedEnv) -> None:
-        self._env = env
+    Nothing can be killed here: a plain method that does not return in time is abandoned, with its thread.
+    """
+
+    def __init__(self, env: GuardedEnv, thread: EnvThread | None = None) -> None:
+        self._env, self._thread = env, thread
 
     async def reset(self, task: Task) -> Observation:
         return await self._env.reset(task)
 
-    async def step(self, action: str) -> Step:
-        return await self._env.step(action)
+    async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
+        return await self._env.step(action, finish_reason=finish_reason)
 
     async def close(self) -> None:
-        await self._env.close()
+        if self._thread is None:
+            await self._env.close()
+        elif not self._thread.left:
+            try:
+                await self._env.close()
+            finally:
+                self._thread.release()
 
     def kill(self) -> None:
         """What it holds is freed when it is collected."""
+        if self._thread is not None:
+            self._thread.release()
 
 
 class TaskSource:
@@ -100,10 +139,12 @@ class TaskSource:
             if task.isolation == "process" and is_handler(task.env):
                 raise ConfigError(f"tasks.isolation must be inline for a handler, got process for {task.name!r}")
         self.workers = Workers(logs if logs is not None else (Path(config.run.dir) / config.run.name / "logs").absolute())
-        self._worlds = {task.name: Worlds(task, config.faults, self.workers) for task in config.tasks}
+        self.threads = EnvThreads()
+        self._worlds = {task.name: Worlds(task, config.faults, self.workers, self.threads) for task in config.tasks}
 
     async def close(self) -> None:
-        """End all worker processes."""
+        """End all worker processes, and all threads except those whose calls do not return."""
+        self.threads.close()
         await self.workers.close()
 
     def draw(self, name: str, index: int, purpose: Purpose) -> Task:
@@ -124,14 +165,15 @@ class TaskSource:
         except RollweaveError:
             raise
         except RAISED as error:
-            raise EnvError(f"{name}: make_task raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{name}: {what_happened('make_task', error)}") from error
         if not isinstance(made, Task):
-            raise EnvError(f"{name}: make_task must return a Task, got {type(made).__name__}")
+            raise EnvError(f"{name}: make_task must return a Task, got {type_name(made)}")
         task_id = TaskId(f"{name}-{split}-{index}")
         task = msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
         try:
-            return msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task)  # as the journal will
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            plain = valid_tree(msgspec.to_builtins(task))
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Task)  # as the journal will
+        except CANNOT as error:
             raise EnvError(f"{name}: make_task must return a Task that can be written down: {error}") from error
 
     def asked(self, name: str, *, payload: str, seed: int) -> Task:

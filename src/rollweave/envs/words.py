@@ -32,6 +32,7 @@ class Act(Tagged, frozen=True, kw_only=True):
     """→ Stepped | Failed"""
 
     action: str
+    finish_reason: str = "stop"
 
 
 class Close(Tagged, frozen=True, kw_only=True):

@@ -48,8 +48,8 @@ class Worker:
                 return Done()
             case Reset(task=task):
                 return Observed(observation=await self._opened().reset(task))
-            case Act(action=action):
-                return Stepped(step=await self._opened().step(action))
+            case Act(action=action, finish_reason=finish_reason):
+                return Stepped(step=await self._opened().step(action, finish_reason=finish_reason))
             case Close():
                 env, self._env = self._env, None
                 if env is not None:

@@ -1,11 +1,8 @@
-"""What handlers with a sandbox share: it is freed before the reward, and to go beyond its limits is the agent's doing."""
+"""What handlers with a sandbox share: the sandbox is freed before the reward, and the agent is to blame if it is spoiled."""
 
 from rollweave.envs.base import Score
 from rollweave.sandbox.base import Sandbox
-from rollweave.schema.errors import SandboxLostError
-
-OWN_DOING = ("limits.memory_bytes", "limits.processes", "limits.cpu_s")
-"""Why a sandbox ends by what the code in it did. Wall time is none: a turn may have waited for an engine."""
+from rollweave.schema.errors import SandboxSpoiledError
 
 
 class Boxed:
@@ -24,6 +21,9 @@ class Boxed:
             self._sandbox.kill()
 
     async def run_exception(self, error: BaseException) -> Score | None:
-        """No reward where the agent's code drove the sandbox beyond a limit; any other failure says nothing about it."""
-        lost = isinstance(error, SandboxLostError) and any(limit in str(error) for limit in OWN_DOING)
-        return Score(reward=0.0, success=False) if lost else None
+        """Return reward 0 if the agent's code spoiled the sandbox, else None: other failures say nothing about the agent."""
+        return Score(reward=0.0, success=False) if isinstance(error, SandboxSpoiledError) else None
+
+    async def eval_exception(self, error: BaseException) -> Score | None:
+        """Judge as for `run`, because code that the agent left runs here, too."""
+        return await self.run_exception(error)

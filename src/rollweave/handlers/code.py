@@ -111,10 +111,6 @@ class Code(Boxed):
         share = sum(self._passed) / self._cases
         return Score(reward=share if self._partial else float(share == 1.0), success=share == 1.0)
 
-    async def eval_exception(self, error: BaseException) -> Score | None:
-        """As of `run`: what the agent left runs there."""
-        return await self.run_exception(error)
-
     def final_result(self) -> dict[str, Any]:
         """The program, and which cases it got right, as far as they were tried."""
         return {"program": self._program, "passed": self._passed}

@@ -79,12 +79,13 @@ def without(source: str, module: str, hidden: frozenset[str]) -> str:
 async def look(sandbox: Sandbox, spec: SandboxSpec, tests: Mapping[str, str], *, root: str) -> Seen:
     """What the tests note in the sandbox, whose code lies at `root`. `tests` has the files' sources, {module: source}.
 
-    A test that noted nothing, or nothing that can be read, has an empty list. Raises SandboxError.
+    The interpreter imports only the standard library when it starts, whatever files the code has. A test that noted nothing,
+    or nothing readable, has an empty list. Raises SandboxError.
     """
     sources = {module: probed(source) for module, source in tests.items()}
     names = [name for module, source in tests.items() for name in names_in(module, source)]
     job = {"root": root, "sources": sources, "tests": names, "seconds": TEST_S}
-    program = [python_of(spec), "-I", "-c", _program()]
+    program = [python_of(spec), "-I", "-S", "-c", _program()]
     found = await sandbox.exec(program, stdin=json.dumps(job).encode(), cwd=root, timeout_s=ALL_S)
     try:
         seen = msgspec.json.decode(found.stdout, type=Seen)

@@ -5,14 +5,16 @@
 gateway answers it 429 or 400, and what was said so far counts. `eval` scores what it left.
 
 Invariants: the program never sees the fields of its task that are `hidden`, nor `score_files`; a scoring command runs in a
-sandbox of its own, in which no process of the program's lives; a program that could not be run to its end gives no reward,
-unless it went beyond the sandbox's memory, processes or CPU, which is its own doing.
+clean sandbox, in which only the files of the submission come from the program, in a folder outside the one in which the
+command runs; a program that could not run to its end gives no reward, unless it exceeded the sandbox's memory, processes
+or CPU, which gives 0.
 """
 
 import asyncio
 import inspect
 import json
 import os
+import posixpath
 import stat
 import sys
 import weakref
@@ -30,10 +32,11 @@ from rollweave.handlers.base import Agent, Job
 from rollweave.handlers.boxed import Boxed
 from rollweave.handlers.sandboxes import Sandboxes, forget
 from rollweave.handlers.toolbox import check_positive
-from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot
+from rollweave.sandbox.base import HOST, MIB, ExecResult, Sandbox, SandboxSpec, Snapshot, check_taken
 from rollweave.sandbox.relay import relay
 from rollweave.sandbox.tools import plain
-from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError, SandboxRefusedError
+from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
+from rollweave.schema.text import decimal
 from rollweave.schema.work import Task
 
 TASK = "task.json"
@@ -48,6 +51,12 @@ SCORE_S = 600.0
 
 TAIL = 4000
 """Characters of output that a result keeps."""
+
+SUBMISSION = "SUBMISSION"
+"""Environment variable with the submission's folder, for a scoring command."""
+
+SUBMITTED = "/home/submission"
+"""Folder of the submission: outside the home, so that tools that search the home for modules, tests or settings miss it."""
 
 T = TypeVar("T")
 
@@ -68,9 +77,11 @@ class Program(Boxed):
 
     - `command`: the program and its arguments. On the image `host`, `python` is the one that rollweave runs on.
     - `score`: `package.module:function`, called with an `Outcome`, may be async, returns a number or a `Score`. Or a command:
-      it runs in a sandbox that begins where the program ended, is told the `Outcome` as JSON on standard input, and the last
-      line that it prints is the reward.
-    - `score_files`: path → text, written before the scoring command only: the tests. They replace what the program left there.
+      it runs in the home of a clean sandbox, with the `Outcome` as JSON on standard input and the folder of the submission in
+      the variable SUBMISSION; the last line that it prints is the reward.
+    - `submission`: the files and folders below the program's home that a scoring command gets; by default the whole home.
+      Other files that the program wrote are left out, and so are symbolic links that lead out of the home.
+    - `score_files`: path → text, written before the scoring command only: the tests, for example.
     - `tasks`, `held_out`: JSONL files, one task a line. Without `tasks` each task is empty; without `held_out` two eighths of
       `tasks` are held out. `hidden`: fields of a task that the program does not see.
     - `files`: path → text; `folder`: one of the host's whose files are copied into the home; `outputs`: paths of text files
@@ -84,6 +95,7 @@ class Program(Boxed):
         *,
         command: Sequence[str],
         score: str | Sequence[str],
+        submission: Sequence[str] = (".",),
         score_files: Mapping[str, str] | None = None,
         tasks: str = "",
         held_out: str = "",
@@ -106,6 +118,13 @@ class Program(Boxed):
         if not self._score:
             raise ConfigError(f"options.score must be a function or a command, got {score!r}")
         self._function = _function(score) if isinstance(score, str) else None
+        self._submission = _typed("submission", submission, list[str])
+        if not self._submission:
+            raise ConfigError("options.submission must have at least one path, got []")
+        try:
+            check_taken(self._submission, SUBMITTED)
+        except ValueError as error:
+            raise ConfigError(f"options.submission: {error}") from error
         self._score_files = _typed("score_files", score_files or {}, dict[str, str])
         self._hidden = _typed("hidden", hidden, list[str])
         self._files = _typed("files", files or {}, dict[str, str])
@@ -159,7 +178,7 @@ class Program(Boxed):
         if result.timed_out:
             raise SandboxError(f"the program did not end within timeout_s, {self._timeout_s:g} s")
         if self._function is None:
-            self._snapshot = await sandbox.snapshot()
+            self._snapshot = await sandbox.snapshot(only=self._submission, at=SUBMITTED)
             self._forget = weakref.finalize(self, forget, self._snapshot)
 
     async def eval(self) -> Score:
@@ -189,13 +208,11 @@ class Program(Boxed):
         sandbox = await self._sandboxes.branch(self._snapshot)
         try:
             for path, text in self._score_files.items():
-                try:
-                    await sandbox.write(path, text.encode())
-                except SandboxRefusedError:  # the program has put something else there than a file
-                    await sandbox.exec(["rm", "-rf", "--", path])
-                    await sandbox.write(path, text.encode())
+                await sandbox.write(path, text.encode())
             told = json.dumps(outcome.__dict__).encode()
-            result = await sandbox.exec(list(self._score), stdin=told, env={**self._path(), **self._env}, timeout_s=SCORE_S)
+            submitted = posixpath.normpath(f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}")
+            env = {**self._path(), **self._env, SUBMISSION: submitted}
+            result = await sandbox.exec(list(self._score), stdin=told, env=env, timeout_s=SCORE_S)
         finally:
             await sandbox.stop(grace_s=0.0)
         said = _texts(result)
@@ -204,10 +221,10 @@ class Program(Boxed):
             how = f"took more than {SCORE_S:g} s" if result.timed_out else f"ended with status {result.rc}"
             raise RewardError(f"the scoring command {how}: {self._scored[-400:]}")
         last = said["stdout"].strip().rpartition("\n")[2]
-        try:
-            return float(last)
-        except ValueError:
-            raise RewardError(f"the scoring command's last line must be a number, got {last[:100]!r}") from None
+        reward = decimal(last.strip())
+        if reward is None:
+            raise RewardError(f"the scoring command's last line must be a number in ASCII digits, got {last[:100]!r}")
+        return reward
 
     async def _read_outputs(self, sandbox: Sandbox) -> dict[str, str]:
         found: dict[str, str] = {}

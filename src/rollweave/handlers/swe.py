@@ -100,10 +100,6 @@ class Swe(Boxed):
             return Score(reward=sum(fixed) / len(fixed) if kept else 0.0, success=success)
         return Score(reward=float(success), success=success)
 
-    async def eval_exception(self, error: BaseException) -> Score | None:
-        """As of `run`: what the agent left runs there."""
-        return await self.run_exception(error)
-
     def final_result(self) -> dict[str, Any]:
         """The change as a patch, and which tests passed."""
         if self._bug is None:
@@ -125,7 +121,7 @@ class Swe(Boxed):
         return new_task(bug=random.Random(mix(seed, split, turn)).sample(found, len(found))[place].id)
 
     async def _collect(self, sandbox: Sandbox, bug: Bug) -> None:
-        program = [python_of(SPEC), "-I", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
+        program = [python_of(SPEC), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
         found = await sandbox.exec(program, timeout_s=LIST_S)
         self._changed, self._refused = changes(found.stdout, shown(bug), keep=_is_no_test)
 

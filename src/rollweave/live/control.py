@@ -17,6 +17,7 @@ from typing import Protocol, assert_never
 
 import msgspec
 
+from rollweave.codec.packing import as_json
 from rollweave.core.seats import cannot_join, cannot_leave, machine_of, next_id
 from rollweave.core.state import Engine, State
 from rollweave.live.tasks import Tasks
@@ -38,7 +39,7 @@ AT_ONCE = 8
 SAY_S = 5.0
 """That one side may take to say its line, and the core to hear of it."""
 
-_decode, _encode = msgspec.json.Decoder(ControlRequest), msgspec.json.Encoder()
+_decode = msgspec.json.Decoder(ControlRequest)
 
 
 class Post(Protocol):
@@ -107,7 +108,7 @@ class Control:
             with connection, contextlib.suppress(OSError):  # a TimeoutError is one: it has gone, or says nothing
                 async with asyncio.timeout(SAY_S):
                     line = await _line(connection)
-                reply = _encode.encode(await self._answer(line)) + b"\n"
+                reply = as_json(await self._answer(line)) + b"\n"
                 async with asyncio.timeout(SAY_S):
                     await loop.sock_sendall(connection, reply)
         finally:
@@ -199,7 +200,7 @@ def ask(path: Path, request: ControlRequest) -> ControlReply:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(4 * SAY_S), 0))
             connection.connect(name)
             connection.settimeout(4 * SAY_S)
-            connection.sendall(_encode.encode(request) + b"\n")
+            connection.sendall(as_json(request) + b"\n")
             answer = b""
             while not answer.endswith(b"\n") and len(answer) < REPLY_BYTES and (more := connection.recv(1 << 16)):
                 answer += more

@@ -15,6 +15,7 @@ from rollweave.rollout.pipeline import Pipeline
 from rollweave.schema import commands as c
 from rollweave.schema.events import DrawFailed, Event, GroupSubmitted, TimerFired
 from rollweave.schema.prediction import LengthContext
+from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, Task
 
 DRAW_S = 60.0
@@ -238,6 +239,6 @@ class Effects:
                     task = await on_thread(draw, f"draw {command.group_id}")
             except Exception as error:
                 text = f"{command.name} #{command.index}: {type(error).__name__}: {error}"
-                self._post(DrawFailed(group_id=command.group_id, error=text))
+                self._post(DrawFailed(group_id=command.group_id, error=shortened(text)))
                 return
         self._post(GroupSubmitted(group_id=command.group_id, task=task))

@@ -6,13 +6,16 @@ process of it is left; a run that ended says why and what came of every trajecto
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+import msgspec
 
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
+from rollweave.codec.extras import how_to_install
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
 from rollweave.envs.rules import named
@@ -20,18 +23,20 @@ from rollweave.envs.tasks import TaskSource
 from rollweave.live.checkpoints import Checkpoints
 from rollweave.live.clock import RunClock
 from rollweave.live.episodes import Episodes
+from rollweave.live.loopwatch import watched
 from rollweave.live.metrics import Metrics, Progress, Silent
 from rollweave.live.predictor import OpenLink
 from rollweave.live.predictor import in_process as predict_in_process
 from rollweave.live.predictor import in_thread as predict_in_thread
-from rollweave.live.recover import Beginning, recover
+from rollweave.live.recover import Beginning, lost, model_dir, recover, settle
 from rollweave.live.relay_link import in_process as relay_in_process
 from rollweave.live.relays import missing_extra
-from rollweave.live.signals import on_ending_signals
+from rollweave.live.signals import on_ending_signals, run_to_the_end
 from rollweave.live.sinks import open_sinks
 from rollweave.live.trainer_link import ProcessTrainer, ThreadTrainer, TrainerBackend, TrainerSpec
 from rollweave.live.world import World
 from rollweave.policy.scheduling import scheduling
+from rollweave.record.identity import Identity, model_digests, write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, describe, outcome, summarize, write_summary
@@ -75,12 +80,12 @@ def train(
     stays good, and `resume` goes on from it. What else goes wrong in the run itself is in the summary's `error`.
     """
     if (extra := missing_extra(config.weights)) is not None:
-        raise ConfigError(f"weights.transport {extra} must be installed (pip install 'rollweave[{extra}]'), got none")
+        raise ConfigError(f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none")
     with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:
         start = _Start(config, run, source, inproc=inproc, progress=progress or Silent(), programs=programs or Programs())
-        return asyncio.run(start.run())
+        return run_to_the_end(start.run())
 
 
 class _Start:
@@ -91,6 +96,7 @@ class _Start:
     ) -> None:
         self._config, self._run, self._source = config, run, source
         self._inproc, self._progress, self._programs = inproc, progress, programs
+        self._identifying: asyncio.Task[None] | None = None
 
     async def run(self) -> Summary:
         config, run = self._config, self._run
@@ -99,17 +105,23 @@ class _Start:
                 run.write_config(config)  # before anything else is there: what holds a run can be resumed
             store = stack.enter_context(TrajectoryStore(run.trajectories))
             begun = recover(config, run, store)
+            if not run.identity.exists():
+                write_identity(run.identity, begun.identity)
             clock, core = RunClock(begun.at), begun.core
             journal = stack.enter_context(RunJournal(run.journal))
             if begun.resumed:  # what follows happens under this configuration: the journal begins anew
                 journal.rotate(core.snapshot())
-            run.write_config(config)
+            begun = settle(config, run, begun)
             sinks = open_sinks(config.run.sinks, run.path, config.model_dump(mode="json"))
             metrics = Metrics(run.metrics, clock=clock.now, state=lambda: core.state, progress=self._progress, sinks=sinks)
             stack.callback(metrics.close)
             trace = Trace(run.trace)
             stack.callback(trace.close)
             self._announce(metrics, begun)
+            for line in torn(journal, store):
+                metrics.warned(line)
+            self._source.threads.on_left = lambda text: metrics.warned(Warn(component="environment", message=text))
+            stack.enter_context(watched(say=self._say, warned=metrics.warned, trace=trace, clock=clock.now))
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
             world, seats = self._world(begun, clock, journal, store, metrics, trace, episodes)
             with _signals(world, self._progress):
@@ -118,7 +130,7 @@ class _Start:
                 except DiskError as error:
                     raise DiskError(error.errno, f"{error}; {_standing(core)}; --resume goes on once there is room") from error
                 finally:
-                    await episodes.close()
+                    await asyncio.gather(episodes.close(), self._identified(metrics))
             evaluation = metrics.final_evaluation or metrics.last_evaluation
             summary = summarize(core, evaluation=evaluation, wall_s=world.ended_at)
             write_summary(run.summary, summary)
@@ -126,10 +138,29 @@ class _Start:
             self._progress.phase(f"finished: {outcome(summary)}")
             return summary
 
+    def _say(self, command: Warn) -> None:
+        """Show the warning on the terminal only; from any thread."""
+        self._progress.line({"kind": "warning", "component": command.component, "message": command.message})
+
     def _announce(self, metrics: Metrics, begun: Beginning) -> None:
         if begun.resumed:
-            metrics.event("resumed", events=begun.events, differing=begun.differing, missing=len(begun.missing))
-            self._progress.phase("resuming")
+            gone = lost(begun)
+            metrics.event(
+                "resumed",
+                events=begun.events,
+                differing=begun.differing,
+                missing=len(begun.missing),
+                step=gone.step,
+                steps_lost=gone.steps,
+                trajectories_lost=gone.trajectories + gone.missing,
+                seconds_lost=round(gone.seconds, 3),
+                knobs=list(begun.knobs),
+            )
+            self._progress.phase(f"resuming {gone.words()}")
+            for line in begun.knobs:
+                self._progress.phase(f"changed since: {line}")
+            for doubt in begun.doubts:
+                metrics.warned(doubt)
         else:
             metrics.event("started", inproc=self._inproc, engines=len(first_seats(self._config)))
             self._progress.phase("starting engines and trainer")
@@ -158,7 +189,7 @@ class _Start:
             words=source.words(),
             inproc=self._inproc,
             programs=self._programs,
-            on_ready=lambda: self._progress.phase("training"),
+            on_ready=functools.partial(self._on_ready, begun.identity),
         )
         world = World(
             config,
@@ -180,10 +211,33 @@ class _Start:
         )
         return world, begun_with(config, begun.core.state)
 
+    def _on_ready(self, identity: Identity) -> None:
+        """Note once, when a trainer is ready and the model therefore exists, which files the run began with."""
+        self._progress.phase("training" if self._config.run.steps else "evaluating")
+        if identity.model is None and self._identifying is None:
+            self._identifying = asyncio.create_task(asyncio.to_thread(self._identify, identity))
 
-def model_dir(config: RunConfig, run: RunDir) -> Path:
-    """Where the model is that the run begins with; one from scratch is there once the first trainer has built it."""
-    return Path(config.model.path).absolute() if config.model.path is not None else run.model
+    def _identify(self, identity: Identity) -> None:
+        model = model_digests(model_dir(self._config, self._run))
+        write_identity(self._run.identity, msgspec.structs.replace(identity, model=model))
+
+    async def _identified(self, metrics: Metrics) -> None:
+        if self._identifying is None:
+            return
+        try:
+            await self._identifying
+        except OSError as error:
+            metrics.warned(Warn(component="model", message=f"its files are not under digests: {error}"))
+
+
+def torn(journal: RunJournal, store: TrajectoryStore) -> list[Warn]:
+    """Warn of records that a killed controller left incomplete, and that were cut off."""
+    found = (("journal", journal.torn), ("trajectories", store.torn))
+    return [
+        Warn(component=name, message=f"{nbytes} bytes of an incomplete last record were cut off: its writer was killed")
+        for name, nbytes in found
+        if nbytes
+    ]
 
 
 class Processes:

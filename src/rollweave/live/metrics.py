@@ -5,9 +5,10 @@ warning, in the order in which they happened; each with the run's time. A line i
 loss left is cut off. Sinks only mirror lines.
 """
 
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,7 @@ class Metrics:
             "kind": "step",
             "step": command.step,
             "at": round(now, 3),
-            **_outcome(parts),
+            **_outcome(parts, state.defines_success),
             "staleness": _staleness(parts),
             "trainer": _mean_values(parts),
             **counted.since(self._before),
@@ -118,6 +119,7 @@ class Metrics:
             "reward": command.reward,
             "episodes": command.episodes,
             "failed": command.failed,
+            "target_reached": command.target_reached,
         }
         self.last_evaluation = line
         if command.final:
@@ -151,10 +153,23 @@ class Metrics:
 
     def _mirror(self, step: int, line: Mapping[str, Any], prefix: str = "") -> None:
         if self._sinks:
-            values = {f"{prefix}{name}": value for name, value in _flat(line) if name not in ("step", "final")}
+            values = {
+                f"{prefix}{name}": value for name, value in _flat(line) if name not in ("step", "final", "target_reached")
+            }
             with writing(self._file.path.parent):
                 for sink in self._sinks:
                     sink.write(step, values)
+
+
+def written_steps(path: Path) -> set[int]:
+    """Return the steps of which `path` has a readable line; none if there is no such file."""
+    found: set[int] = set()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            read = json.loads(line)
+            if read["kind"] == "step":
+                found.add(read["step"])
+    return found
 
 
 def _whole_lines(path: Path) -> int:
@@ -162,8 +177,8 @@ def _whole_lines(path: Path) -> int:
     return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
-def _outcome(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, Any]:
-    """Reward and success of what was trained on, by task domain."""
+def _outcome(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]], defining: Collection[str]) -> dict[str, Any]:
+    """Return reward and success of what was trained on, by task domain; success only where an environment defines it."""
     rewards: dict[str, list[float]] = {}
     successes: dict[str, list[bool]] = {}
     tokens = turns = 0
@@ -171,15 +186,14 @@ def _outcome(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str
         for group in batch.groups:
             for trajectory in group.trajectories:
                 reward = trajectory.reward or 0.0
-                success = trajectory.success if trajectory.success is not None else reward > 0
                 rewards.setdefault(group.env, []).append(reward)
-                successes.setdefault(group.env, []).append(success)
+                successes.setdefault(group.env, []).append(bool(trajectory.success))
                 tokens += sum(len(sequence.tokens) for sequence in trajectory.sequences)
                 turns += sum(len(sequence.turns) for sequence in trajectory.sequences)
     count = sum(map(len, rewards.values()))
     return {
         "reward": {name: sum(values) / len(values) for name, values in rewards.items()},
-        "success": {name: sum(values) / len(values) for name, values in successes.items()},
+        "success": {name: sum(values) / len(values) for name, values in successes.items() if name in defining},
         "trajectories": count,
         "batch_tokens": tokens,
         "turns_mean": turns / count if count else 0.0,

@@ -18,6 +18,7 @@ from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
     CheckpointFailed,
     CheckpointSaved,
+    CheckpointTaken,
     Event,
     GroupRatio,
     RatiosMeasured,
@@ -28,6 +29,7 @@ from rollweave.schema.events import (
     WeightsPublished,
 )
 from rollweave.schema.training import (
+    Copied,
     Measure,
     Measured,
     Publish,
@@ -247,13 +249,20 @@ class TrainerSeat:
             return
         started = self._clock()
         try:
-            reply = await backend.ask(Save(path=str(self._checkpoints.path(step)), export=command.export))
+            reply = await backend.ask(Save(path=str(self._checkpoints.path(step)), export=command.export, beside=True))
         except TrainerLostError:
             return
+        if isinstance(reply, Copied):
+            self._trace.span(TRAINER, "trainer", f"copy {step}", started, self._clock())
+            self._post(CheckpointTaken(epoch=epoch, step=step))
+            try:
+                reply = await backend.written()
+            except TrainerLostError:
+                return
         if not isinstance(reply, Saved):
             self._post(CheckpointFailed(epoch=epoch, step=step, error=_error(reply)))
             return
-        self._trace.span(TRAINER, "trainer", f"save {step}", started, self._clock())
+        self._trace.span(TRAINER, "checkpoint", f"save {step}", started, self._clock())
         self._store.sync()
         self._post(CheckpointSaved(epoch=epoch, step=step), lambda: self._saved(command))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollweave.codec.extras import how_to_install
 from rollweave.live.metrics import Sink
 from rollweave.schema.errors import ConfigError
 
@@ -55,7 +56,7 @@ def open_sinks(names: Sequence[str], run_dir: Path, config: dict[str, Any]) -> l
     """The sinks that `run.sinks` asks for. Raises `ConfigError` where a package is missing."""
     missing = missing_sinks(names)
     if missing:
-        raise ConfigError(f"run.sinks: {missing[0]} is not installed; pip install 'rollweave[{missing[0]}]'")
+        raise ConfigError(f"run.sinks: {missing[0]} is not installed; {how_to_install(missing[0])}")
     found: list[Sink] = []
     for name in names:
         module = importlib.import_module(PACKAGES[name])

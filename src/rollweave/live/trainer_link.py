@@ -6,12 +6,13 @@ Invariants: `ask` returns the trainer's reply or raises `TrainerLostError`; once
 
 import asyncio
 import contextlib
+import functools
 import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import msgspec
 
@@ -20,6 +21,8 @@ from rollweave.codec.wire import decoder_of, encode
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
+    Copied,
+    Saved,
     SaveFailed,
     StopTrainer,
     TrainerCommand,
@@ -66,6 +69,9 @@ class TrainerLike(Protocol):
     def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
         """Execute one command; blocks."""
 
+    def write(self, later: Callable[[TrainerReply], None], /) -> None:
+        """Write the copy on another thread, which calls `later` with `Saved` or `SaveFailed`."""
+
 
 class TrainerBackend(Protocol):
     """What effects see of the trainer."""
@@ -79,6 +85,9 @@ class TrainerBackend(Protocol):
 
     async def ask(self, command: TrainerCommand) -> TrainerReply:
         """Have one command executed."""
+
+    async def written(self) -> Saved | SaveFailed:
+        """Wait for the reply that follows the `Copied` that `ask` returned last."""
 
     async def close(self) -> None:
         """Ask it to end, and kill it if it does not."""
@@ -113,6 +122,7 @@ class _Answers:
         self.lost: asyncio.Future[str] = loop.create_future()
         self.first: asyncio.Future[TrainerReply] = loop.create_future()
         self.waiter: asyncio.Future[TrainerReply] = self.first
+        self.writing: asyncio.Future[Saved | SaveFailed] | None = None
 
     def must_live(self) -> None:
         if self.lost.done():
@@ -124,7 +134,17 @@ class _Answers:
         self.waiter = asyncio.get_running_loop().create_future()
         return self.waiter
 
+    def is_late(self, reply: TrainerReply) -> TypeGuard[Saved | SaveFailed]:
+        """True for a reply that follows a `Copied`."""
+        return self.writing is not None and not self.writing.done() and isinstance(reply, Saved | SaveFailed)
+
     def give(self, reply: TrainerReply) -> None:
+        if self.is_late(reply):
+            assert self.writing is not None, "a caller waits for it"
+            self.writing.set_result(reply)
+            return
+        if isinstance(reply, Copied):
+            self.writing = asyncio.get_running_loop().create_future()
         if isinstance(reply, TrainerReady):
             self._on_ready()
         if not self.waiter.done():
@@ -137,6 +157,13 @@ class _Answers:
         if not self.waiter.done():
             self.waiter.set_exception(TrainerLostError(reason))
             self.waiter.exception()  # whoever still waits sees it; nobody has to
+        if self.writing is not None and not self.writing.done():
+            self.writing.set_exception(TrainerLostError(reason))
+            self.writing.exception()
+
+    async def written(self) -> Saved | SaveFailed:
+        assert self.writing is not None, "a copy was made"
+        return await asyncio.shield(self.writing)
 
     async def ready(self, limit_s: float) -> TrainerReady:
         try:
@@ -176,6 +203,9 @@ class ThreadTrainer:
         self._questions.put(command)
         return await waiter
 
+    async def written(self) -> Saved | SaveFailed:
+        return await self._answers.written()
+
     async def close(self) -> None:
         self.kill()
         await asyncio.to_thread(self._thread.join, CLOSE_S)
@@ -196,6 +226,8 @@ class ThreadTrainer:
                 reply = trainer.handle(command)
                 assert reply is not None, "every command but StopTrainer is answered"
                 self._say(self._answers.give, reply)
+                if isinstance(reply, Copied):
+                    trainer.write(functools.partial(self._say, self._answers.give))
             self._say(self._answers.lose, "the trainer has ended")
         except BaseException as error:
             self._say(self._answers.lose, f"{type(error).__name__}: {error}")
@@ -261,6 +293,9 @@ class ProcessTrainer:
             child.send(payload)
         return await waiter
 
+    async def written(self) -> Saved | SaveFailed:
+        return await self._answers.written()
+
     async def close(self) -> None:
         if not self._answers.lost.done():
             payload = encode(StopTrainer())
@@ -278,6 +313,9 @@ class ProcessTrainer:
 
     def _on_reply(self, rank: int, payload: bytes) -> None:
         reply = _decode(payload)
+        if rank == 0 and self._answers.is_late(reply):
+            self._answers.give(reply)
+            return
         self._answered[rank] += 1
         if rank == 0:
             if self._straggler is not None:

@@ -6,7 +6,7 @@ Invariant: a trainer that cannot start for a reason that will not change says so
 from rollweave.backends.parent import Parent
 from rollweave.codec.wire import decoder_of, encode
 from rollweave.live.trainer_link import BuildTrainer, TrainerSpec, started
-from rollweave.schema.training import TrainerCommand, TrainFailed
+from rollweave.schema.training import Copied, TrainerCommand, TrainFailed
 
 
 def serve(build: BuildTrainer) -> None:
@@ -22,3 +22,5 @@ def serve(build: BuildTrainer) -> None:
     decode = decoder_of(TrainerCommand)
     while (reply := trainer.handle(decode(commands.get()))) is not None:
         parent.send(encode(reply))
+        if isinstance(reply, Copied):  # only now; otherwise the reply that follows it could be sent first
+            trainer.write(lambda later: parent.send(encode(later)))

@@ -36,6 +36,7 @@ from rollweave.schema.commands import (
     MarkBest,
     RecordEvaluation,
     RemoveEngine,
+    SaveCheckpoint,
     StartEngine,
     TrainStep,
     Warn,
@@ -196,6 +197,8 @@ class World(LiveWorld):
         if isinstance(command, StartEngine | RemoveEngine):
             change = "starts" if isinstance(command, StartEngine) else "is removed"
             self._metrics.event("engine", engine=command.engine_id, change=change)
+        if isinstance(command, SaveCheckpoint):
+            self._journal.sync()  # otherwise a power loss could leave a checkpoint that the journal does not know
         super()._execute(command)
 
     def _finish(self, error: str) -> None:

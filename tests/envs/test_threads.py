@@ -1,0 +1,190 @@
+"""Environments that block hold up their own trajectory alone, and what does not come back is left behind and counted."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rollweave.envs.base import Score, Step
+from rollweave.envs.tasks import TaskSource
+from rollweave.envs.threads import LEFT_BEHIND
+from rollweave.schema.errors import EnvError, RewardError
+
+from . import blocking
+from .blocking import HERE, Gate
+from .worlds import draw, episode, source
+
+KINDS = ("Plain", "Mixed", "Quick", "Heir", "Async", "SlowToMake", "BadlyMade", "Scored")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    made = Gate()
+    monkeypatch.setattr(blocking, "gate", made)
+    return made
+
+
+@pytest_asyncio.fixture
+async def of(tmp_path: Path, gate: Gate) -> AsyncIterator[TaskSource]:
+    made = source(tmp_path, *({"env": f"{HERE}{kind}", "tag": kind} for kind in KINDS))
+    try:
+        yield made
+    finally:
+        gate.opened.set()
+        await made.close()
+
+
+async def opened(of: TaskSource, kind: str) -> blocking.Plain:
+    env = await of.worlds(kind).open(draw(of, kind), seed=0)
+    await env.reset(draw(of, kind))
+    return env  # type: ignore[return-value]
+
+
+async def entered(gate: Gate) -> None:
+    """Return when an environment has begun to block."""
+    await asyncio.to_thread(gate.entered.acquire)
+
+
+async def given_up(gate: Gate, of: TaskSource) -> blocking.Plain:
+    env = await opened(of, "Plain")
+    call = asyncio.create_task(env.step("block"))
+    await entered(gate)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    return env
+
+
+async def test_a_step_that_blocks_does_not_block_the_loop(of: TaskSource, gate: Gate) -> None:
+    blocked, other = await opened(of, "Plain"), await opened(of, "Plain")
+    call = asyncio.create_task(blocked.step("block"))
+    await entered(gate)
+    assert await other.step("a") == Step.of("on")
+    assert not call.done()
+    gate.opened.set()
+    assert await call == Step.of("on")
+
+
+async def test_environments_block_side_by_side(of: TaskSource) -> None:
+    """Each waits inside for the other."""
+    first, second = await opened(of, "Plain"), await opened(of, "Plain")
+    assert await asyncio.gather(first.step("meet"), second.step("meet")) == [Step.of("on")] * 2
+
+
+async def test_an_environment_has_one_thread_from_its_constructor_to_its_close(of: TaskSource, gate: Gate) -> None:
+    env = await opened(of, "Plain")
+    await env.step("a")
+    await env.close()
+    assert [what for what, _ in gate.calls] == ["made", "reset", "step", "close"]
+    assert len(gate.threads) == 1
+    assert threading.get_ident() not in gate.threads
+
+
+async def test_async_methods_stay_on_the_loop(of: TaskSource, gate: Gate) -> None:
+    env = await opened(of, "Mixed")
+    await env.step("a")
+    await env.close()
+    places = {what: thread == threading.get_ident() for what, thread in gate.calls}
+    assert places == {"made": False, "reset": False, "async a": True, "close": False}
+
+
+@pytest.mark.parametrize(("kind", "on_loop"), [("Async", True), ("Quick", True), ("Heir", False)])
+async def test_who_needs_a_thread(of: TaskSource, gate: Gate, kind: str, on_loop: bool) -> None:
+    env = await opened(of, kind)
+    await env.step("a")
+    await env.close()
+    assert (gate.threads == {threading.get_ident()}) is on_loop
+
+
+async def test_threads_are_used_again_and_end_with_the_run(of: TaskSource) -> None:
+    before = set(threading.enumerate())
+    for _ in range(20):
+        env = await opened(of, "Plain")
+        await env.step("a")
+        await env.close()
+    (kept,) = set(threading.enumerate()) - before
+    await of.close()
+    kept.join(30)
+    assert not kept.is_alive()
+
+
+async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(of: TaskSource, gate: Gate) -> None:
+    said: list[str] = []
+    of.threads.on_left = said.append
+    env = await given_up(gate, of)
+    assert of.threads.left_behind == {f"step of environment {HERE}Plain": 1}
+    assert said[0].startswith(f"step of environment {HERE}Plain was given up and has not returned: its thread is left behind")
+    with pytest.raises(EnvError, match="is not called again: a call of it has not returned"):
+        await env.step("a")
+    await env.close()
+    assert [what for what, _ in gate.calls] == ["made", "reset", "step"]
+    assert await (await opened(of, "Plain")).step("a") == Step.of("on")  # others go on
+
+
+async def test_what_was_left_behind_and_returns_is_not_counted_any_longer(of: TaskSource, gate: Gate) -> None:
+    await given_up(gate, of)
+    gate.opened.set()
+    left = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    for thread in left:
+        await asyncio.to_thread(thread.join, 10)
+    await asyncio.sleep(0)  # what they handed over to the loop
+    assert of.threads.left_behind.total() == 0
+
+
+async def test_the_end_of_a_run_waits_for_nothing_that_was_left_behind(of: TaskSource, gate: Gate) -> None:
+    env = await given_up(gate, of)
+    env.kill()  # type: ignore[attr-defined]
+    await of.close()
+    with pytest.raises(EnvError, match="the run is ending"):
+        await opened(of, "Plain")
+    assert not gate.opened.is_set()
+
+
+async def test_a_kill_in_the_middle_of_a_call_leaves_it_behind(of: TaskSource, gate: Gate) -> None:
+    env = await opened(of, "Plain")
+    call = asyncio.create_task(env.step("block"))
+    await entered(gate)
+    env.kill()  # type: ignore[attr-defined]
+    env.kill()  # type: ignore[attr-defined]
+    assert of.threads.left_behind.total() == 1
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert of.threads.left_behind.total() == 1
+
+
+async def test_more_are_not_left_behind_than_a_bound(of: TaskSource, gate: Gate) -> None:
+    for _ in range(LEFT_BEHIND):
+        await given_up(gate, of)
+    with pytest.raises(
+        EnvError, match=rf"at most {LEFT_BEHIND} calls .* got {LEFT_BEHIND}, most of them in step of environment"
+    ):
+        await opened(of, "Plain")
+    with pytest.raises(RewardError, match=f"at most {LEFT_BEHIND} calls"):
+        await of.worlds("Scored").score(episode(draw(of, "Scored")), seed=0)
+    await opened(of, "Async")  # has none
+
+
+async def test_a_constructor_that_blocks_or_fails(of: TaskSource, gate: Gate) -> None:
+    with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
+        await opened(of, "BadlyMade")
+    call = asyncio.create_task(opened(of, "SlowToMake"))
+    await entered(gate)
+    assert await (await opened(of, "Plain")).step("a") == Step.of("on")
+    gate.opened.set()
+    assert await (await call).step("a") == Step.of("on")
+    assert of.threads.left_behind.total() == 0
+
+
+async def test_a_reward_has_a_thread_and_is_left_behind_too(of: TaskSource, gate: Gate) -> None:
+    worlds, seen = of.worlds("Scored"), episode(draw(of, "Scored"))
+    call = asyncio.create_task(worlds.score(seen, seed=0))
+    await entered(gate)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert of.threads.left_behind == {f"score of environment {HERE}Scored": 1}
+    gate.opened.set()
+    assert await worlds.score(seen, seed=0) == Score(reward=1.0)
