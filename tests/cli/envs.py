@@ -6,7 +6,8 @@ import random
 import signal
 from collections.abc import Sequence
 
-from rollweave.envs.base import Observation, Options, Split, Step
+from rollweave.envs.base import Observation, Options, Score, Split, Step
+from rollweave.handlers.base import Agent, Job, Tool
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
 
@@ -98,3 +99,54 @@ class Undrawable(Fine):
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
         raise LookupError("no tasks today")
+
+
+class Wordy(Fine):
+    """One of two digits or the words for them: some transcripts are longer than others."""
+
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        """Says left, or now and then right."""
+        answer = "left" if rng.random() < 0.8 else "right"
+        return [Message(role="user", content="hello"), Message(role="assistant", content=answer)]
+
+
+class Unanswered(Fine):
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        """Nobody answers."""
+        return [Message(role="user", content="hello")]
+
+
+class Observed(Fine):
+    @classmethod
+    def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
+        """The environment has the last word, which is in order."""
+        return [*super().transcript(rng, options), Message(role="user", content="hello")]
+
+
+class Handler:
+    """Asks its agent once, with what its options say."""
+
+    def __init__(self, *, prompt: str = "hello", tools: int = 0, mood: str = "") -> None:
+        self._prompt, self._tools, self._mood = prompt, tools, mood
+
+    async def init(self, job: Job) -> None:
+        return
+
+    async def run(self, agent: Agent) -> None:
+        if self._mood == "mute":
+            return
+        if self._mood == "broken":
+            raise KeyError("lost")
+        if self._mood == "program":
+            await agent.endpoint()
+        tools = [Tool(name=f"tool{number}", description="", parameters={}, call=_nothing) for number in range(self._tools)]
+        await agent.chat([Message(role="user", content=self._prompt)], tools=tools)
+
+    async def eval(self) -> Score:
+        return Score(reward=0.0)
+
+
+async def _nothing(_: object) -> str:
+    return ""

@@ -8,7 +8,18 @@ from rollweave.cli.main import app
 def test_the_doctor_looks_at_everything_and_finds_it_in_order() -> None:
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
-    for name in ("python", "dependencies", "cores", "memory", "devices", "shared memory", "sockets", "disk", "run directories"):
+    for name in (
+        "python",
+        "dependencies",
+        "cores",
+        "memory",
+        "devices",
+        "shared memory",
+        "sockets",
+        "disk",
+        "run directories",
+        "sandbox limits",
+    ):
         assert name in result.stdout
     assert "torch 2." in result.stdout
     assert "✗" not in result.stdout

@@ -13,10 +13,13 @@ import torch
 from rollweave.cli import dryrun
 from rollweave.cli.checks import Status, failures
 from rollweave.codec.config import dumps, loads
+from rollweave.core.core import Core
 from rollweave.live.launch import train
+from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import RunStarted, TimerFired
 from rollweave.schema.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
@@ -110,6 +113,88 @@ def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(tmp_path: P
     (wrong,) = failures(dryrun.examine(config(tmp_path, *sets, "warmup.steps=0"), deep=False))
     assert wrong.name == "tasks.0"
     assert words in wrong.detail
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(6, True), (5, False)])
+def test_transcripts_must_fit_into_a_turn(tmp_path: Path, limit: int, fits: bool) -> None:
+    """`right` is five letters and the token that ends the turn."""
+    sets = ["tasks.0.env=tests.cli.envs:Wordy", f"tasks.0.max_turn_tokens={limit}"]
+    wrong = failures(dryrun.examine(config(tmp_path, *sets), deep=False))
+    assert [check.name for check in wrong] == ([] if fits else ["tasks.0.max_turn_tokens"])
+    if not fits:
+        assert wrong[0].detail == (
+            "must hold every turn of transcript(): in transcript 0 turn 0, 'right', has 6 tokens "
+            "with the one that ends it, got 5"
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "words"),
+    [
+        (["tasks.0.env=tests.cli.envs:Unanswered"], "tasks.0 warm-up", "and have single turns of the agent, got user"),
+        (
+            ["tasks.0.env=tests.cli.envs:Wordy", "tasks.0.max_tokens=14"],
+            "tasks.0.max_tokens",
+            "must hold every transcript(): number 0 has 15 tokens, got 14",
+        ),
+        (["tasks.0.env=tests.cli.envs:Observed"], "", ""),
+    ],
+)
+def test_transcripts_must_be_conversations_within_the_limits(
+    tmp_path: Path, overrides: list[str], name: str, words: str
+) -> None:
+    wrong = failures(dryrun.examine(config(tmp_path, *overrides), deep=False))
+    assert [check.name for check in wrong] == ([name] if name else [])
+    assert not wrong or words in wrong[0].detail
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "words"),
+    [
+        ("{}", "", ""),
+        ("{mood='program'}", "", ""),
+        (
+            "{prompt='many words, and more of them'}",
+            "tasks.0.max_tokens",
+            "must be more than the first prompt (36 tokens), got 20",
+        ),
+        ("{tools=3}", "tasks.0", "the model's chat template must show the 3 tools that the handler offers its agent"),
+        ("{mood='mute'}", "tasks.0", "run must ask the agent at least once, and returned without asking"),
+        ("{mood='broken'}", "tasks.0", "KeyError: 'lost'"),
+    ],
+)
+def test_a_handlers_first_turn_must_fit(tmp_path: Path, options: str, name: str, words: str) -> None:
+    sets = ["tasks.0.env=tests.cli.envs:Handler", f"tasks.0.options={options}", "tasks.0.max_tokens=20", "warmup.steps=0"]
+    wrong = failures(dryrun.examine(config(tmp_path, *sets)))
+    assert [check.name for check in wrong] == ([name] if name else [])
+    assert not wrong or words in wrong[0].detail
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_overlong_prompts_are_found_in_the_whole_file(tmp_path: Path, deep: bool) -> None:
+    """Not only in the first rows, nor only in those that are drawn first."""
+    words = ["short"] * 400
+    words[250] = words[333] = "x" * 60
+    lines = [json.dumps({"prompt": f"{number} {word}"}) for number, word in enumerate(words)]
+    lines.insert(100, "")
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    sets = ["tasks.0.env=jsonl", f"tasks.0.options={{path='{path}', reward='math:sqrt'}}", "warmup.steps=0"]
+    wrong = failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.max_tokens=40"), deep=deep))
+    assert [(check.name, check.detail) for check in wrong] == [
+        (
+            "tasks.0.max_tokens",
+            f"must be more than every prompt, got 40; 2 of 400 are not shorter: {path}:252 (72 tokens), {path}:335 (72 tokens)",
+        )
+    ]
+    assert failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.max_tokens=73"), deep=deep)) == []
+
+
+def test_a_target_says_what_it_is_compared_with(tmp_path: Path) -> None:
+    checks = dryrun.examine(config(tmp_path, "eval.every=1", "eval.stop_at=0.9"), deep=False)
+    assert failures(checks) == []
+    (said,) = [check for check in checks if check.name == "eval.stop_at"]
+    assert (said.status, said.detail[:36]) == (Status.WARN, "0.9 is compared with success, which ")
 
 
 def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None:
@@ -290,6 +375,30 @@ def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(tm
 def test_a_transport_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
     relays = config(tmp_path, "weights.relays=1", 'weights.transport="nixl"')
     found = next(check for check in failures(dryrun.examine(relays, deep=False)) if check.name == "weights.transport")
-    assert "rollweave[nixl]" in found.detail
+    assert "[nixl]'" in found.detail
     with pytest.raises(ConfigError, match="nixl must be installed"):
         train(relays)
+
+
+def test_a_dry_run_of_a_resumption_says_where_it_stands_and_what_is_lost(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "dry")
+    run.path.mkdir()
+    run.config.write_text(dumps(config(tmp_path)))
+    said = {check.name: check.detail for check in dryrun.examine(config(tmp_path), resume=True)}
+    assert said["run.name"] == f"begins in {run.path}"
+    (run.checkpoints / "step-000004").mkdir(parents=True)
+    (wrong,) = failures(dryrun.examine(config(tmp_path), resume=True))
+    assert (wrong.name, wrong.detail.split(", but ")[0]) == ("--resume", f"{run.path} holds step 4 of its checkpoints")
+    with RunJournal(run.journal) as journal:
+        core = Core(config(tmp_path))
+        for now, event in ((0.0, RunStarted(engines=())), (7.0, TimerFired())):
+            journal.append(now, event, core.handle(now, event))
+    (wrong,) = failures(dryrun.examine(config(tmp_path), resume=True))
+    assert "step 4 of" in wrong.detail
+    assert "the journal has lost its end" in wrong.detail
+    (run.checkpoints / "step-000004").rmdir()
+    said = {}
+    for check in dryrun.examine(config(tmp_path, "trainer.lr=0.5"), resume=True):
+        said.setdefault(check.name, check.detail)
+    assert said["run.name"] == f"resumes in {run.path} at step 0; nothing is lost"
+    assert said["--resume"] == "changed since: trainer.lr: 1e-05 → 0.5"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from typer.testing import CliRunner
 
@@ -20,9 +21,10 @@ from tests.backends.test_conformance import environment, tiny_checkpoint
 
 
 @contextlib.asynccontextmanager
-async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The process and its address; killed in the end."""
+async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
+    """The process, and its `url` and `token`; killed in the end."""
     command = [sys.executable, "-m", "rollweave.cli.main", "engine", str(model), "--port", "0", "--kv-tokens", "1024"]
+    command += ["--token-file", str(model / "token")]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment()}
     )
@@ -32,7 +34,10 @@ async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
         line = (await process.stdout.readline()).decode()
         if not line:
             raise AssertionError((await process.stderr.read()).decode())
-        yield process, line.split(" at ")[1].split(",")[0]
+        url, told = line.split(" at ")[1].split(",")[0], (await process.stdout.readline()).decode()
+        token = (model / "token").read_text().strip()
+        assert told.startswith(f"its token: {token} (kept in ")
+        yield process, {"url": url, "token": token}
     finally:
         if process.returncode is None:
             process.kill()
@@ -40,8 +45,8 @@ async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
 
 
 async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
-    async with started(tiny_checkpoint(tmp_path)) as (process, url):
-        engine = HttpEngine(HttpSpec(name="e0", url=url, vocab=128), reply_s=20.0)
+    async with started(tiny_checkpoint(tmp_path)) as (process, place):
+        engine = HttpEngine(HttpSpec(name="e0", vocab=128, **place), reply_s=20.0)
         try:
             await engine.ready()
             result = await engine.generate(GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=3)))
@@ -53,8 +58,8 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_is_killed_in_the_middle_of_a_turn_is_lost(tmp_path: Path) -> None:
-    async with started(tiny_checkpoint(tmp_path)) as (process, url):
-        engine = HttpEngine(HttpSpec(name="e0", url=url, vocab=128, dialect="prorl"), reply_s=20.0, check_s=1000.0)
+    async with started(tiny_checkpoint(tmp_path)) as (process, place):
+        engine = HttpEngine(HttpSpec(name="e0", vocab=128, **place, dialect="prorl"), reply_s=20.0, check_s=1000.0)
         try:
             await engine.ready()
             process.send_signal(signal.SIGSTOP)  # so that it cannot have answered before it is killed
@@ -68,6 +73,23 @@ async def test_a_server_that_is_killed_in_the_middle_of_a_turn_is_lost(tmp_path:
             await engine.close()
 
 
+async def test_it_is_used_with_its_token_alone(tmp_path: Path) -> None:
+    async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
+        asked = {"prompt_ids": [5], "max_tokens": 1}
+        for headers, status in (({}, 401), ({"Authorization": f"Bearer {place['token']}"}, 200)):
+            async with session.post(place["url"] + "/generate", json=asked, headers=headers) as found:
+                assert found.status == status
+        async with session.get(place["url"] + "/health") as found:
+            assert found.status == 200
+
+
+@pytest.mark.parametrize("arguments", [["--no-token", "--host", "0.0.0.0"], ["--no-token", "--token-file", "x"]])
+def test_a_token_is_left_out_on_the_loopback_alone(tmp_path: Path, arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *arguments])
+    assert result.exit_code == 2
+    assert "--no-token" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["nowhere"], ["nowhere", "--port", "70000"]])
 def test_wrong_input_is_said(arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["engine", *arguments])
@@ -77,6 +99,23 @@ def test_wrong_input_is_said(arguments: list[str]) -> None:
 def test_an_address_in_use_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), "--port", port, "--kv-tokens", "64"])
+        result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), "--port", port, "--no-token"])
     assert result.exit_code == 2
-    assert "--host and --port must be an address" in result.stderr
+    line = f"--host and --port must be a free address of this machine, got 127.0.0.1:{port}: address already in use"
+    assert line in result.stderr
+    assert "loading" not in result.stderr  # it is said before the model is read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N, got 'gpu'"),
+        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        (["--device", "cuda:99"], "--device must be a device of this machine, got cuda:99"),
+    ],
+)
+def test_a_wrong_device_or_dtype_is_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *arguments])
+    assert result.exit_code == 2
+    assert line in result.stderr
+    assert len(result.stderr.splitlines()) == 1

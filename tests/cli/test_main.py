@@ -1,7 +1,11 @@
 """Exit codes and error lines, as a shell sees them; and one small run from `train` to `report`."""
 
+import importlib
+import importlib.metadata
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollweave.cli.bench import NAMES
+from rollweave.cli.bench import BENCHES, NAMES
 from rollweave.cli.main import app
 from tests.cli.conftest import PATHS, Shell
 
@@ -66,13 +70,15 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
         (["train", "small.toml", "--mode", "wild"], ["rollout.mode must be"]),
         (
             ["train", "small.toml", "--set", "run.steps=-1", "--set", "engines.cuont=2"],
-            ["run.steps must be greater than or equal to 0", "unknown key engines.cuont (did you mean count?)"],
+            ["run.steps must be at least 0", "unknown key engines.cuont (did you mean count?)"],
         ),
         (["train", "small.toml", "--set", "tasks.0.env=lake"], ["tasks.0: environment must be one of"]),
         (["train", "small.toml", "--resume", "--fresh"], ["--resume and --fresh must not be given together"]),
         (["train", "small.toml", "--resume"], ["must hold a run to resume"]),
         (["train", "small.toml", "--set", f"run.dir={'d' * 300}"], ["run.dir: must be a readable directory"]),
-        (["train", "small.toml", "--set", r'run.dir="a\u0000b"'], ["run.dir must satisfy"]),
+        (["train", "small.toml", "--set", r'run.dir="a\u0000b"'], ["run.dir must be a path, without a null byte"]),
+        (["train", "small.toml", "--set", "run.dir=/proc/x"], ["run.dir: must be a directory to write to, got /proc/x"]),
+        (["train", "small.toml", "--set", "tasks.0.env=./envs.py:Fine"], ["(did you mean envs:Fine, run in the directory of"]),
         (["eval", "nothing"], ["RUN must be a run directory"]),
         (["eval", "n" * 300], ["RUN must be a run directory"]),
         (["report", "nothing"], ["RUN must be a run directory"]),
@@ -131,7 +137,7 @@ def test_a_run_outlives_the_reader_of_its_lines(config: Path, tmp_path: Path) ->
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     code, text, _ = say("train", "small.toml", "--dry-run")
     assert code == 0
-    assert "ready: nothing speaks against this run" in text
+    assert "ready: all checks passed" in text
     assert not (tmp_path / "runs").exists()
 
 
@@ -142,6 +148,63 @@ def test_a_file_that_is_only_simulated_is_not_trained(tmp_path: Path) -> None:
     assert code == 2
     assert len(lines) == 1
     assert lines[0].startswith("error: model must be given for training, got only [sim]")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    code, text, _ = say("--version")
+    assert (code, text) == (0, f"rollweave {importlib.metadata.version('rollweave')}\n")
+
+
+def test_help_names_every_bench_and_every_bench_is_a_function() -> None:
+    _, text, _ = say("bench", "--help")
+    words = re.findall(r"[a-z]+", text)
+    for name, place in BENCHES.items():
+        assert name in words
+        module, _, function = place.partition(":")
+        assert callable(getattr(importlib.import_module(f"rollweave.bench.{module}"), function))
+
+
+@pytest.mark.usefixtures("config")
+def test_a_setting_without_effect_is_reported_before_the_run_and_in_its_dry_run() -> None:
+    unused = ["--mode", "sync", "--set", "rollout.alpha=2", "--set", "algorithm.kl_until=0.5"]
+    lines = [
+        "rollout.alpha has no effect in mode sync, got 2",
+        "algorithm.kl_until has no effect while algorithm.kl is 0, got 0.5",
+    ]
+    code, text, _ = say("train", "small.toml", "--dry-run", *unused)
+    assert code == 0
+    assert all(line in text for line in lines)
+    code, _, errors = say("train", "small.toml", "--inproc", "--set", "run.steps=1", *unused)
+    assert code == 0
+    assert [line for line in errors if line.startswith("warning:")] == [f"warning: {line}" for line in lines]
+
+
+@pytest.mark.usefixtures("config")
+def test_a_run_directory_is_resumed_without_being_told(tmp_path: Path) -> None:
+    assert say("train", "small.toml", "--inproc")[0] == 0
+    code, _, errors = say("train", "runs/small", "--inproc", "--set", "run.steps=3")
+    assert code == 0, errors
+    assert errors[0] == "resuming at step 2 if its checkpoint is whole; nothing is lost"
+    assert json.loads((tmp_path / "runs" / "small" / "summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.usefixtures("config")
+def test_a_run_directory_is_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that its configuration names: it may be a copy, or have been moved, or be named from elsewhere."""
+    assert say("train", "small.toml", "--inproc")[0] == 0
+    original, copy = tmp_path / "runs/small", tmp_path / "elsewhere/copy"
+    shutil.copytree(original, copy)
+    before = {file: file.read_bytes() for file in original.rglob("*") if file.is_file()}
+    (tmp_path / "another place").mkdir()
+    monkeypatch.chdir(tmp_path / "another place")
+    code, _, errors = say("train", str(copy), "--inproc", "--set", "run.steps=3")
+    assert code == 0, errors
+    assert json.loads((copy / "summary.json").read_text())["steps"] == 3
+    assert say("train", "../elsewhere/copy", "--fresh", "--inproc", "--set", "run.steps=1")[0] == 0
+    assert json.loads((copy / "summary.json").read_text())["steps"] == 1
+    assert {file: file.read_bytes() for file in original.rglob("*") if file.is_file()} == before
+    code, _, (error,) = say("train", str(copy), "--set", "run.name=other")
+    assert (code, "run.name must be left out where a run directory is given" in error) == (2, True)
 
 
 def test_help_names_every_command() -> None:
@@ -162,9 +225,15 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
 
     assert say("train", "small.toml", "--inproc")[0] == 2  # it does not write over a run
 
+    page = tmp_path / "runs" / "small" / "report.html"
+    assert "runs/small/report.html" in text
+    assert "every trajectory is accounted for" in page.read_text()
+
     code, text, errors = say("eval", "small", "--episodes", "5", "--inproc")
     assert code == 0, (text, errors)
     assert "checkpoint of step 2" in text
+    assert "evaluating" in errors
+    assert "training" not in errors
     assert any(line.endswith("finished: evaluated episodes: 5 of fine") for line in errors), errors
     evaluated = json.loads((tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text())
     assert evaluated["eval_episodes"] == {"fine": 5}
@@ -172,9 +241,9 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert evaluated["account"]["started"] == 0
 
     assert "fine" in say("trace", "small")[1]
+    page.unlink()
     assert say("report", "small")[0] == 0
-    page = (tmp_path / "runs" / "small" / "report.html").read_text()
-    assert "every trajectory is accounted for" in page
+    assert "every trajectory is accounted for" in page.read_text()
 
     weights = tmp_path / "runs/small/checkpoints/step-000002/hf/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -232,3 +301,36 @@ def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
     assert errors[-1].startswith("error: ")
     assert "out of cheese" in errors[-1]
     assert " started = 0 trained" in text
+
+
+@pytest.mark.usefixtures("config")
+@pytest.mark.parametrize(
+    "name", ["journal.bin", "metrics.jsonl", "trace.json", "trajectories/000000.bin", "lock", "logs/e0.log"]
+)
+def test_a_directory_where_a_file_belongs_is_wrong_input(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "runs" / "small"
+    (directory / name).mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG)
+    for command in (("train", "--resume"), ("train", "--dry-run"), ("report",), ("eval",), ("trace",)):
+        code, text, errors = say(command[0], "runs/small", *command[1:])
+        assert code == 2, (command, text, errors)
+        said = " ".join("".join([text, *errors]).split())
+        assert f"{name} must be a file, got a directory; move it away" in said.replace("- ", "-"), command
+
+
+@pytest.mark.usefixtures("config")
+def test_a_directory_that_cannot_be_written_is_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "runs" / "small"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(CONFIG)
+    (directory / "metrics.jsonl").touch()
+    access = os.access
+
+    def read_only(path: Path, mode: int) -> bool:
+        return access(path, mode) and not (mode & os.W_OK and Path(path).absolute() == directory)
+
+    monkeypatch.setattr(os, "access", read_only)
+    for command in (("train", "runs/small"), ("report", "runs/small")):
+        code, _, errors = say(*command)
+        assert (code, len(errors)) == (2, 1), (command, errors)
+        assert "runs/small must be a directory to write to, got one that is read-only" in errors[0]

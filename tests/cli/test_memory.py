@@ -45,6 +45,7 @@ def test_adamw_keeps_two_moments_beside_weights_and_gradients() -> None:
     found = needs()
     assert found["trainer: weights"] == found["trainer: gradients"] == 4 * parameters(scratch_shape(SCRATCH, 200))
     assert found["trainer: optimizer (AdamW)"] == 2 * found["trainer: weights"]
+    assert found["trainer: copy for a checkpoint"] == 3 * found["trainer: weights"]
 
 
 def test_a_reference_is_kept_only_for_a_kl() -> None:

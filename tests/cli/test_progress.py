@@ -33,6 +33,7 @@ def evaluation(**changes: Any) -> dict[str, Any]:
         "at": 20.0,
         "final": False,
         "success": {"lake": 0.75},
+        "reward": {"lake": 0.7},
         "episodes": {"lake": 64},
         "failed": {},
     }
@@ -93,6 +94,47 @@ def test_a_component_that_warns_without_end_is_cut_off(plain: Plain, text: io.St
     said = text.getvalue().splitlines()
     assert len(said) == WARNINGS_SHOWN + 2
     assert said[-1] == "warning: disk: full [bold]"
+
+
+def test_what_defines_no_success_is_measured_by_its_reward(plain: Plain, text: io.StringIO) -> None:
+    both = {"reward": {"lake": 0.7, "maze": -0.25}, "episodes": {"lake": 64, "maze": 64}}
+    plain.line(evaluation(success={}))
+    plain.line(evaluation(**both))
+    plain.line(step(4, success={}))
+    evaluations, mixed, trained = text.getvalue().splitlines()
+    assert evaluations == "evaluation at step 4: reward 0.70 over 64 held-out episodes"
+    assert mixed == "evaluation at step 4: success lake 0.75, reward maze -0.25 over 128 held-out episodes"
+    assert "success" not in trained
+    assert "reward lake 0.40, nim -0.10" in trained
+
+
+def test_a_terminal_shows_rewards_where_there_is_no_success() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=110, force_terminal=True, color_system=None)
+    with Terminal(console, name="my run", steps=10) as shown:
+        shown.line(step(2, success={"lake": 0.5}))
+        console.print(shown.draw())
+    found = text.getvalue()
+    assert "success 0.50" in found
+    assert "reward -0.10" in found
+
+
+def test_turns_that_were_cut_are_shown(plain: Plain, text: io.StringIO) -> None:
+    plain.line(step(2, turns=200, cut_turns={"lake": 30, "nim": 20}))
+    plain.line(step(9, turns=200, cut_turns={}))
+    first, last = text.getvalue().splitlines()
+    assert first.endswith("50 of 200 turns (25.0%) cut at max_turn_tokens: lake, nim")
+    assert "cut" not in last
+    console = Console(file=text, width=110, force_terminal=True, color_system=None)
+    with Terminal(console, name="my run", steps=10) as shown:
+        shown.line(step(2, turns=100, cut_turns={"nim": 20}))
+        console.print(shown.draw())
+    assert "20 of 100 turns (20.0%) cut at max_turn_tokens: nim" in text.getvalue()
+
+
+def test_the_end_by_a_target_is_said(plain: Plain, text: io.StringIO) -> None:
+    plain.line(evaluation(target_reached=True))
+    assert text.getvalue().endswith("held-out episodes; eval.stop_at is reached, training ends here\n")
 
 
 def test_unknown_lines_are_passed_over(plain: Plain, text: io.StringIO) -> None:

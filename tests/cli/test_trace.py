@@ -80,7 +80,7 @@ def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
     assert 0 < len(rows(text)) < 16
     (line,) = errors.strip().splitlines()
     assert line.startswith("warning: ")
-    assert f"of {len(whole)} does not match its checksum; it and what follows it in this file cannot be shown" in line
+    assert f"does not match its checksum ({len(whole)} bytes); it and what follows it in this file cannot be shown" in line
     segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it
     assert say(str(path))[2] == ""
 
@@ -101,6 +101,18 @@ def test_one_trajectory_is_shown_turn_by_turn(run: Path) -> None:
     assert "turn 1 · tokens 6–7 · weights 2 · log-prob -0.500 · reward 0.75" in text
     assert ":<down> -0.50" in text
     assert "(blame: " in text
+
+
+def test_turns_that_were_cut_are_marked(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "made-up", steps=1, cut=True).path
+    _, text, _ = say(str(path), "--limit", "100")
+    listed = [line.rstrip() for line in text.splitlines() if line.startswith("g")]
+    assert len(listed) == 16
+    assert all(line.endswith(", 1 cut") for line in listed)
+    _, text, _ = say(str(path), "g0.0")
+    assert "reward 0.25 · cut at its token limit" in text
+    assert "reward 0.75 · cut" not in text
+    assert "1 of 2 turns cut at a token limit" in text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.config import RunConfig
+from rollweave.schema.work import TRAINABLE
 from rollweave.sim import faults
 from rollweave.sim.books import Books
 from rollweave.sim.faults import Report, search
@@ -109,6 +110,17 @@ class Moody(Planted):
         return super().handle(now, event) + extra
 
 
+class CountsTwice(Planted):
+    """An attempt whose reward fails is counted at the end of its RUN stage, and again at its own."""
+
+    def handle(self, now: float, event: e.Event) -> list[c.Command]:
+        commands = super().handle(now, event)
+        if isinstance(event, e.TrajectoryEnded) and event.stop_reason in TRAINABLE:
+            reasons = self.state.counters.stop_reasons
+            reasons[event.stop_reason] = reasons.get(event.stop_reason, 0) + 1
+        return commands
+
+
 class Stumbles(Planted):
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
         if isinstance(event, e.StepTrained):
@@ -124,6 +136,7 @@ class Stumbles(Planted):
         (LosesOne, "unaccounted"),
         (NeverPublishes, "no end after 2000 events"),
         (Moody, "a replay decides differently at 1 events"),
+        (CountsTwice, "attempts, "),
         (Stumbles, "KeyError: 'planted'"),
     ],
 )

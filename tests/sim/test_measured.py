@@ -39,8 +39,11 @@ class Priced:
     def beside_s(self, *, engines: int, tp: int) -> float:
         return self.load_s(engines=engines, tp=tp)
 
+    def copy_s(self) -> float:
+        return 1.0
+
     def checkpoint_s(self) -> float:
-        return 4.0
+        return 3.0
 
     def saved_s(self, *, engines: int) -> float:
         return 2.0 * engines

@@ -11,9 +11,9 @@ from rollweave.train.packing import Example, pack, split
 def examples(draw: st.DrawFn) -> list[Example]:
     made = []
     for _ in range(draw(st.integers(1, 5))):
-        length = draw(st.integers(2, 9))
+        length = draw(st.integers(2, 9) | st.integers(50, 200))
         targets = draw(st.sets(st.integers(1, length - 1), min_size=1))
-        made.append(Example(tokens=torch.arange(length) + 10 * len(made), targets=torch.tensor(sorted(targets))))
+        made.append(Example(tokens=torch.arange(length) + 1000 * len(made), targets=torch.tensor(sorted(targets))))
     return made
 
 

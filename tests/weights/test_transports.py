@@ -232,7 +232,7 @@ async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
 def test_a_library_that_is_not_there_is_named() -> None:
     for name in ("mooncake", "nixl"):
         if importlib.util.find_spec(name) is None:
-            with pytest.raises(ConfigError, match=f"rollweave\\[{name}\\]"):
+            with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]"):
                 transport_of(name, host="127.0.0.1")  # type: ignore[arg-type]
 
 

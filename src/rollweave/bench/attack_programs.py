@@ -62,7 +62,54 @@ escaped("twice the limit was held for 3 s")
 refused("memfd_create", 319, 279, b"x", 0)
 refused("shmget", 29, 194, 0, ctypes.c_size_t(2 * MEMORY), 0o1600)
 refused("memfd_secret", 447, 447, 0)
+refused("semget", 64, 190, 0, 32_000, 0o1600)
+refused("semop", 65, 193, 0, bytes(6), 1)
+refused("semctl", 66, 191, 0, 0, 12)
+refused("semtimedop", 220, 192, 0, bytes(6), 1, 0)
+refused("msgget", 68, 186, 0, 0o1600)
+refused("msgsnd", 69, 189, 0, bytes(16), ctypes.c_size_t(8), 0)
+refused("mq_open", 240, 180, b"queue", os.O_CREAT | os.O_RDWR, 0o600, 0)
+refused("io_setup", 206, 0, 64, ctypes.byref(ctypes.c_ulong(0)))
 held()
+""",
+    "memory of page tables": """
+# Reading maps the shared page of zeros, which no resident memory counts, but takes 4 kB of page tables for each 2 MiB.
+areas = []
+while len(areas) * (1 << 36) < 2 * MEMORY * 512:
+    areas.append(mmap.mmap(-1, 1 << 36, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, prot=mmap.PROT_READ))
+    areas[-1].madvise(15)
+    for at in range(0, 1 << 36, 1 << 21): areas[-1][at]
+time.sleep(3)
+escaped("twice the limit was held for 3 s")
+""",
+    "shared memory that no process maps any longer": """
+# It stays in memory until the last process that could map it again has ended.
+area = mmap.mmap(-1, 2 * MEMORY)
+for start in range(0, len(area), 1 << 24):
+    for at in range(start, start + (1 << 24), 4096): area[at] = 1
+    area.madvise(4, start, 1 << 24)
+time.sleep(3)
+escaped("twice the limit was held for 3 s")
+""",
+    "buffers of sockets": """
+read, write = os.pipe()
+chunk = bytes(1 << 16)
+for _ in range(6):
+    if os.fork() == 0:
+        pairs, kept = [], 0
+        while kept < MEMORY // 3:
+            pairs.append(socket.socketpair())
+            for end in pairs[-1]:
+                end.setblocking(False)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+                try:
+                    while True: kept += end.send(chunk)
+                except BlockingIOError: pass
+        os.write(write, b"x"); time.sleep(20); os._exit(0)
+got = 0
+while got < 6: got += len(os.read(read, 6))
+time.sleep(3)
+escaped("twice the limit was held for 3 s")
 """,
     "disk": """
 wrote = 0
@@ -76,12 +123,44 @@ allowed = DISK + (64 << 20)
 escaped(wrote) if wrote > allowed else held(wrote)
 """,
     "many empty files": """
+# Empty files take no space, so the size of a file system does not limit their number.
 made = 0
+for folder in ("/tmp", "/home/agent", "/dev/shm", "/dev", "/run", "/var", "/", "/proc", "/usr"):
+    try:
+        os.mkdir(f"{folder}/many")
+        for number in range(4 * FILES): os.close(os.open(f"{folder}/many/{number}", os.O_CREAT | os.O_WRONLY)); made += 1
+    except OSError: pass
+escaped(made) if made > 2 * FILES else held(made)
+""",
+    "all terminals": """
+opened = 0
 try:
-    os.mkdir("/tmp/many")
-    for made in range(100_000): os.close(os.open(f"/tmp/many/{made}", os.O_CREAT | os.O_WRONLY))
-except OSError as error: held(f"{made}: {error}")
-escaped(made)
+    for _ in range(300): os.openpty(); opened += 1
+except OSError as error: held(f"{opened}: {error}") if 8 <= opened <= 64 else escaped(f"{opened}: {error}")
+escaped(opened)
+""",
+    "the choice of the OOM killer": """
+# The OOM killer ends a sandbox first, its server included, and no process inside can change that.
+for name in os.listdir("/proc"):
+    if name.isdecimal() or name == "self":
+        for file, word in (("oom_score_adj", b"0"), ("oom_score_adj", b"-1000"), ("oom_adj", b"0")):
+            try: os.write(os.open(f"/proc/{name}/{file}", os.O_WRONLY), word)
+            except OSError: pass
+        score = open(f"/proc/{name}/oom_score_adj").read().strip()
+        if score != "1000": escaped(f"{name}: {score}")
+held()
+""",
+    "memory of the server": """
+for pid in {1, os.getppid()}:
+    for name, flags in (("mem", os.O_RDWR), ("mem", os.O_RDONLY), ("environ", os.O_RDONLY), ("maps", os.O_RDONLY)):
+        try: os.close(os.open(f"/proc/{pid}/{name}", flags))
+        except OSError: continue
+        if pid != 1 or flags == os.O_RDWR: escaped(f"/proc/{pid}/{name}, {flags}")
+    for fd in range(10):
+        try: os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError: continue
+        if pid != 1: escaped(f"/proc/{pid}/fd/{fd}")
+held()
 """,
     "settings of the kernel": """
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/vm/overcommit_memory",
@@ -105,7 +184,7 @@ main, side = os.openpty()
 if os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
 os.setsid()
 fcntl.ioctl(side, 0x540E, 0)
-for request, argument in ((0x5412, b"x"), (0x541C, b"\\x02")):
+for request, argument in ((0x5412, b"x"), (0x541C, b"\\x02"), (0x5423, struct.pack("i", 0))):
     try: fcntl.ioctl(side, request, argument)
     except PermissionError: continue
     except OSError as error: escaped(f"reached the terminal: {error}")
@@ -137,6 +216,12 @@ held()
 """,
     "rare system calls": """
 refused("io_uring_setup", 425, 425, 8, bytes(120))
+refused("io_uring_enter", 426, 426, -1, 0, 0, 0, 0, 0)
+refused("io_uring_register", 427, 427, -1, 0, 0, 0)
+refused("fanotify_init", 300, 262, 0, 0)
+refused("modify_ldt", 154, 425, 0, 0, 0)
+refused("personality", 135, 92, ctypes.c_ulong(0x0040000))
+refused("a call of the future", 500, 500)
 refused("add_key", 248, 217, b"user", b"x", b"y", 1, -3)
 refused("keyctl", 250, 219, 0, -3, 1)
 refused("request_key", 249, 218, b"user", b"x", 0, -3)
@@ -152,9 +237,15 @@ for family in (16, 17, 31, 38, 40, 44):
         try: socket.socket(family, kind)
         except OSError: continue
         escaped(f"family {family}, type {kind}")
-for kind in (socket.SOCK_RAW,):
-    try: socket.socket(socket.AF_INET, kind, 1)
-    except OSError: held()
+for protocol in (33, 115, 132, 136, 262):
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+        try: socket.socket(socket.AF_INET, kind, protocol)
+        except OSError as error:
+            if error.errno == errno.EPROTONOSUPPORT: continue
+            escaped(f"protocol {protocol}, type {kind}: {error}")
+        escaped(f"protocol {protocol}, type {kind}")
+try: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)
+except OSError: held()
 escaped("a raw socket")
 """,
     "network": """
@@ -226,3 +317,6 @@ held()
 """,
 }
 """By name."""
+
+COUNTED_BY_GROUPS = frozenset(("shared memory that no process maps any longer", "buffers of sockets"))
+"""Attacks that only a control group stops; they are not tried where there is none, which `rollweave doctor` reports."""

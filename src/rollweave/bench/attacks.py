@@ -8,6 +8,7 @@ counts as an escape, unless the sandbox was ended for going beyond a limit. The 
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,8 +18,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollweave.bench.attack_programs import PRELUDE, PROGRAMS
+from rollweave.bench.attack_programs import COUNTED_BY_GROUPS, PRELUDE, PROGRAMS
 from rollweave.sandbox.base import HOME, MIB, Backend, ExecResult, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.cgroups import unbounded
+from rollweave.sandbox.stage import inodes
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import SandboxError
 
@@ -60,6 +63,7 @@ class Scene:
             "PROCESSES": LIMITS.processes,
             "MEMORY": LIMITS.memory_bytes,
             "DISK": LIMITS.disk_bytes,
+            "FILES": inodes(LIMITS.disk_bytes),
         }
         return "".join(f"{name} = {value!r}\n" for name, value in values.items()) + PRELUDE
 
@@ -132,6 +136,11 @@ ACTS: dict[str, Callable[[Sandbox, Scene], Awaitable[str]]] = {
 ATTACKS = (*PROGRAMS, *ACTS)
 
 
+def attacks_here() -> tuple[str, ...]:
+    """Return the attacks that sandboxes must stop on this machine: all, where it has control groups."""
+    return tuple(attack for attack in ATTACKS if attack not in COUNTED_BY_GROUPS or "memory" not in unbounded())
+
+
 async def attempt(backend: Backend, attack: str) -> Outcome:
     """Try one attack, in a sandbox of its own."""
     with _scene() as scene:
@@ -165,6 +174,8 @@ async def _attempt(backend: Backend, attack: str, scene: Scene) -> str:
         result = await sandbox.exec([sys.executable, "-I", "-c", program], timeout_s=TIME_S)
         lines = result.stdout.decode(errors="replace").strip().splitlines()
         said = lines[-1] if lines else ""
+        if result.rc == -signal.SIGKILL:  # killed by the kernel for its memory; the sandbox then ends a moment later
+            await sandbox.exec(["sleep", "5"], timeout_s=TIME_S)
         return said if said.startswith(("held", "escaped")) else f"no verdict: {result.rc} {result.stderr[-500:]!r}"
     except SandboxError as error:
         return f"held: {error}" if sandbox.ended.startswith("killed: it went beyond") else f"no verdict: {error}"

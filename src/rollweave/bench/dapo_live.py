@@ -116,7 +116,8 @@ def _served(directory: Path) -> Iterator[str]:
     """Its address. In a thread: it waits more than it computes."""
     host = _Host()
     config = _config(directory, {"path": str(_model(directory))})
-    thread = threading.Thread(target=launch.serve, args=(config,), kwargs={"host": host, "connect": _nobody}, name="service")
+    given = {"host": host, "connect": _nobody, "no_token": True}
+    thread = threading.Thread(target=launch.serve, args=(config,), kwargs=given, name="service")
     thread.start()
     address, stop = host.told.get(timeout=120.0)
     try:
@@ -130,7 +131,7 @@ class _Host:
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
 
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         self.told.put((address, stop))
 
     def warned(self, command: Warn) -> None:

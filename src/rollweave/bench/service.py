@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from rollweave.backends.transport import Failed
 from rollweave.bench import service_ablations, service_scaling
 from rollweave.bench.contract import Figure, Result
 from rollweave.bench.runs import trained
@@ -176,7 +177,7 @@ class _Running:
 
     def _serve(self) -> None:
         try:
-            launch.serve(self._config, host=self, connect=_nobody, programs=Programs(), observe=self._observe)
+            launch.serve(self._config, host=self, connect=_nobody, programs=Programs(), observe=self._observe, no_token=True)
         except BaseException as error:
             self._error = error
         finally:
@@ -185,7 +186,7 @@ class _Running:
     def _observe(self, service: Service) -> None:
         self.service, self.loop = service, asyncio.get_running_loop()
 
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         self.address, self._stop = address, stop
         self._up.set()
 
@@ -288,5 +289,5 @@ async def _hold(running: _Running, count: int) -> tuple[int, float]:
     return most, time.perf_counter() - began
 
 
-def _nobody(request: EngineRequest, name: str) -> NoReturn:
+def _nobody(request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]) -> NoReturn:
     raise AssertionError(f"nobody registers engines here: {name} at {request.address}")

@@ -66,7 +66,7 @@ def started(config: RunConfig, *, sandboxes: bool = False) -> Iterator[Child]:
 
 
 class _Host:
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         print(address, flush=True)
         threading.Thread(target=_end_with_input, args=(stop,), daemon=True).start()
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             held.append(asyncio.get_running_loop().create_task(_sandboxes(), name="sandboxes"))
 
     config = load(asked.config, [])
-    launch.serve(config, host=_Host(), connect=connector(config), observe=observe)
+    launch.serve(config, host=_Host(), connect=connector(config), observe=observe, no_token=True)
 
 
 async def _sandboxes() -> None:

@@ -23,6 +23,7 @@ import xxhash
 from aiohttp import web
 
 from rollweave.backends.base import Heard
+from rollweave.backends.guard import Guard
 from rollweave.backends.listening import listening
 from rollweave.backends.server import EngineServer
 from rollweave.schema.errors import EngineError, KvError, WeightsError
@@ -190,7 +191,8 @@ async def _serve(engines: int, slots: int, token_s: float) -> None:
         for chosen in (*([part] for part in parts), parts):
             engine = PacedEngine(chosen, token_s=token_s)
             app: web.Application = EngineServer(engine, model="paced").application()
-            addresses.append(await stack.enter_async_context(listening(app, "127.0.0.1", 0, shutdown_s=0.1)))
+            served = listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1)
+            addresses.append(await stack.enter_async_context(served))
         print(json.dumps({"engines": addresses[:-1], "fixed": addresses[-1]}), flush=True)
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

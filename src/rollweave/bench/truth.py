@@ -50,8 +50,8 @@ WIDE = (
 CASES = {"": (), "_wide": WIDE}
 """Further settings, by the suffix of their figures."""
 
-OVERRIDES = ("run.steps=30", "eval.every=0", "eval.final_episodes=0", "run.name=truth")
-"""Steps alone: evaluations would end the run where learning does. Beyond some 40 steps a checkpoint compacts the journal."""
+OVERRIDES = ("run.steps=30", "run.checkpoint_s=0", "eval.every=0", "eval.final_episodes=0", "run.name=truth")
+"""Settings under which a run only trains steps: evaluations could end it early, and checkpoints would compact the journal."""
 
 QUICK = ("run.steps=4", "warmup.steps=5")
 SEEDS = 3

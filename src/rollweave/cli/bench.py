@@ -1,7 +1,8 @@
 """`rollweave bench`: a table for people, and with `--json` one line for programs at the end."""
 
+import importlib
+import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -13,11 +14,31 @@ from rollweave.cli.console import FAILED, err, out
 from rollweave.cli.machine import describe
 from rollweave.schema.errors import ConfigError
 
-SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
-SEEDLESS = ("engine", "sim", "placement", "scheduling", "service", "dapo", "tools", "sandbox", "delta", "relay", "soak")
-"""Benches in which nothing is learned, or once, so that seeds mean nothing to them."""
+BENCHES = {
+    "engine": "engine:bench_engine",
+    "demo": "learning:bench_learning",
+    "fixed": "learning:bench_learning",
+    "multitask": "learning:bench_learning",
+    "longtail": "learning:bench_learning",
+    "modes": "modes:bench_modes",
+    "sim": "sim:bench_sim",
+    "truth": "truth:bench_truth",
+    "faults": "faults:bench_faults",
+    "placement": "placement:bench_placement",
+    "scheduling": "scheduling:bench_scheduling",
+    "service": "service:bench_service",
+    "dapo": "dapo:bench_dapo",
+    "tools": "tools:bench_tools",
+    "sandbox": "sandbox:bench_sandbox",
+    "delta": "delta:bench_delta",
+    "relay": "relay:bench_relay",
+    "soak": "soak:bench_soak",
+}
+"""Bench → the function in `rollweave.bench` that runs it."""
 
-NAMES = (*SEEDED, *SEEDLESS)
+NAMES = tuple(BENCHES)
+SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
+"""Names of benches that repeat a run under several seeds."""
 
 
 def bench(
@@ -26,7 +47,7 @@ def bench(
     """Run bench `name`; with `profile`, measure an engine's step times into that file. Raises ConfigError for a wrong name."""
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
-    if name in SEEDLESS and seeds is not None:
+    if name not in SEEDED and seeds is not None:
         raise ConfigError(f"--seeds must be left out for bench {name}, which has no use for seeds, got {seeds}")
     if name != "engine" and profile is not None:
         raise ConfigError(f"--profile must be left out for bench {name}: only engine measures step times, got {profile}")
@@ -55,66 +76,15 @@ def _profile(path: Path, model: Path | None, *, quick: bool) -> Result:
 
 
 def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
-    say: Callable[[str], None] = lambda text: err.print(text, markup=False, soft_wrap=True)  # noqa: E731
-    if name == "engine":
-        from rollweave.bench.engine import bench_engine
+    module, _, function = BENCHES[name].partition(":")
+    run = getattr(importlib.import_module(f"rollweave.bench.{module}"), function)
+    given = {"name": name, "quick": quick, "seeds": seeds, "say": _say}
+    result: Result = run(**{key: given[key] for key in inspect.signature(run).parameters if key in given})
+    return result
 
-        return bench_engine(quick=quick)
-    if name == "sim":
-        from rollweave.bench.sim import bench_sim
 
-        return bench_sim(quick=quick)
-    if name == "placement":
-        from rollweave.bench.placement import bench_placement
-
-        return bench_placement(quick=quick)
-    if name == "scheduling":
-        from rollweave.bench.scheduling import bench_scheduling
-
-        return bench_scheduling(quick=quick, say=say)
-    if name == "service":
-        from rollweave.bench.service import bench_service
-
-        return bench_service(quick=quick, say=say)
-    if name == "dapo":
-        from rollweave.bench.dapo import bench_dapo
-
-        return bench_dapo(quick=quick, say=say)
-    if name == "tools":
-        from rollweave.bench.tools import bench_tools
-
-        return bench_tools(quick=quick)
-    if name == "sandbox":
-        from rollweave.bench.sandbox import bench_sandbox
-
-        return bench_sandbox(quick=quick)
-    if name == "delta":
-        from rollweave.bench.delta import bench_delta
-
-        return bench_delta(quick=quick, say=say)
-    if name == "relay":
-        from rollweave.bench.relay import bench_relay
-
-        return bench_relay(quick=quick, say=say)
-    if name == "soak":
-        from rollweave.bench.soak import bench_soak
-
-        return bench_soak(quick=quick, say=say)
-    if name == "modes":
-        from rollweave.bench.modes import bench_modes
-
-        return bench_modes(seeds=seeds, quick=quick, say=say)
-    if name == "truth":
-        from rollweave.bench.truth import bench_truth
-
-        return bench_truth(seeds=seeds, quick=quick, say=say)
-    if name == "faults":
-        from rollweave.bench.faults import bench_faults
-
-        return bench_faults(seeds=seeds, quick=quick, say=say)
-    from rollweave.bench.learning import bench_learning
-
-    return bench_learning(name, seeds=seeds, quick=quick, say=say)
+def _say(text: str) -> None:
+    err.print(text, markup=False, soft_wrap=True)
 
 
 def shown(value: Figure) -> str:

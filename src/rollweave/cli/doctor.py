@@ -17,7 +17,9 @@ import typer
 from rollweave.cli.checks import Check, fail, failures, human_bytes, ok, show, warn
 from rollweave.cli.console import FAILED, out
 from rollweave.cli.machine import cores, gpu_memory, memory_bytes
+from rollweave.codec.extras import how_to_install
 from rollweave.live.sinks import PACKAGES
+from rollweave.sandbox.cgroups import WITHOUT, unbounded
 
 LEAST_PYTHON = (3, 11)
 LEAST_MEMORY = 4 << 30
@@ -48,7 +50,7 @@ def _software() -> Iterator[Check]:
     yield from _dependencies()
     for extra in PACKAGES:
         here = importlib.util.find_spec(extra) is not None
-        yield ok(f"extra {extra}", _version(extra) if here else f"not installed (optional: pip install 'rollweave[{extra}]')")
+        yield ok(f"extra {extra}", _version(extra) if here else f"not installed (optional: {how_to_install(extra)})")
 
 
 def _dependencies() -> Iterator[Check]:
@@ -89,6 +91,7 @@ def _machine() -> Iterator[Check]:
     yield _devices()
     yield _sealed_memory()
     yield _sockets()
+    yield _sandbox_limits()
     free = shutil.disk_usage(Path.cwd()).free
     yield ok("disk", f"{human_bytes(free)} free here") if free >= LEAST_DISK else warn("disk", f"{human_bytes(free)} free here")
     yield _writable(Path.cwd())
@@ -135,6 +138,15 @@ def _sockets() -> Check:
     except OSError as error:
         return fail("sockets", f"local sockets must work, got {error}")
     return ok("sockets", "local sockets work")
+
+
+def _sandbox_limits() -> Check:
+    """Check whether the kernel bounds a sandbox as a whole, and name what is unbounded if it does not."""
+    missing = unbounded()
+    if not missing:
+        return ok("sandbox limits", "control groups bound memory, the kernel's included, and processes")
+    words = [f"no control group for {name} ({why}): {WITHOUT[name]}" for name, why in missing.items()]
+    return warn("sandbox limits", "; ".join(words))
 
 
 def _writable(directory: Path) -> Check:

@@ -15,19 +15,24 @@ from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
-from rollweave.handlers.base import Job
+from rollweave.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
 from rollweave.handlers.sandboxes import Sandboxes
+from rollweave.rollout.handled import declared
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 from rollweave.schema.sections import FaultsConfig, TaskConfig
-from rollweave.schema.work import Purpose, Task
+from rollweave.schema.work import Limits, Purpose, StopReason, Task
 
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
 """Seconds that a class method of an environment may take: they are called once a run, to plan it."""
+
+
+TRANSCRIPTS = 64
+"""Number of transcripts that are checked. They are random, so one that does not fit may still appear later."""
 
 
 class Domain(Noun, frozen=True, kw_only=True):
@@ -36,8 +41,11 @@ class Domain(Noun, frozen=True, kw_only=True):
     name: str
     words: tuple[str, ...]
     allowed: tuple[str, ...]
-    max_tokens: int
+    limits: Limits
+    transcripts: tuple[tuple[Message, ...], ...] = ()  # for the warm-up, some of them
+    prompts: tuple[tuple[str, tuple[Message, ...]], ...] = ()  # all of them, with their places, if the domain can list them
     first: tuple[Message, ...] = ()  # of an episode that was begun; none where none was
+    tools: tuple[str, ...] = ()  # offered to the agent, as its chat template shows them
 
 
 class BrokenError(RollweaveError):
@@ -49,6 +57,7 @@ def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain
     task = config.tasks[index]
     where = f"tasks.{index}"
     checks: list[Check] = []
+    transcripts: tuple[tuple[Message, ...], ...] = ()
     try:
         kind = _guarded(lambda: resolve(task.env), PATIENCE_S, "env must be imported")
         check_options(task.env, task.options)
@@ -56,19 +65,38 @@ def examine_domain(config: RunConfig, index: int, *, deep: bool) -> tuple[Domain
         words = _words(kind, "words", task)
         allowed = _words(kind, "allowed_words", task)
         if config.warmup.steps:
-            checks.append(_transcript(kind, task, where))
+            transcripts, found = _transcripts(kind, task, where)
+            checks.append(found)
         drawn = _drawn(config, task)
+        prompts = _prompts(kind, task)
         first: tuple[Message, ...] = ()
+        tools: tuple[str, ...] = ()
         if deep and is_handler(task.env):
-            _first_init(config, task, drawn)
-            checks.append(ok(f"{where} task", "its handler makes ready"))
+            asked = _first_turn(config, task, drawn)
+            first, tools = asked.messages, asked.tools
+            offered = f", with {len(tools)} tools" if tools else ""
+            begins = f"begins with {_text(first)!r:.90}{offered}" if first else "its handler makes ready"
+            checks.append(ok(f"{where} task", begins))
         elif deep:
             first = _first_look(config, task, drawn).messages
-            text = " ".join(message.content for message in first).strip()
-            checks.append(ok(f"{where} task", f"begins with {text!r:.90}"))
+            checks.append(ok(f"{where} task", f"begins with {_text(first)!r:.90}"))
     except (ConfigError, BrokenError) as error:
         return None, [*checks, fail(where, str(error))]
-    return Domain(name=where, words=words, allowed=allowed, max_tokens=task.max_tokens, first=first), checks
+    domain = Domain(
+        name=where,
+        words=words,
+        allowed=allowed,
+        limits=task.limits,
+        transcripts=transcripts,
+        prompts=prompts,
+        first=first,
+        tools=tools,
+    )
+    return domain, checks
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return " ".join(message.content for message in messages).strip()
 
 
 def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
@@ -83,21 +111,36 @@ def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
     return tuple(said)
 
 
+def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Message, ...]], ...]:
+    """Return all prompts of a domain that can list them."""
+    method = getattr(kind, "prompts", None)
+    if method is None:
+        return ()
+    listed: list[tuple[str, Sequence[Message]]] = _guarded(
+        lambda: list(method(task.options)), PATIENCE_S, "prompts must return places and messages"
+    )
+    return tuple((place, tuple(messages)) for place, messages in listed)
+
+
 def _listed(said: Any) -> Any:
     """Iterated here, in the user's code, unless it is a string, whose letters were not meant."""
     return said if isinstance(said, str) else tuple(said)
 
 
-def _transcript(kind: type[Any], task: TaskConfig, where: str) -> Check:
+def _transcripts(kind: type[Any], task: TaskConfig, where: str) -> tuple[tuple[tuple[Message, ...], ...], Check]:
+    """Return the first transcripts of the warm-up, and a check that describes them."""
     method = getattr(kind, "transcript", None)
     if method is None:
         raise BrokenError(f"env must have transcript() where warmup.steps is set, {task.env} has none")
-    said: Sequence[Any] = _guarded(
-        lambda: list(method(random.Random(0), task.options)), PATIENCE_S, "transcript must return messages"
+    found: list[tuple[Any, ...]] = _guarded(
+        lambda: [tuple(method(random.Random(seed), task.options)) for seed in range(TRANSCRIPTS)],
+        PATIENCE_S,
+        "transcript must return messages",
     )
-    if not said or any(not isinstance(message, Message) for message in said):
-        raise BrokenError(f"transcript must return messages, got {said!r:.80}")
-    return ok(f"{where} warm-up", _first_paragraph(method) or f"{len(said)} messages in a transcript")
+    for said in found:
+        if not said or any(not isinstance(message, Message) for message in said):
+            raise BrokenError(f"transcript must return messages, got {list(said)!r:.80}")
+    return tuple(found), ok(f"{where} warm-up", _first_paragraph(method) or f"{len(found[0])} messages in a transcript")
 
 
 def _drawn(config: RunConfig, task: TaskConfig) -> Task:
@@ -140,10 +183,47 @@ def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation
         return _guarded(lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset")
 
 
-def _first_init(config: RunConfig, task: TaskConfig, drawn: Task) -> None:
-    """Let a handler make ready for the first training task, and free what that took."""
+class _DryRunError(RollweaveError):
+    """Ends the attempt after the handler's first question: a dry run has no agent."""
 
-    async def look() -> None:
+
+class _Listener:
+    """An `Agent` that records the first question and ends the attempt there."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns_left = turns
+        self.messages: tuple[Message, ...] = ()
+        self.tools: tuple[str, ...] = ()
+        self.heard = False
+
+    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Message:
+        if not self.heard:
+            self.messages, self.tools, self.heard = tuple(messages), tuple(declared(tool) for tool in tools), True
+        self.turns_left = 0
+        raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
+
+    async def endpoint(self) -> Endpoint:
+        self.heard = True
+        raise _DryRunError("a dry run has no agent")
+
+
+def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _Listener:
+    """Let a handler prepare the first training task and ask its agent once, then free what that acquired."""
+
+    async def ask(handler: AgentHandler, agent: _Listener) -> None:
+        try:
+            async with asyncio.timeout(task.step_s):
+                await handler.run(agent)
+        except TimeoutError:
+            raise BrokenError(f"run must ask the agent within step_s, and did not in {task.step_s:g} s") from None
+        except Exception:
+            if not agent.heard:  # else the error is the one that the agent raised, or its consequence
+                raise
+        if not agent.heard:
+            raise BrokenError("run must ask the agent at least once, and returned without asking")
+
+    async def look() -> _Listener:
+        agent = _Listener(task.max_turns)
         sandboxes = Sandboxes(config.sandbox.backend)
         try:
             handler = resolve(task.env)(**task.options)
@@ -152,13 +232,17 @@ def _first_init(config: RunConfig, task: TaskConfig, drawn: Task) -> None:
                     await handler.init(Job(task=drawn, seed=0, sandboxes=sandboxes))
             except TimeoutError:
                 raise BrokenError(f"init must end within step_s, did not in {task.step_s:g} s") from None
+            else:
+                await ask(handler, agent)
             finally:
                 if hasattr(handler, "close"):
                     await handler.close()
         finally:
             await sandboxes.close()
+        return agent
 
-    _guarded(lambda: asyncio.run(look()), 2 * PATIENCE_S + task.step_s, "a handler must make ready")
+    limit_s = 2 * (PATIENCE_S + task.step_s)
+    return _guarded(lambda: asyncio.run(look()), limit_s, "a handler must make ready and ask its agent")
 
 
 def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:

@@ -7,16 +7,26 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from rollweave.cli.checks import Check, fail, human_bytes, ok, warn
 from rollweave.cli.dryenvs import Domain
 from rollweave.cli.machine import gpu_memory, memory_bytes
 from rollweave.cli.memory import Need, checkpoint_bytes, memory, parameters, scratch_shape, trajectory_bytes
 from rollweave.codec.chat import ChatCodec, ChatError
+from rollweave.codec.conversation import scripted
 from rollweave.codec.template import ChatTemplate
+from rollweave.schema.chat import Message
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, WeightsError
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
+
+NAMED = 5
+"""Maximum number of prompts that are named as too long; the others are counted."""
+
+SLACK = 8
+"""Maximum number of tokens that a template may add to a message because it is not empty."""
 
 COMFORT = 0.8
 """Share of what is free beyond which an estimate deserves a warning."""
@@ -53,7 +63,7 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
         checks = [ok("model.scratch", text)]
         if not config.warmup.steps:
             checks.append(warn("warmup.steps", "random weights without a warm-up hardly ever succeed, so nothing is learned"))
-        return shape, [*checks, *_prompts(codec, domains)]
+        return shape, [*checks, *_prompts(codec, domains), *_overlong(codec, domains), *_transcripts(codec, domains)]
     assert config.model.path is not None, "the configuration has one of path and scratch"
     directory = Path(config.model.path)
     if not directory.is_dir():
@@ -70,7 +80,7 @@ def _model(config: RunConfig, domains: Sequence[Domain], *, complete: bool) -> t
     longest = max(task.max_tokens for task in config.tasks)
     if longest > shape.context:
         checks.append(fail("tasks.max_tokens", f"must be at most the model's context ({shape.context}), got {longest}"))
-    return shape, [*checks, *_prompts(codec, domains)]
+    return shape, [*checks, *_prompts(codec, domains), *_overlong(codec, domains), *_transcripts(codec, domains)]
 
 
 def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
@@ -79,16 +89,68 @@ def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
         if not domain.first:
             continue
         try:
-            count = len(codec.start(domain.first))
+            if domain.tools and not codec.shows_tools:
+                yield fail(
+                    domain.name,
+                    f"the model's chat template must show the {len(domain.tools)} tools that the handler offers its agent, got "
+                    'one that shows none; with options.calls = "text", if the handler has it, none is needed',
+                )
+                continue
+            count = len(codec.start(domain.first, domain.tools))
         except ChatError as error:
             yield fail(domain.name, f"first messages: {error}")
             continue
-        if count >= domain.max_tokens:
-            yield fail(
-                f"{domain.name}.max_tokens", f"must be more than the first prompt ({count} tokens), got {domain.max_tokens}"
-            )
+        limit = domain.limits.max_tokens
+        if count >= limit:
+            yield fail(f"{domain.name}.max_tokens", f"must be more than the first prompt ({count} tokens), got {limit}")
         else:
-            yield ok(f"{domain.name} prompt", f"{count} of {domain.max_tokens} tokens")
+            yield ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
+
+
+def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Check that every prompt that can be listed leaves room for the agent. Name the first ones that do not; count all."""
+    for domain in domains:
+        limit, found = domain.limits.max_tokens, list[str]()
+        for place, messages in domain.prompts:
+            bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
+            try:  # a token has at least one byte of its text, so that most prompts need not be tokenized
+                least = len(codec.start(bare)) + sum(len(message.content.encode()) + SLACK for message in messages)
+                count = len(codec.start(messages)) if least >= limit else least
+            except ChatError as error:
+                yield fail(domain.name, f"prompt of {place}: {error}")
+                break
+            if count >= limit:
+                found.append(f"{place} ({count} tokens)")
+        if found:
+            more = ", …" if len(found) > NAMED else ""
+            text = f"{len(found):,} of {len(domain.prompts):,} are not shorter: {', '.join(found[:NAMED])}{more}"
+            yield fail(f"{domain.name}.max_tokens", f"must be more than every prompt, got {limit}; {text}")
+
+
+def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Check that a rollout's limits admit what the warm-up teaches. Name the first transcript that breaks each limit."""
+    for domain in domains:
+        broken: dict[str, str] = {}
+        for number, messages in enumerate(domain.transcripts):
+            try:
+                sequence = scripted(codec, messages)
+            except (ChatError, ValueError) as error:
+                yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
+                break
+            for place, (turn, said) in enumerate(zip(sequence.turns, _spoken(messages), strict=True)):
+                length = turn.end - turn.start
+                if length > domain.limits.max_turn_tokens:
+                    text = f"turn {place}, {said!r:.60}, has {length} tokens with the one that ends it"
+                    broken.setdefault("max_turn_tokens", f"every turn of transcript(): in transcript {number} {text}")
+            if len(sequence.tokens) > domain.limits.max_tokens:
+                text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"
+                broken.setdefault("max_tokens", text)
+        for limit, text in broken.items():
+            yield fail(f"{domain.name}.{limit}", f"must hold {text}, got {getattr(domain.limits, limit)}")
+
+
+def _spoken(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages if message.role == "assistant"]
 
 
 def _weights(directory: Path, shape: ModelShape) -> Check:
@@ -134,9 +196,11 @@ def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
     try:
         while not parent.exists():
             parent = parent.parent
-        free = shutil.disk_usage(parent).free
+        total, _, free = shutil.disk_usage(parent)
     except (OSError, ValueError):
         return  # no directory can have this name: `run.dir` has a check of its own
+    if not total:
+        return  # /proc and the like hold no files at all; the check of `run.dir` reports that
     checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
     text = (
         f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} trajectories of {human_bytes(free)} free"

@@ -13,21 +13,27 @@ from rollweave.cli.checks import Check, fail, ok, warn
 from rollweave.cli.dryenvs import Domain, examine_domain
 from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
+from rollweave.cli.unused import without_effect
 from rollweave.codec.config import load
+from rollweave.codec.extras import how_to_install
 from rollweave.core.seats import first_seats
 from rollweave.envs.rules import named, rule
+from rollweave.live.recover import lost, rebuild
 from rollweave.live.relays import host_of, missing_extra
 from rollweave.live.sinks import missing_sinks
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, CorruptJournalError
+
+UNUSED = "no effect"
+"""Name of the checks for settings without effect, which a real run shows, too."""
 
 
 def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True) -> list[Check]:
     """All checks. `deep` also resets an environment of each domain with a task: that may take time, and open what it opens."""
     with contextlib.chdir("."):
         rules = list(_rules(config))
-    checks = [*_readable_directory(config, resume=resume, fresh=fresh), *_sinks(config), *rules]
+    checks = [*_readable_directory(config, resume=resume, fresh=fresh, deep=deep), *_sinks(config), *rules]
     domains: list[Domain] = []
     for index in range(len(config.tasks)):
         with contextlib.chdir("."):  # back to where we were, wherever the user's code goes
@@ -35,26 +41,49 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
         checks += found
         if domain is not None:
             domains.append(domain)
-    return [*checks, *_cpu(config), *_relays(config), *examine_model(config, domains)]
+    unused = [warn(UNUSED, line) for line in without_effect(config, cores=cores())]
+    return [*checks, *_cpu(config), *_relays(config), *examine_model(config, domains), *_target(config), *unused]
 
 
-def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool) -> list[Check]:
+def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:
     try:
-        return list(_run_directory(config, resume=resume, fresh=fresh))
+        return list(_run_directory(config, resume=resume, fresh=fresh, deep=deep))
     except (OSError, ValueError) as error:  # a name too long, a null byte, no permission to look
         return [fail("run.dir", f"must be a readable directory, or not there yet, got {config.run.dir!r:.200}: {error}")]
 
 
-def _run_directory(config: RunConfig, *, resume: bool, fresh: bool) -> Iterator[Check]:
+def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> Iterator[Check]:
     path = Path(config.run.dir) / config.run.name
     run = RunDir(path)
+    try:
+        run.must_fit()
+    except ConfigError as error:
+        if not fresh:
+            yield fail("run.dir", str(error))
+            return
     if resume:
         if not run.config.exists():
             yield fail("run.name", f"{path} must hold a run to resume, found no config.toml")
-        else:
-            if run.journal.exists():
-                yield from (fail("--resume", line) for line in config.strays_from(load(run.config)))
-            yield ok("run.name", f"goes on in {path}")
+            return
+        try:
+            run.must_be_writable()
+        except ConfigError as error:
+            yield fail("run.dir", str(error))
+            return
+        if strays := config.strays_from(load(run.config)) if run.journal.exists() else ():
+            yield from (fail("--resume", line) for line in strays)
+            return
+        if not deep:  # the run itself checks the rest before it changes anything
+            yield ok("run.name", f"resumes in {path}")
+            return
+        try:
+            begun = rebuild(config, run)
+        except (ConfigError, CorruptJournalError) as error:
+            yield from (fail("--resume", line.removeprefix("--resume: ")) for line in str(error).splitlines())
+            return
+        yield ok("run.name", f"resumes in {path} {lost(begun).words()}" if begun.resumed else f"begins in {path}")
+        yield from (ok("--resume", f"changed since: {line}") for line in begun.knobs)
+        yield from (warn("--resume", doubt.message) for doubt in begun.doubts)
         return
     holds = run.holds_something()
     if holds and not fresh:
@@ -65,11 +94,11 @@ def _run_directory(config: RunConfig, *, resume: bool, fresh: bool) -> Iterator[
     parent = path
     while not parent.exists():
         parent = parent.parent
-    try:
-        with tempfile.TemporaryFile(dir=parent):
+    try:  # try to make a directory, as the run will: /proc and the like refuse only that
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".rollweave-"):
             pass
     except OSError as error:
-        yield fail("run.dir", f"{parent} must be writable, got {error.strerror or error}")
+        yield fail("run.dir", f"must be a directory to write to, got {config.run.dir} ({parent}: {error.strerror or error})")
         return
     yield ok("run.name", f"{path}{' (the former run is deleted)' if holds else ''}")
 
@@ -78,7 +107,7 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
     missing = missing_sinks(config.run.sinks)
     for name in config.run.sinks:
         if name in missing:
-            yield fail("run.sinks", f"{name} must be installed (pip install 'rollweave[{name}]'), got none")
+            yield fail("run.sinks", f"{name} must be installed ({how_to_install(name)}), got none")
         else:
             yield ok("run.sinks", name)
 
@@ -88,7 +117,7 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     if not weights.relays:
         return
     if (extra := missing_extra(weights)) is not None:
-        yield fail("weights.transport", f"{extra} must be installed (pip install 'rollweave[{extra}]'), got none")
+        yield fail("weights.transport", f"{extra} must be installed ({how_to_install(extra)}), got none")
     try:
         for machine in range(weights.relays):
             with socket.socket() as probe:
@@ -98,6 +127,16 @@ def _relays(config: RunConfig) -> Iterator[Check]:
     else:
         first, last = host_of(0), host_of(weights.relays - 1)
         yield ok("relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}")
+
+
+def _target(config: RunConfig) -> Iterator[Check]:
+    """Warn of what no check of an environment can find: whether it will ever report success."""
+    if config.eval.stop_at is not None:
+        text = (
+            f"{config.eval.stop_at:g} is compared with success, which environments report (Step.success, Score.success): "
+            "if one never does, the run trains all of run.steps, and says so"
+        )
+        yield warn("eval.stop_at", text)
 
 
 def _rules(config: RunConfig) -> Iterator[Check]:

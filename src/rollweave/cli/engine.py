@@ -2,20 +2,27 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import tempfile
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from rich.markup import escape
 from tokenizers import Tokenizer
 
 from rollweave.backends.client import EngineClient
-from rollweave.backends.listening import listening
+from rollweave.backends.guard import Guard, given_token, kept_token
+from rollweave.backends.listening import cannot_listen, check_address, listening
 from rollweave.backends.process import in_process
 from rollweave.backends.server import EngineServer, TextCodec
 from rollweave.cli.console import err, out
+from rollweave.cli.machine import gpu_memory
 from rollweave.live.signals import on_ending_signals
+from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import read_shape
@@ -23,8 +30,17 @@ from rollweave.weights.checkpoint import read_shape
 START_S = 300.0
 """Limit to reading a checkpoint: minutes for a large one on a slow disk."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Number formats that the embedded engine computes in."""
+
+NAMES = "--host and --port"
+
 REPLY_S = 60.0
 """Limit to a sample of the engine's state, which waits for a step."""
+
+
+TOKEN_FILE = Path("rollweave") / "engine.token"
+"""File with the token of all engines that this user starts, in the user's state directory; options may name another."""
 
 
 class Tokens:
@@ -42,13 +58,59 @@ class Tokens:
         return text
 
 
-def engine(spec: EngineSpec, *, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for a wrong checkpoint or address, and EngineLostError."""
-    read_shape(Path(spec.model))  # wrong input is said before a process starts
-    asyncio.run(_serve(spec, host=host, port=port))
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Where the engine listens, and which clients it admits: the options of `rollweave engine`."""
+
+    host: str
+    port: int
+    token_env: str | None = None
+    token_file: Path | None = None
+    no_token: bool = False
+    names: tuple[str, ...] = ()
 
 
-async def _serve(spec: EngineSpec, *, host: str, port: int) -> None:
+def engine(spec: EngineSpec, access: Access) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError."""
+    _check(spec)  # wrong input is reported before a process starts
+    if access.token_file is not None and (access.no_token or access.token_env is not None):
+        raise ConfigError("--token-file must be given without --token-env and --no-token")
+    given = given_token(access.token_env, no_token=access.no_token, host=access.host, named="--token-env")
+    try:
+        check_names(access.names, field="--allow-host")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    check_address(access.host, access.port, names=NAMES)
+    kept = access.token_file or _state() / TOKEN_FILE
+    token = None if access.no_token else given or kept_token(kept)
+    if token is None:
+        tell = "no token: every program of this host, of every user, may use it"
+    elif given is not None:
+        tell = f"its token: that of ${access.token_env}"
+    else:
+        tell = f"its token: {token} (kept in {kept})"
+    asyncio.run(_serve(spec, access, token, tell))
+
+
+def _check(spec: EngineSpec) -> None:
+    if spec.dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, got {spec.dtype!r}")
+    if re.fullmatch(r"cpu|cuda(:\d+)?", spec.device) is None:
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {spec.device!r}")
+    read_shape(Path(spec.model))
+    if spec.device != "cpu":
+        try:
+            gpu_memory(spec.device)
+        except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+            raise ConfigError(f"--device must be a device of this machine, got {spec.device}: {error}") from error
+
+
+def _state() -> Path:
+    """Return the directory in which programs of this user keep their state (XDG base directories)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+
+
+async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str) -> None:
     ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # cancelled when it is time
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
@@ -64,8 +126,9 @@ async def _serve(spec: EngineSpec, *, host: str, port: int) -> None:
                 ready.cancel()
                 return
             slots = ready.result().max_slots
-            async with _listening(_application(spec, backend), host, port) as address:
-                out.print(f"serving {spec.model} at {address}, {slots} requests at once", soft_wrap=True)
+            async with _listening(_application(spec, backend), access, token) as address:
+                out.print(f"serving {escape(spec.model)} at {address}, {slots} requests at once", soft_wrap=True)
+                out.print(escape(tell), soft_wrap=True)
                 await _first(backend.lost, ending)
             if backend.lost.done():
                 raise EngineLostError(backend.lost.result())
@@ -84,10 +147,12 @@ def _application(spec: EngineSpec, backend: EngineClient) -> web.Application:
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+async def _listening(app: web.Application, access: Access, token: str | None) -> AsyncIterator[str]:
+    host, port = access.host, access.port
+    guard = Guard(token=token, hosts=(host, *access.names))
     async with contextlib.AsyncExitStack() as stack:
         try:
-            address = await stack.enter_async_context(listening(app, host, port, shutdown_s=1.0))
-        except OSError as error:
-            raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {error}") from error
+            address = await stack.enter_async_context(listening(app, host, port, guard=guard, shutdown_s=1.0))
+        except OSError as error:  # another program has taken the port meanwhile
+            raise cannot_listen(host, port, error, names=NAMES) from error
         yield address

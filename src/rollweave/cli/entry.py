@@ -1,11 +1,11 @@
 """Where the program `rollweave` begins."""
 
-from rollweave.cli.interrupt import quiet
+from rollweave.cli.interrupt import enter
 
 
 def main() -> None:
     """Run the command line."""
-    quiet()  # before the imports, which take a second
+    enter()  # before the imports, which take a second
     from rollweave.cli.main import app
 
     app()

@@ -22,10 +22,10 @@ DIRECTORY = "evaluations"
 
 
 def evaluate(name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool) -> None:
-    """Evaluate and print success by task.
+    """Evaluate and print success by task, or the mean reward where the environment defines no success.
 
-    Raises ConfigError for a run or checkpoint that is not there, or not whole; RollweaveError where nothing came of it, and
-    KeyboardInterrupt where that was because the user ended it.
+    Raises ConfigError for a run or checkpoint that is missing or incomplete, RollweaveError where the evaluation has no
+    result, and KeyboardInterrupt where it has none because the user ended it.
     """
     run = find_run(name)
     if not run.config.exists():
@@ -40,7 +40,7 @@ def evaluate(name: str, *, episodes: int | None, temperature: float | None, chec
         summary = launch.train(config, inproc=inproc, progress=progress)
     if summary.error:
         raise RollweaveError(summary.error)
-    if summary.interrupted and not summary.success_rate:
+    if summary.interrupted and not summary.eval_episodes:
         raise KeyboardInterrupt
     _show(summary, step, Path(config.run.dir) / config.run.name)
 
@@ -80,12 +80,13 @@ def half_width(rate: float, count: int) -> float:
 
 def _show(summary: Summary, step: int, directory: Path) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("task", "success", "± 95 %", "episodes"):
+    for heading in ("task", "success", "± 95 %", "mean reward", "episodes"):
         table.add_column(heading, justify="left" if heading == "task" else "right")
-    for task, rate in summary.success_rate.items():
-        count = summary.eval_episodes.get(task, 0)
-        table.add_row(task, f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}", str(count))
+    for task, reward in summary.mean_reward.items():
+        count, rate = summary.eval_episodes.get(task, 0), summary.success_rate.get(task)
+        found = ["-", "-"] if rate is None else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}"]
+        table.add_row(task, *found, f"{reward:.3f}" if rate is not None else f"[bold]{reward:.3f}[/]", str(count))
     out.print(table)
     out.print(f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: rollweave trace {directory}[/]")
-    if not summary.success_rate:
+    if not summary.eval_episodes:
         raise RollweaveError(f"no episode was scored: see the stop reasons in {directory}/summary.json")

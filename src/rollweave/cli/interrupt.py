@@ -1,18 +1,26 @@
 """Ctrl-C: quiet until something has been begun and after it is over, an orderly end between.
 
-Imports nothing of ours: it is the first thing.
+Imports nothing that is slow, because it runs before everything else.
 """
 
 import os
 import signal
 
+from rollweave.inherited import reset_signals
+
 INTERRUPTED = 130
 """Exit code: what shells give to a program that Ctrl-C ended."""
 
 
+def enter() -> None:
+    """Set the program's signals: SIGINT and SIGTERM end it however it was started, SIGHUP unless `nohup` ignores it."""
+    reset_signals(keep=(signal.SIGHUP,))
+    quiet()
+
+
 def quiet() -> None:
     """Ctrl-C ends the program at once, without a word: nothing has been begun yet, or all is over."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the caller has it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a program that calls us keeps its own
         signal.signal(signal.SIGINT, _leave)
 
 

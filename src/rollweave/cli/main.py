@@ -3,20 +3,38 @@
 Imports of the work are inside the commands: `rollweave --help` must not wait for torch.
 """
 
+import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollweave.cli.bench import NAMES
 from rollweave.cli.console import reported
+from rollweave.cli.interrupt import enter
 
 app = typer.Typer(
-    help="Train LLM agents with reinforcement learning, each trajectory at its own pace.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollweave {importlib.metadata.version('rollweave')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train LLM agents with reinforcement learning, each trajectory at its own pace."""
+
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.")]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
@@ -24,11 +42,11 @@ Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; or a run directory, to go on with it.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or a run directory to resume.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
     mode: Annotated[str | None, typer.Option(help="Pacing: sync, one_step, stream, partial, bounded or decoupled.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run where it ended or was killed.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run where it ended or was killed.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete a former run of this name first.")] = False,
     inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
 ) -> None:
@@ -64,6 +82,12 @@ def serve(
     ],
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let every program of this host use it, of every user; on the loopback alone.")
+    ] = False,
+    unsandboxed: Annotated[
+        bool, typer.Option("--unsandboxed", help="Allow sandbox.backend = plain: what clients ask for runs as this user.")
+    ] = False,
     inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
 ) -> None:
     """Serve rollouts of CONFIG's tasks over HTTP, to whoever asks."""
@@ -71,7 +95,7 @@ def serve(
         from rollweave.cli.serve import serve as work
 
         sets = [*(overrides or []), *([f"serve.port={port}"] if port is not None else [])]
-        work(config, sets, inproc=inproc)
+        work(config, sets, inproc=inproc, no_token=no_token, unsandboxed=unsandboxed)
 
 
 @app.command()
@@ -115,7 +139,19 @@ def reproduce(
 def engine(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen at. Whoever reaches it may use the engine.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Another name by which clients call this server, repeatedly."),
+    ] = None,
+    token_env: Annotated[str | None, typer.Option(metavar="VARIABLE", help="Take the clients' token from here.")] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep the token here, not in ~/.local/state/rollweave/engine.token."),
+    ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let every program of this host use it, of every user; on the loopback alone.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Of the CPU.")] = 1,
@@ -125,6 +161,7 @@ def engine(
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with reported():
+        from rollweave.cli.engine import Access
         from rollweave.cli.engine import engine as work
         from rollweave.schema.base import EngineId
         from rollweave.schema.serving import EngineSpec
@@ -139,7 +176,10 @@ def engine(
             kv_tokens=kv_tokens,
             deterministic=deterministic,
         )
-        work(spec, host=host, port=port)
+        access = Access(
+            host=host, port=port, token_env=token_env, token_file=token_file, no_token=no_token, names=tuple(names or ())
+        )
+        work(spec, access)
 
 
 @app.command()
@@ -195,7 +235,7 @@ def report(run: Run) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="engine, demo, fixed, multitask, modes, sim, truth or faults.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}.")],
     json_: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches and of faults.")] = None,
@@ -213,4 +253,5 @@ def bench(
 
 
 if __name__ == "__main__":
+    enter()
     app()

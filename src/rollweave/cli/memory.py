@@ -86,6 +86,7 @@ def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
         Need(what="trainer: gradients", count=trainer.ranks, each=shard * MASTER_BYTES, on_device=True),
         Need(what="trainer: optimizer (AdamW)", count=trainer.ranks, each=2 * shard * MASTER_BYTES, on_device=True),
         Need(what="trainer: activations", count=trainer.ranks, each=activations(config, shape), on_device=True),
+        Need(what="trainer: copy for a checkpoint", count=1, each=3 * count * MASTER_BYTES, on_device=False),
         Need(what="trainer: published weights", count=PUBLICATIONS, each=count * MASTER_BYTES, on_device=False),
         Need(what="engines: weights", count=len(seats), each=count * width, on_device=True),
         *(

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollweave.cli.checks import human_seconds
-from rollweave.record.summary import scheduled
+from rollweave.record.summary import cut_text, held_out, scheduled
 
 REFRESH_PER_S = 4
 PLAIN_EVERY_S = 5.0
@@ -107,7 +107,7 @@ class Terminal:
         self._phase = "starting"
         self._began = time.monotonic()
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=AVERAGED)
-        self._curve: dict[str, list[float]] = {}
+        self._curve: dict[tuple[str, str], list[float]] = {}
         self._evaluation: Mapping[str, Any] | None = None
         self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
         self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self.draw, transient=True)
@@ -123,8 +123,10 @@ class Terminal:
         match line.get("kind"):
             case "step":
                 self._recent.append(line)
-                for name, value in line["success"].items():
-                    self._curve.setdefault(name, []).append(value)
+                for name, (kind, value) in held_out(line["success"], line["reward"]).items():
+                    if kind == "success":
+                        self._curve.pop((name, "reward"), None)  # it was not known to define success
+                    self._curve.setdefault((name, kind), []).append(value)
             case "evaluation":
                 self._evaluation = line
                 self._live.console.print(f"[cyan]{escape(evaluation_text(line))}[/]", soft_wrap=True)
@@ -164,15 +166,18 @@ class Terminal:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
-        for name, values in self._curve.items():
-            recent = values[-AVERAGED:]
-            reward = _mean([line["reward"][name] for line in self._recent if name in line["reward"]])
-            grid.add_row(name, f"success [bold]{sum(recent) / len(recent):.2f}[/]  {sparkline(values)}  reward {reward:.2f}")
+        for (name, kind), values in self._curve.items():
+            rewards = [line["reward"][name] for line in self._recent if name in line["reward"]]
+            reward = f"  reward {_mean(rewards):.2f}" if kind == "success" else ""
+            grid.add_row(name, f"{kind} [bold]{_mean(values[-AVERAGED:]):.2f}[/]  {sparkline(values)}{reward}")
         if self._evaluation is not None:
-            grid.add_row("held out", f"{_by_task(self._evaluation['success'])}  [dim]at step {self._evaluation['step']}[/]")
+            grid.add_row("held out", f"{_measured(self._evaluation)}  [dim]at step {self._evaluation['step']}[/]")
         tokens_per_s = _mean([line["tokens_per_s"] for line in self._recent])
         waiting, running = _in_flight(last)
         grid.add_row("rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting")
+        cut = _sums([line.get("cut_turns", {}) for line in self._recent])
+        if text := cut_text(cut, sum(line.get("turns", 0) for line in self._recent)):
+            grid.add_row("cut", f"[yellow]{escape(text)}[/]")
         grid.add_row("staleness", _staleness_text(self._recent))
         if did := scheduled(_sums([line.get("scheduling", {}) for line in self._recent])):
             grid.add_row("scheduling", did)
@@ -188,12 +193,14 @@ def step_text(line: Mapping[str, Any], steps: int) -> str:
     parts = [
         f"step {line['step'] + 1}/{steps}",
         f"{line['at']:.0f} s",
-        f"success {_by_task(line['success'])}",
-        f"reward {_by_task(line['reward'])}",
+        *([f"success {_by_task(line['success'])}"] if line["success"] else []),
+        *([f"reward {_by_task(line['reward'])}"] if line["reward"] else []),
         f"staleness {_staleness_text([line])}",
         f"{line['tokens_per_s']:,.0f} tokens/s",
         f"busy: engines {engines.get('busy', 0.0):.0%}, trainer {trainer.get('busy', 0.0):.0%}",
     ]
+    if cut := cut_text(line.get("cut_turns", {}), line.get("turns", 0)):
+        parts.append(cut)
     return " | ".join(parts)
 
 
@@ -203,18 +210,33 @@ def evaluation_text(line: Mapping[str, Any]) -> str:
     failed = sum(line["failed"].values())
     more = f", {failed} episodes failed" if failed else ""
     episodes = sum(line["episodes"].values())
-    return f"{what} at step {line['step']}: success {_by_task(line['success'])} over {episodes} held-out episodes{more}"
+    if line.get("target_reached"):
+        more += "; eval.stop_at is reached, training ends here"
+    measured = f"{_measured(line)} over " if line["reward"] else ""
+    return f"{what} at step {line['step']}: {measured}{episodes} held-out episodes{more}"
 
 
 def sparkline(values: list[float]) -> str:
-    """Values in [0, 1] as at most `CURVE_POINTS` blocks, each the mean of its share of the values."""
+    """Draw values as at most `CURVE_POINTS` blocks, each the mean of its share, on a scale of 0 to 1, or wider if needed."""
+    low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
     count = min(len(values), CURVE_POINTS)
     blocks = []
     for index in range(count):
         part = values[index * len(values) // count : (index + 1) * len(values) // count]
-        mean = min(1.0, max(0.0, sum(part) / len(part)))
-        blocks.append(SPARK[round(mean * (len(SPARK) - 1))])
+        height = (sum(part) / len(part) - low) / (high - low)
+        blocks.append(SPARK[round(height * (len(SPARK) - 1))])
     return "".join(blocks)
+
+
+def _measured(line: Mapping[str, Any]) -> str:
+    """Show the success of task domains that define it, and the mean reward of the others."""
+    found = held_out(line["success"], line["reward"])
+    parts = []
+    for kind in ("success", "reward"):
+        if values := {name: value for name, (of, value) in found.items() if of == kind}:
+            named = len(found) > 1 and len(values) == 1
+            parts.append(f"{kind} {next(iter(values)) + ' ' if named else ''}{_by_task(values)}")
+    return ", ".join(parts)
 
 
 def _by_task(values: Mapping[str, float]) -> str:

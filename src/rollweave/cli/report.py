@@ -10,5 +10,7 @@ from rollweave.report.page import write_report
 
 def report(name: str) -> None:
     """Write `report.html` and say where it is."""
-    path = write_report(find_run(name))
+    run = find_run(name)
+    run.must_be_writable()
+    path = write_report(run)
     out.print(f"{escape(str(path))} ({human_bytes(path.stat().st_size)})", soft_wrap=True)

@@ -18,10 +18,12 @@ EXPORT = "hf"
 
 
 def find_run(name: str) -> RunDir:
-    """The run directory that `name` means: a path, or a name under `runs/`. Raises ConfigError."""
+    """The run directory that `name` means: a path, or a name under `runs/`. Raises ConfigError, also from `must_fit`."""
     for path in (Path(name), RUNS / name):
         if any(os.path.exists(path / file) for file in ("config.toml", "metrics.jsonl")):  # Path.exists raises for odd names
-            return RunDir(path)
+            run = RunDir(path)
+            run.must_fit()
+            return run
     known = sorted(path.parent.name for path in RUNS.glob("*/config.toml"))
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"runs here: {', '.join(known[:8]) or 'none'}"
@@ -33,11 +35,11 @@ def clear(config: RunConfig) -> None:
     path = Path(config.run.dir) / config.run.name
     if not path.exists() or not any(path.iterdir()):
         return
-    if not RunDir(path).lock.exists():
+    if not (RunDir(path).lock.exists() or RunDir(path).identity.exists()):
         raise ConfigError(f"--fresh: {path} must be a run directory to be deleted, found no lock file; remove it yourself")
     if not RunDir(path).config.exists():
         RunDir(path).config.touch()  # a run that died before it wrote its configuration: let `claim` take it over
-    with RunDir.claim(config, resume=True):
+    with RunDir.claim(config, resume=True, to_clear=True):
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)

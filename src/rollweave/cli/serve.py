@@ -8,6 +8,7 @@ from rich.markup import escape
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
 from rollweave.codec.config import load
+from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import Warn
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
@@ -19,10 +20,17 @@ SUFFIX = "-service"
 """Of the directory of a service that serves a run's checkpoint, beside the run's."""
 
 
-def serve(path: Path, overrides: Sequence[str], *, inproc: bool) -> None:
+def serve(path: Path, overrides: Sequence[str], *, inproc: bool, no_token: bool = False, unsandboxed: bool = False) -> None:
     """Serve until a signal ends it."""
     config = load(path, overrides) if path.is_file() or path.suffix == ".toml" else of_run(str(path), overrides)
-    launch.serve(config, host=_Terminal(config), connect=connector(config), inproc=inproc)
+    launch.serve(
+        config,
+        host=_Terminal(config),
+        connect=connector(config),
+        inproc=inproc,
+        no_token=no_token,
+        unsandboxed=unsandboxed,
+    )
 
 
 def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
@@ -45,11 +53,18 @@ class _Terminal:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
-    def ready(self, address: str, stop: Callable[[bool], None]) -> None:
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
         del stop  # signals do it
         names = ", ".join(task.name for task in self._config.tasks)
         out.print(f"serving [bold]{escape(names)}[/] on {address}", soft_wrap=True)
         out.print(f"[dim]its API: {address}/openapi.json; Ctrl-C ends it when what it has accepted is done[/]", soft_wrap=True)
+        if token is None:
+            out.print("[yellow]no token: every program of this host, of every user, may use it[/]", soft_wrap=True)
+        elif (variable := self._config.serve.token_env) is not None:
+            out.print(f"[dim]its token: that of ${escape(variable)}[/]", soft_wrap=True)
+        else:
+            kept = RunDir(Path(self._config.run.dir) / self._config.run.name).token
+            out.print(f"its token: {token} [dim](kept in {escape(str(kept))})[/]", soft_wrap=True)
 
     def warned(self, command: Warn) -> None:
         err.print(f"[yellow]{escape(command.component)}:[/] {escape(command.message)}", soft_wrap=True)

@@ -18,10 +18,13 @@ from rollweave.cli.progress import display
 from rollweave.codec.config import load
 from rollweave.record.summary import describe, scheduled
 from rollweave.report.page import write_report
+from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.sections import FaultsConfig
+from rollweave.sim.fleet import kv_room
+from rollweave.sim.ignored import ignored
 from rollweave.sim.run import Outcome, directory_of, simulate
-from rollweave.sim.world import costs_of, workloads_of
+from rollweave.sim.world import Costs, costs_of, workloads_of
 
 CAUSES = {
     "busy": "working",
@@ -49,6 +52,8 @@ def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], 
     if path is None:
         raise ConfigError("CONFIG must be given where --faults is not, got none")
     config = load(path, overrides)
+    if left_out := ignored(config):
+        err.print(f"[yellow]without effect in a simulation:[/] {escape(', '.join(left_out))}", soft_wrap=True)
     if config.faults != FaultsConfig():
         err.print("[yellow]\\[faults] is left out:[/] it is for real environments; `--faults SEED` breaks simulated ones")
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
@@ -56,13 +61,23 @@ def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], 
         with display(err, name=run.path.name, steps=config.run.steps) as progress:
             outcome = simulate(config, run=run, tell=progress.line, costs=costs, work=workloads)
         page = write_report(run)
-    show(outcome)
+    show(outcome, kv=_kv_text(config, costs))
     out.print(f"report {escape(str(page))}, timeline {escape(str(run.trace))}", soft_wrap=True)
     if as_json:
-        sys.stdout.write(json.dumps(figures(outcome)) + "\n")
+        sys.stdout.write(json.dumps({**figures(outcome), "without_effect": left_out}) + "\n")
     if outcome.summary.error:
         error_lines(outcome.summary.error)
         raise typer.Exit(FAILED)
+
+
+def _kv_text(config: RunConfig, costs: Costs) -> str:
+    """Say how many tokens an engine's KV cache holds, and why: for engines of several kinds the smallest and the largest."""
+    degrees = config.allocation.degrees if config.allocation is not None else ()
+    kinds = [(degree, group) for group in config.engines for degree in (degrees or (group.degree,))]
+    rooms = sorted({(kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds})
+    found = sorted({room for room, _ in rooms})
+    why = "engines.kv_tokens" if all(room < gpu for room, gpu in rooms) else "as the GPU's memory, or sim.profile, allows"
+    return f"{' to '.join(f'{room:,}' for room in (found[0], found[-1])[: len(found)])} tokens an engine ({why})"
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -91,8 +106,8 @@ def staleness(outcome: Outcome) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def show(outcome: Outcome) -> None:
-    """The table for people."""
+def show(outcome: Outcome, *, kv: str) -> None:
+    """Print the table for people. `kv` says what an engine's KV cache holds."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -105,6 +120,7 @@ def show(outcome: Outcome) -> None:
     for who, name in (("engines", f"engines ({outcome.engine_gpus} GPUs)"), ("trainer", "trainer")):
         shares = sorted(outcome.idle(who).items(), key=lambda item: (item[0] != "busy", -item[1]))
         table.add_row(name, ", ".join(f"{CAUSES.get(cause, cause)} {share:.1%}" for cause, share in shares if share >= 0.0005))
+    table.add_row("KV cache", kv)
     used = [line["kv_used"] for line in outcome.steps]
     if used:
         table.add_row("KV in use", f"{statistics.mean(used):.1%} by live turns when steps begin")

@@ -104,7 +104,7 @@ def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> N
             str(sum(len(sequence.turns) for sequence in trajectory.sequences)),
             str(sum(len(sequence.tokens) for sequence in trajectory.sequences)),
             "-" if trajectory.reward is None else f"{trajectory.reward:.2f}",
-            trajectory.stop_reason.value,
+            trajectory.stop_reason.value + _cut(trajectory, ", {cut} cut"),
         )
     out.print(table)
     shown = f"{len(found)} of {matching}" if len(found) < matching else str(matching)
@@ -136,10 +136,18 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
             _segment(sequence, part, pieces)
     out.print(Rule(style="dim"))
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
+    cut = _cut(trajectory, ", [yellow]{cut} of {turns} turns cut at a token limit[/]")
     success = "" if trajectory.success is None else f", success: {'yes' if trajectory.success else 'no'}"
-    out.print(f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward [bold]{reward}[/]{success}")
+    out.print(f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward [bold]{reward}[/]{success}{cut}")
     if trajectory.error:
         out.print(f"[red]{escape(trajectory.error)}[/]")
+
+
+def _cut(trajectory: Trajectory, text: str) -> str:
+    """Fill `text` with the number of turns that a token limit cut and the number of all turns; "" if none was cut."""
+    spans = [span for sequence in trajectory.sequences for span in sequence.turns]
+    cut = sum(span.finish_reason == "length" for span in spans)
+    return text.format(cut=cut, turns=len(spans)) if cut else ""
 
 
 def _head(trajectory: Trajectory, entry: Entry) -> None:
@@ -165,26 +173,26 @@ def _head(trajectory: Trajectory, entry: Entry) -> None:
 class Turn:
     """Segments `[first, last)` of a sequence that belong together: the prompt, one observation, or one turn of the agent."""
 
-    def __init__(self, segments: list[Segment], *, number: int, reward: float) -> None:
-        self.segments, self.number, self.reward = segments, number, reward
+    def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
+        self.segments, self.number, self.reward, self.cut = segments, number, reward, cut
         self.kind = segments[0].kind
 
 
 def turns(sequence: TokenSequence) -> Iterator[Turn]:
     """The sequence's parts in order. A weight update in the middle of a turn does not cut it in two."""
-    starts = {span.start: (number, span.reward) for number, span in enumerate(sequence.turns)}
+    starts = {span.start: (number, span.reward, span.finish_reason == "length") for number, span in enumerate(sequence.turns)}
     held: list[Segment] = []
-    number, reward = -1, 0.0
+    number, reward, cut = -1, 0.0, False
     for segment in sequence.segments:
         begins = segment.kind is not SegmentKind.OUTPUT or segment.start in starts or not held
         if held and (begins or held[0].kind is not segment.kind):
-            yield Turn(held, number=number, reward=reward)
+            yield Turn(held, number=number, reward=reward, cut=cut)
             held = []
         if segment.start in starts:
-            number, reward = starts[segment.start]
+            number, reward, cut = starts[segment.start]
         held.append(segment)
     if held:
-        yield Turn(held, number=number, reward=reward)
+        yield Turn(held, number=number, reward=reward, cut=cut)
 
 
 class Pieces:
@@ -235,6 +243,8 @@ def _segment(sequence: TokenSequence, part: Turn, pieces: Pieces) -> None:
     )
     total = sum(sequence.logprobs[start:end])
     title = f"turn {part.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · reward {part.reward:g}"
+    if part.cut:
+        title += "[/] · [yellow]cut at its token limit"
     out.print(Rule(f"[cyan]{title}[/]", align="left", style="cyan"))
     out.print(Text(pieces.text(tokens), style="bold"))
     for row in range(start, end, PIECES_A_ROW):

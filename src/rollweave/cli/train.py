@@ -15,16 +15,19 @@ from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.codec.config import load
 from rollweave.live import launch
-from rollweave.record.summary import Summary, describe, scheduled
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary, cut_text, describe, held_out, scheduled
+from rollweave.report.page import write_report
 from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
-from rollweave.schema.errors import ConfigError
+from rollweave.schema.errors import ConfigError, RollweaveError
 
 
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool) -> None:
-    """Train as the file at `path` says; a run directory stands for the configuration in it."""
+    """Train as the file at `path` says. A run directory stands for its configuration, and its run is resumed unless `fresh`."""
     if resume and fresh:
         raise ConfigError("--resume and --fresh must not be given together: one goes on with a run, the other deletes it")
-    config = load(path / "config.toml" if path.is_dir() else path, overrides)
+    resume = resume or (path.is_dir() and not fresh)
+    config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
     if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
         raise ConfigError(f"model must be given for training, got only [sim]; `rollweave simulate {path}` runs this file")
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
@@ -32,11 +35,25 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
         show(checks, out)
     must_do(checks)
     if dry_run:
-        out.print("[green]ready:[/] nothing speaks against this run")
+        out.print("[green]ready:[/] all checks passed")
         return
+    for check in checks:
+        if check.name == dryrun.UNUSED:
+            err.print(f"[yellow]warning:[/] {escape(check.detail)}", soft_wrap=True)
     if fresh:
         clear(config)
     run(config, resume=resume, inproc=inproc)
+
+
+def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of the run in directory `path`, which stays there, wherever it was made and called from."""
+    config = load(path / "config.toml", overrides)
+    here = path.resolve()
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in ("run.name", "run.dir"):
+            raise ConfigError(f"--set: {key} must be left out where a run directory is given, got {override} for {here}")
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": here.name, "dir": str(here.parent)})})
 
 
 def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:
@@ -52,10 +69,13 @@ def conclude(summary: Summary, directory: Path) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, rate in summary.success_rate.items():
-        table.add_row(name, f"success [bold]{rate:.3f}[/] over {summary.eval_episodes.get(name, 0)} held-out episodes")
+    for name, (kind, value) in held_out(summary.success_rate, summary.mean_reward).items():
+        what = "success" if kind == "success" else "mean reward"
+        table.add_row(name, f"{what} [bold]{value:.3f}[/] over {summary.eval_episodes.get(name, 0)} held-out episodes")
     rate_per_s = summary.tokens / summary.wall_s if summary.wall_s else 0.0
     table.add_row("steps", f"{summary.steps} in {human_seconds(summary.wall_s)}, {rate_per_s:,.0f} sampled tokens/s")
+    if summary.ended_by:
+        table.add_row("ended by", summary.ended_by)
     if summary.best_step is not None:
         table.add_row("best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}")
     table.add_row("trajectories", describe(summary.account))
@@ -63,12 +83,14 @@ def conclude(summary: Summary, directory: Path) -> None:
         table.add_row("engines", _counts(summary.engines))
     if did := scheduled(summary.scheduling):
         table.add_row("scheduling", did)
-    table.add_row("stopped", _counts(summary.stop_reasons))
+    table.add_row("attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}")
+    if cut := cut_text(summary.cut_turns, summary.turns):
+        table.add_row("cut", f"[yellow]{escape(cut)}[/]")
     table.add_row("staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}")
     for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
         if counts:
             table.add_row(what, _counts(counts))
-    table.add_row("report", escape(f"rollweave report {directory}"))
+    table.add_row("report", _report(directory))
     out.print(table)
     if summary.error:
         error_lines(summary.error)
@@ -76,6 +98,14 @@ def conclude(summary: Summary, directory: Path) -> None:
     if summary.interrupted:
         err.print(f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} --resume goes on", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _report(directory: Path) -> str:
+    """Write the run's report and return its path, or the reason why it was not written: that must not fail the run."""
+    try:
+        return escape(str(write_report(RunDir(directory))))
+    except (OSError, RollweaveError) as error:
+        return f"[yellow]not written:[/] {escape(str(error))}"
 
 
 def _inherent(ages: dict[str, int]) -> str:

@@ -65,7 +65,7 @@ class Setup(Noun, frozen=True, kw_only=True):
         alive = self.environments or self.batch
         return RunConfig.model_validate(
             {
-                "run": {"name": "reproduce", "steps": steps, "seed": seed},
+                "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_s": 0},
                 "sim": {
                     "model": self.model,
                     "gpu": self.gpu,
@@ -99,7 +99,7 @@ class Setup(Noun, frozen=True, kw_only=True):
                 "engines": {
                     **({} if self.degrees else {"count": self.rollout_gpus // self.tp, "degree": self.tp}),
                     "max_slots": self.slots,
-                    "kv_tokens": 1 << 20,  # the simulator asks its cost model instead
+                    "kv_tokens": 1 << 30,  # more than the GPUs have room for, so that they are the limit
                     "prefill_chunk_tokens": CHUNK_TOKENS,
                     "prefix_cache": self.prefix_cache,
                 },

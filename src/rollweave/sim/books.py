@@ -105,6 +105,8 @@ class Books:
         staleness = summary.staleness_max
         fresh = self._window is None or staleness <= self._window
         assert fresh, f"staleness {staleness} is reported where {self._window} is allowed"
+        over, begun = sum(summary.stop_reasons.values()), sum(summary.attempts.values())
+        assert over == begun, f"{begun} attempts were launched, {over} have a stop reason: {summary.attempts}"
         if not summary.error:  # a run that ends with an error waits for nobody, and may not have heard the trainer's last word
             trained = summary.account.trained
             assert trained == self.trained, f"{trained} trajectories are counted as trained, {self.trained} were"

@@ -207,8 +207,11 @@ class TrainerCosts(Protocol):
     def beside_s(self, *, engines: int, tp: int) -> float:
         """Seconds in which an engine of `tp` GPUs takes them from its machine's relay, while `engines` there do."""
 
+    def copy_s(self) -> float:
+        """Seconds to copy a checkpoint into the host's memory, for which training waits."""
+
     def checkpoint_s(self) -> float:
-        """Seconds in which a checkpoint is written."""
+        """Seconds to write the copy, for which training does not wait."""
 
     def saved_s(self, *, engines: int) -> float:
         """Seconds in which an engine loads weights from a checkpoint while `engines` do, itself included."""
@@ -262,6 +265,12 @@ class TrainerCost:
     def beside_s(self, *, engines: int, tp: int) -> float:
         """Over PCIe, from the memory of the host."""
         return self.load_s(engines=engines, tp=tp, over=link("pcie"))
+
+    def copy_s(self) -> float:
+        """Model the copy over PCIe, by each GPU of its share."""
+        machines, way = math.ceil(self._gpus / GPUS_PER_MACHINE), link("pcie")
+        per_machine = CHECKPOINT_BYTES * self._model.parameters / machines
+        return way.latency_s + per_machine / _bytes_per_s(way, min(self._gpus, GPUS_PER_MACHINE))
 
     def checkpoint_s(self) -> float:
         """Writing weights and optimizer state, each machine its share."""

@@ -40,7 +40,17 @@ class SimEngine:
     `next_at` says when to call `advance`. Figures are as of the last step that had ended at the last `advance`.
     """
 
-    def __init__(self, *, cost: EngineCosts, slots: int, chunk_tokens: int, block_tokens: int, prefix_cache: bool) -> None:
+    def __init__(
+        self,
+        *,
+        cost: EngineCosts,
+        slots: int,
+        chunk_tokens: int,
+        block_tokens: int,
+        prefix_cache: bool,
+        kv_tokens: int | None = None,
+    ) -> None:
+        """`kv_tokens` is the size of its KV cache in tokens; if unset, as many as the cost model allows."""
         if min(slots, chunk_tokens, block_tokens) < 1:
             raise ValueError(
                 f"slots, chunk_tokens and block_tokens must be at least 1, got {slots}, {chunk_tokens} and {block_tokens}"
@@ -50,7 +60,8 @@ class SimEngine:
         self.busy_s = 0.0
         self.tokens = self.prefill_tokens = self.recomputed_tokens = 0
         self._chunk_tokens = chunk_tokens
-        kv = KvCounts(total=cost.kv_tokens // block_tokens, block_tokens=block_tokens, caching=prefix_cache)
+        self.kv_tokens = cost.kv_tokens if kv_tokens is None else kv_tokens
+        kv = KvCounts(total=self.kv_tokens // block_tokens, block_tokens=block_tokens, caching=prefix_cache)
         self._batch = Batch(kv, slots=slots)
         self._live: dict[str, Turn] = {}
         self._arrivals = 0

@@ -240,6 +240,8 @@ class SimFleet:
     def _starting(self, node: Node, seconds: float) -> None:
         cost, settings = self._costs[node.degree], self._settings(node.group)
 
+        room = kv_room(cost, settings)
+
         def joined() -> None:
             node.engine = SimEngine(
                 cost=cost,
@@ -247,14 +249,15 @@ class SimFleet:
                 chunk_tokens=settings.prefill_chunk_tokens,
                 block_tokens=settings.block_tokens,
                 prefix_cache=settings.prefix_cache,
+                kv_tokens=room,
             )
             self._post(
                 e.EngineJoined(
                     engine_id=node.id,
                     epoch=node.epoch,
                     max_slots=settings.max_slots,
-                    kv_total_tokens=cost.kv_tokens,
-                    profile=_profile(cost, settings.max_slots),
+                    kv_total_tokens=room,
+                    profile=_profile(cost, settings.max_slots, room),
                 )
             )
 
@@ -299,12 +302,21 @@ class SimFleet:
         node.pulling, node.engine = False, None
 
 
-def _profile(cost: EngineCosts, slots: int) -> tuple[e.StepTime, ...]:
+def kv_room(cost: EngineCosts, settings: EngineConfig) -> int:
+    """Return the size of an engine's KV cache in tokens: what its GPUs can hold, but at most `engines.kv_tokens` if changed.
+
+    The default of `engines.kv_tokens` is meant for engines on a CPU and ignored for GPUs.
+    """
+    default = EngineConfig.model_fields["kv_tokens"].default
+    return cost.kv_tokens if settings.kv_tokens == default else min(cost.kv_tokens, settings.kv_tokens)
+
+
+def _profile(cost: EngineCosts, slots: int, room: int) -> tuple[e.StepTime, ...]:
     """What a live engine would have measured of itself: steps that decode 1, 2, 4, … sequences, and as many as it has slots."""
     batches = sorted({*(1 << power for power in range(slots.bit_length())), slots})
     return tuple(
         e.StepTime(batch=batch, context=context, seconds=cost.decode_s(decode=batch, decode_context=batch * context, steps=1))
         for context in PROFILE_CONTEXTS
         for batch in batches
-        if batch == 1 or batch * context <= cost.kv_tokens
+        if batch == 1 or batch * context <= room
     )

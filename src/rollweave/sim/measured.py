@@ -35,6 +35,7 @@ class Timings(msgspec.Struct, kw_only=True):
     published: list[float] = []
     loaded: list[float] = []
     saved: list[float] = []
+    copied: list[float] = []
     prepared: list[float] = []
 
     @property
@@ -106,6 +107,8 @@ class _Reader:
                 found.loaded.append(now - self._loading[event.engine_id])
                 if found.ready_at is None:
                     found.ready_at = now
+            case e.CheckpointTaken():
+                found.copied.append(now - self._saving)
             case e.CheckpointSaved():
                 found.saved.append(now - self._saving)
             case _:
@@ -133,8 +136,9 @@ class MeasuredTrainer:
     def __init__(self, timings: Timings) -> None:
         """Raises ConfigError where the run has trained nothing."""
         self.constant, self.per_token = fit_line(timings.trained)
-        self._publish_s, self._load_s, self._save_s = (
-            statistics.median(seconds) if seconds else 0.0 for seconds in (timings.published, timings.loaded, timings.saved)
+        self._publish_s, self._load_s, self._save_s, self._copy_s = (
+            statistics.median(seconds) if seconds else 0.0
+            for seconds in (timings.published, timings.loaded, timings.saved, timings.copied)
         )
 
     def step_s(self, *, tokens: int, context: int) -> float:
@@ -160,8 +164,11 @@ class MeasuredTrainer:
     def beside_s(self, *, engines: int, tp: int) -> float:
         return self.load_s(engines=engines, tp=tp)
 
+    def copy_s(self) -> float:
+        return self._copy_s
+
     def checkpoint_s(self) -> float:
-        return self._save_s
+        return max(0.0, self._save_s - self._copy_s)
 
     def saved_s(self, *, engines: int) -> float:
         """As writing it: reading was seldom recorded."""

@@ -1,4 +1,7 @@
-"""`metrics.jsonl` of a simulated run: the lines of a live run as far as they mean something, and how full the engines were."""
+"""`metrics.jsonl` of a simulated run: the lines of a live run, where meaningful, and how full the engines were.
+
+The workload draws rewards and successes at random and nothing is learned, so no line contains them.
+"""
 
 import json
 from collections import Counter
@@ -41,7 +44,7 @@ class SimMetrics:
             self._parts.clear()
 
     def evaluated(self, command: c.RecordEvaluation) -> None:
-        line = {"step": command.version, "final": command.final, "success": command.success, "reward": command.reward}
+        line = {"step": command.version, "final": command.final, "success": {}, "reward": {}}
         self.final = line | {"episodes": command.episodes, "failed": command.failed}
         self.event("evaluation", **self.final)
 
@@ -73,14 +76,12 @@ class SimMetrics:
             for group in command.groups
             for member in group.trajectory_ids
         ]
-        names = list(dict.fromkeys(item.name for item in scored))
         ages = Counter(step - item.initiated for item in scored)
-        of = {name: [item for item in scored if item.name == name] for name in names}
         self.event(
             "step",
             step=step,
-            reward={name: sum(item.reward for item in items) / len(items) for name, items in of.items()},
-            success={name: sum(item.success for item in items) / len(items) for name, items in of.items()},
+            reward={},
+            success={},
             trajectories=len(scored),
             batch_tokens=sum(item.tokens for item in scored),
             turns_mean=sum(item.turns for item in scored) / max(1, len(scored)),
@@ -103,5 +104,5 @@ class SimMetrics:
 def kv_used(world: World) -> float:
     """Share of all engines' KV that live turns hold now; idle prefixes are not counted."""
     engines = [node.engine for node in world.fleet.nodes.values() if node.engine is not None]
-    total = sum(engine.cost.kv_tokens for engine in engines)
+    total = sum(engine.kv_tokens for engine in engines)
     return sum(engine.kv_used for engine in engines) / total if total else 0.0

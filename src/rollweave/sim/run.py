@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollweave.record.identity import new_identity, write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
@@ -82,6 +83,8 @@ def simulate(
     """
     sim = section(config)
     metrics = SimMetrics(run.metrics if run is not None else None, tell=tell)
+    # Success is drawn at random, not learned, so it ends nothing.
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
     journal = RunJournal(run.journal) if run is not None else None
     trace = Trace(run.trace) if run is not None else None
     world = World(config, listener=metrics, journal=journal or watch, trace=trace, costs=costs, work=work)
@@ -110,7 +113,8 @@ def directory_of(config: RunConfig) -> RunDir:
     """A fresh directory for the simulation of `config`: what a former one left there is replaced."""
     named = config.model_copy(update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})})
     at = RunDir(Path(config.run.dir) / named.run.name)
-    written = [file.name for file in (at.config, at.journal, at.metrics, at.trace, at.summary)]
+    written = [file.name for file in (at.config, at.identity, at.journal, at.metrics, at.trace, at.summary)]
     run = RunDir.claim(named, resume=False, replace=[*written, "report.html"])
     run.write_config(config)
+    write_identity(run.identity, new_identity("simulation"))
     return run

@@ -39,7 +39,7 @@ class SimTrainer:
     ) -> None:
         self._clock, self._post, self._cost, self._scored, self._trace = clock, post, cost, scored, trace
         self.epoch = 0
-        self._ticket = 0
+        self._ticket = self._writing = 0
         self._alive = False
         self.checkpoints: set[int] = set()
         self.refuse_step = self.refuse_save = self.refuse_restore = False  # the next one fails
@@ -94,7 +94,20 @@ class SimTrainer:
         if self.refuse_save:
             self.refuse_save = False
             saved = e.CheckpointFailed(epoch=self.epoch, step=command.step, error="the disk is full")
-        self._do(f"save {command.step}", self._cost.checkpoint_s(), saved, lambda: self._saved(command, saved))
+        taken = e.CheckpointTaken(epoch=self.epoch, step=command.step)
+        self._do(f"copy {command.step}", self._cost.copy_s(), taken, lambda: self._write(command, saved))
+
+    def _write(self, command: c.SaveCheckpoint, event: e.Event) -> None:
+        """Write the checkpoint while the trainer does other work."""
+        start = self._clock.now
+
+        def done() -> None:
+            if self._trace is not None:
+                self._trace.span(TRAINER, "checkpoint", f"save {command.step}", start, self._clock.now)
+            self._saved(command, event)
+            self._post(event)
+
+        self._writing = self._clock.after(self._cost.checkpoint_s(), done)
 
     def _saved(self, command: c.SaveCheckpoint, event: e.Event) -> None:
         if isinstance(event, e.CheckpointSaved):
@@ -109,6 +122,7 @@ class SimTrainer:
     def drop(self) -> None:
         """The process ends without a word."""
         self._clock.cancel(self._ticket)
+        self._clock.cancel(self._writing)
         self._alive = False
 
     def _begin(self, ready: e.TrainerReady, seconds: float) -> None:

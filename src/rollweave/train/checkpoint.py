@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from rollweave.codec.disk import file_digest
 from rollweave.schema.errors import TrainerError
 from rollweave.train.files import PARTIAL, new_directory
 from rollweave.weights.saved import DIGESTS, FORMAT, MODEL, STATE
-from rollweave.weights.saved import digest as digest_of
 
 EXPORT = "hf"
 TOKENIZER_FILES = (
@@ -61,7 +61,7 @@ def save(path: Path, checkpoint: Checkpoint, *, export_from: Path | None = None,
         if export_from is not None:
             export(directory / EXPORT, checkpoint.model, source=export_from, dtype=export_dtype)
         files = sorted(file for file in directory.rglob("*") if file.is_file())
-        digests = {str(file.relative_to(directory)): [file.stat().st_size, digest_of(file)] for file in files}
+        digests = {str(file.relative_to(directory)): [file.stat().st_size, file_digest(file)] for file in files}
         (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
 
 
@@ -107,7 +107,7 @@ def verify(path: Path) -> int:
         digests = json.loads((path / DIGESTS).read_text())
         for name, (size, digest) in digests.items():
             file = path / name
-            if file.stat().st_size != size or digest_of(file) != digest:
+            if file.stat().st_size != size or file_digest(file) != digest:
                 raise TrainerError(f"checkpoint {path} is torn: {name} does not match its digest")
         state = json.loads((path / STATE).read_text())
         if state["format"] != FORMAT:

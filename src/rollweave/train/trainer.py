@@ -7,6 +7,7 @@ rank gets every command and gives the same reply.
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
+    Copied,
     Measure,
     Measured,
     Publish,
@@ -73,6 +75,8 @@ class Trainer:
         self._reference: list[torch.Tensor] | None = None
         self._step = 0
         self._parts_done = 0
+        self._writer: threading.Thread | None = None
+        self._copy: tuple[Save, checkpoint.Checkpoint, float] | None = None
 
     @property
     def step(self) -> int:
@@ -108,7 +112,9 @@ class Trainer:
                 return None
 
     def close(self) -> None:
-        """Let go of published weights and of the other ranks."""
+        """Release published weights and the other ranks, once a checkpoint under way is written."""
+        if self._writer is not None:
+            self._writer.join()
         self._outlet.close()
         leave(self._ranks)
 
@@ -177,10 +183,13 @@ class Trainer:
         manifest, gathered = self._outlet.publish(command)
         return Published(manifest=manifest, publish_s=time.perf_counter() - began, gathered=gathered)
 
-    def _save(self, command: Save) -> Saved:
+    def _save(self, command: Save) -> Copied | Saved:
+        """Copy the checkpoint, and write it, or leave that to `write`."""
         began = time.perf_counter()
         if self._parts_done:
             raise TrainerError(f"step {self._step} is in the middle: {self._parts_done} parts are trained")
+        if self._writer is not None and self._writer.is_alive():
+            raise TrainerError("the previous checkpoint is still being written")
         state = checkpoint.Checkpoint(
             step=self._step,
             model=named(self._model),
@@ -188,17 +197,37 @@ class Trainer:
             rng=_rng_state(),
             reference=self._named_reference(),
         )
-        error = ""
-        if self._ranks.first:
-            source = self._model_dir if command.export else None
-            try:
-                checkpoint.save(Path(command.path), state, export_from=source, export_dtype=self._dtype)
-            except EXPECTED as problem:
-                error = _worded(problem)
-        error = self._ranks.from_first(error)
+        if command.beside:
+            self._copy = (command, state, began)
+            return Copied(path=command.path, copy_s=time.perf_counter() - began)
+        error = self._ranks.from_first(self._write(command, state) if self._ranks.first else "")
         if error:
             raise TrainerError(error)
         return Saved(path=command.path, save_s=time.perf_counter() - began)
+
+    def write(self, later: Callable[[TrainerReply], None]) -> None:
+        """Write the copy on another thread, which then calls `later`. Only the first rank writes."""
+        copy, self._copy = self._copy, None
+        if copy is not None and self._ranks.first:
+            self._writer = threading.Thread(target=self._write_beside, args=(*copy, later), name="checkpoint", daemon=True)
+            self._writer.start()
+
+    def _write_beside(
+        self, command: Save, state: checkpoint.Checkpoint, began: float, later: Callable[[TrainerReply], None]
+    ) -> None:
+        if error := self._write(command, state):
+            later(SaveFailed(path=command.path, error=error))
+        else:
+            later(Saved(path=command.path, save_s=time.perf_counter() - began))
+
+    def _write(self, command: Save, state: checkpoint.Checkpoint) -> str:
+        """Write a checkpoint, and return the error; "" if it was written."""
+        source = self._model_dir if command.export else None
+        try:
+            checkpoint.save(Path(command.path), state, export_from=source, export_dtype=self._dtype)
+        except EXPECTED as problem:
+            return _worded(problem)
+        return ""
 
     def _restore(self, path: Path) -> Restored:
         state = checkpoint.load(path)

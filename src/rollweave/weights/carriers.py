@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollweave.codec.extras import how_to_install
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, WireError
 from rollweave.weights.words import Reason, TakeError
@@ -133,9 +134,7 @@ def _imported(module: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"weights.transport = {extra!r} needs the extra: pip install 'rollweave[{extra}]' ({error})"
-        ) from error
+        raise ConfigError(f"weights.transport = {extra!r} needs the extra: {how_to_install(extra)} ({error})") from error
 
 
 def _address(view: memoryview) -> int:

@@ -133,6 +133,11 @@ def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shard.get_slice(name).get_shape()) for shard in _shards(directory) for name in shard.keys()}  # noqa: SIM118
 
 
+def read_formats(directory: Path) -> set[str]:
+    """Return the tensors' number formats, as safetensors names them (F32, BF16). Raises ConfigError as `read_sizes` does."""
+    return {str(shard.get_slice(name).get_dtype()) for shard in _shards(directory) for name in shard.keys()}  # noqa: SIM118
+
+
 def _shards(directory: Path) -> Iterator[Any]:
     """The checkpoint's safetensors files, opened one after the other."""
     index = directory / "model.safetensors.index.json"

@@ -8,17 +8,16 @@ import json
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from rollweave.codec.disk import file_digest
 from rollweave.schema.errors import WeightsError
 
 FORMAT = 1
 DIGESTS = "digests.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
-READ_CHUNK = 1 << 20
 
 
 def read_saved(directory: Path, *, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -30,7 +29,7 @@ def read_saved(directory: Path, *, step: int, dtype: torch.dtype) -> dict[str, t
         digests = json.loads((directory / DIGESTS).read_text())
         for name in (STATE, MODEL):
             size, found = digests[name]
-            if (directory / name).stat().st_size != size or digest(directory / name) != found:
+            if (directory / name).stat().st_size != size or file_digest(directory / name) != found:
                 raise WeightsError(f"checkpoint {directory} is torn: {name} does not match its digest")
         state = json.loads((directory / STATE).read_text())
         if (state["format"], state["step"]) != (FORMAT, step):
@@ -38,12 +37,3 @@ def read_saved(directory: Path, *, step: int, dtype: torch.dtype) -> dict[str, t
         return {name: tensor.to(dtype) for name, tensor in load_file(directory / MODEL).items()}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"checkpoint {directory} is torn or none: {error}") from error
-
-
-def digest(path: Path) -> str:
-    """xxh3-128 of the file, in hex. Raises OSError."""
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(READ_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()

@@ -1,0 +1,61 @@
+"""Which settings a simulation ignores, so that it can say so: it computes only time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
+from rollweave.schema.sections import Section
+
+ALL = ()
+"""Stands for every field of a section."""
+
+IGNORED: dict[str, tuple[str, ...]] = {
+    "run": ("sinks",),
+    "rollout": ("temperature", "top_p", "top_k"),
+    "trainer": (
+        "ranks",
+        "threads",
+        "lr",
+        "final_lr",
+        "warmup_steps",
+        "beta2",
+        "weight_decay",
+        "max_grad_norm",
+        "epochs",
+        "micro_tokens",
+    ),
+    "algorithm": ALL,
+    "warmup": ALL,
+    "weights": ("transport", "dtype"),
+    "eval": ("temperature", "stop_at"),
+    "faults": ALL,
+    "sandbox": ALL,
+    "serve": ALL,
+}
+"""Section → ignored fields. All others are honored, by the core, which is the real one, or by the cost models."""
+
+IGNORED_TASK = ("options", "isolation", "time_s", "warmup_weight")
+IGNORED_ENGINE = ("deterministic",)
+
+
+def ignored(config: RunConfig) -> list[str]:
+    """Return the names of settings that were changed and that a simulation of `config` ignores."""
+    scratch = config.model.scratch
+    simulated = scratch is not None and scratch.context == SIMULATED_CONTEXT
+    found = [] if simulated else ["model"]
+    for name, fields in IGNORED.items():
+        section = getattr(config, name)
+        found += [f"{name}.{field}" for field in _changed(section, fields or tuple(type(section).model_fields))]
+    for index, task in enumerate(config.tasks):
+        found += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
+    for index, group in enumerate(config.engines):
+        where = f"engines.{index}" if len(config.engines) > 1 else "engines"
+        found += [f"{where}.{field}" for field in _changed(group, IGNORED_ENGINE)]
+    return found
+
+
+def _changed(section: Section, fields: tuple[str, ...]) -> Iterator[str]:
+    for field in fields:
+        default: Any = type(section).model_fields[field].get_default(call_default_factory=True)
+        if getattr(section, field) != default:
+            yield field

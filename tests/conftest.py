@@ -1,0 +1,5 @@
+"""The suite runs the same wherever it is started from: no test inherits an ignored or blocked signal."""
+
+from rollweave.inherited import reset_signals
+
+reset_signals()
