@@ -8,7 +8,6 @@ TORCH_THREADS := OMP_NUM_THREADS=1
 demo: .venv/ready
 	$(BIN)/rollweave doctor
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
-	$(BIN)/rollweave report runs/frozenlake
 
 test: .venv/ready-test lint
 	$(TORCH_THREADS) $(BIN)/pytest -m "not slow"

@@ -24,6 +24,7 @@ import secrets
 from typing import Any
 
 from rollweave.adapters.rows import row_of
+from rollweave.codec.fields import refused
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.work import Decoding, Trajectory
@@ -71,7 +72,13 @@ def fields_of(trajectory: Trajectory, *, prompt_length: int, response_length: in
 
 
 def request_of(handler: str, extra_info: dict[str, Any], sampling_params: dict[str, Any]) -> RolloutRequest:
-    """What the service is asked for. verl's top_k of -1 is our 0: all tokens."""
+    """What the service is asked for. verl's top_k of -1 is our 0: all tokens. Raises ValueError for what it does not do."""
+    honored = ("temperature", "top_p", "top_k", "logprobs")  # log-probs always come along
+    others = {name: value for name, value in sampling_params.items() if name not in honored}
+    found = refused(others)
+    if found is not None:
+        name, rule = found
+        raise ValueError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")
     decoding = Decoding(
         temperature=float(sampling_params["temperature"]),
         top_p=float(sampling_params["top_p"]),
