@@ -1,4 +1,4 @@
-"""The start of a world, fresh or after the controller was lost (DESIGN §12.3)."""
+"""The start of a world, fresh or after the controller was lost (docs/decisions/0007)."""
 
 from rollweave.core import ending, engines, evaluation, groups, relays, serving, training, trajectories, watchdog
 from rollweave.core.run import Run

@@ -1,8 +1,8 @@
 """Training: what is measured and taken of the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
 
 Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint but one stay in
-`lineage`, so that a restored trainer's lost steps give their groups back (DESIGN §12.3), even where the last checkpoint turns
-out to be damaged. A version is published once its step is whole.
+`lineage`, so that a restored trainer's lost steps give their groups back (docs/decisions/0007), even where the last checkpoint
+turns out to be damaged. A version is published once its step is whole.
 """
 
 from rollweave.core import allocation, evaluation, experience, groups, pace, repacking, weights

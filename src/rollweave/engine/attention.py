@@ -5,8 +5,8 @@ reads the dense mirror where there is one. All else is attended in *groups*: seq
 padded to a rectangle, their blocks gathered, and attended in one call. Query heads that share a key head are folded into the
 query axis, so keys and values are never repeated.
 
-`tiles` is the deterministic layout (DESIGN §12.7): every token is computed within the 16 aligned positions that it belongs to,
-against a context padded to a fixed multiple, so its shape does not depend on chunk bounds or neighbours.
+`tiles` is the deterministic layout (docs/decisions/0009): every token is computed within the 16 aligned positions that it
+belongs to, against a context padded to a fixed multiple, so its shape does not depend on chunk bounds or neighbours.
 """
 
 from collections.abc import Sequence

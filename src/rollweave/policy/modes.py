@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of training: the modes as presets of small policies (DESIGN §4).
+"""How far rollouts may run ahead of training: the modes as presets of small policies (docs/decisions/0008).
 
 A mode answers four questions. How many steps may lie between the weights that started a trajectory and the weights that
 train on it (`window`; None: any number)? When do engines take newly published weights (`update`)? Is a trajectory that can no

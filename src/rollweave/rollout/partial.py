@@ -3,7 +3,7 @@
 Invariant: it is a beginning of the turn, or nothing. Whatever does not fit exactly where the last piece ended, or is not whole
 in itself, leaves nothing to go on from, for good: the turn is begun again rather than continued from wrong tokens.
 
-This is memory of the controller, and ends with it: after a crash attempts begin again (DESIGN §12.3).
+This is memory of the controller, and ends with it: after a crash attempts begin again (docs/decisions/0007).
 """
 
 from rollweave.schema.serving import Finish, GenerateResult, Partial, Piece, VersionSpan, covers

@@ -36,7 +36,7 @@ class RunStarted(Tagged, frozen=True, kw_only=True):
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
-    """The controller was restarted: every process of the old world is gone (DESIGN §12.3).
+    """The controller was restarted: every process of the old world is gone (docs/decisions/0007).
 
     In-flight trajectories start again as new attempts; scored ones survive, except `missing`, which the store lacks.
     """

@@ -130,7 +130,7 @@ class World:
         self.trainer.start()
 
     def revive(self, core: Core, journal: Journal) -> None:
-        """The controller was lost and is back as `core`: of its world only the store is left (DESIGN §12.3)."""
+        """Restart the world after its controller was lost: only the store survives (docs/decisions/0007)."""
         self.core, self._journal = core, journal
         known = [trajectory.id for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED]
         store = self.rollouts.scored
