@@ -34,10 +34,14 @@ def hostile() -> Iterator[None]:
 
 
 def sets(status: str) -> tuple[set[int], set[int]]:
-    """Blocked and ignored signals, from lines of /proc/PID/status."""
+    """Return the blocked and the ignored signals in lines of /proc/PID/status.
+
+    Signals 32 and 33 do not count: glibc keeps them for itself and refuses to change their
+    dispositions, so a parent that ignores them passes that on, and no Python code can reset it.
+    """
     fields = dict(line.split(":") for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn")))
     masks = [int(fields[name], 16) for name in ("SigBlk", "SigIgn")]
-    blocked, ignored = ({bit + 1 for bit in range(64) if mask >> bit & 1} for mask in masks)
+    blocked, ignored = ({number for number in signal.valid_signals() if mask >> (number - 1) & 1} for mask in masks)
     return blocked, ignored
 
 
