@@ -5,11 +5,13 @@ import contextlib
 import os
 import socket
 import stat
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from rollweave.codec.packing import as_json
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.live import control
@@ -249,8 +251,29 @@ async def test_whoever_asks_waits_where_many_do(path: Path) -> None:
         listener.accept()[0].close()
         connection = (await asyncio.to_thread(listener.accept))[0]
         with connection:
+            await asyncio.to_thread(connection.recv, LINE_BYTES)  # closing before it arrives would break the pipe
             connection.sendall(b"{}\n")
         assert await asked == ControlReply()
+
+
+async def test_a_reply_that_precedes_the_request_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run refuses a request that it has not read, and closes the connection."""
+    closed = threading.Event()
+
+    def encode_late(request: ControlRequest) -> bytes:
+        assert closed.wait(30.0)
+        return as_json(request)
+
+    monkeypatch.setattr(control, "as_json", encode_late)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        asked = asyncio.ensure_future(asyncio.to_thread(ask, path, ListEngines()))
+        connection = (await asyncio.to_thread(listener.accept))[0]
+        with connection:
+            connection.sendall(b'{"error":"full"}\n')
+        closed.set()
+        assert await asked == ControlReply(error="full")
 
 
 def test_an_answer_that_is_none(path: Path) -> None:

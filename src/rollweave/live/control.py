@@ -200,7 +200,8 @@ def ask(path: Path, request: ControlRequest) -> ControlReply:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(4 * SAY_S), 0))
             connection.connect(name)
             connection.settimeout(4 * SAY_S)
-            connection.sendall(as_json(request) + b"\n")
+            with contextlib.suppress(BrokenPipeError):  # the run may have replied and closed already: its reply counts
+                connection.sendall(as_json(request) + b"\n")
             answer = b""
             while not answer.endswith(b"\n") and len(answer) < REPLY_BYTES and (more := connection.recv(1 << 16)):
                 answer += more
