@@ -326,7 +326,8 @@ def test_what_engines_have_is_kept() -> None:
     assert [command.keep for command in asked if isinstance(command, c.PublishWeights)] == [(0, 1)]
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.timeout(900)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),

@@ -62,10 +62,11 @@ class World:
         self.batches = 0
         self.published: dict[int, int] = {}  # weights id → numbers
         self.version_of: dict[int, int] = {}  # weights id → version
-        self.loads: dict[str, list[int]] = {}  # engine → weights ids that it was to load
+        self.loads: dict[str, list[int]] = {}  # engine → weights ids that it had, has, and was to load since
         self.open: dict[tuple[str, int, int], tuple[str, int]] = {}  # turn → the engine and the try that it is with
         self.silent: dict[str, int] = {}  # engine → its turns in a row without an answer
         self.failed_on: dict[tuple[str, int, int], list[str]] = {}  # turn → engines that failed it
+        self.tried_on: dict[tuple[str, int, int], set[str]] = {}  # turn → engines that it was with, also those lost since
         self.evaluations: list[c.RecordEvaluation] = []
         self.warnings: list[c.Warn] = []
         self.turns_of: dict[tuple[str, int], int] = {}
@@ -133,6 +134,10 @@ class World:
                 self.silent[engine_id] = 0
         elif isinstance(event, e.TurnFailed):
             self.note_failure(event)
+        elif isinstance(event, e.WeightsLoaded):
+            loads = self.loads.get(event.engine_id, [])
+            last = max((place for place, held in enumerate(loads) if held == event.weights_id), default=0)
+            del loads[: max(0, last - 1)]
         elif isinstance(event, e.WorldLost):
             self.lost_worlds += 1
         out = self.core.handle(self.now, event)
@@ -321,8 +326,9 @@ class World:
             del self.open[turn]
 
     def check_retry(self, command: c.StartTurn) -> None:
-        """A turn is tried again at most so often, and not where it failed while another engine could take it.
+        """A turn is tried again at most so often, and not where it failed while a new engine could take it.
 
+        An engine that was lost with the turn has failed it too, whether or not it has restarted since.
         An evaluation's turns run on engines that have its version.
         """
         evaluation = self.core.state.evaluation
@@ -336,14 +342,18 @@ class World:
         run = self.core._run
         freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])  # perhaps after this one
         if command.engine_id in failed and not run.scheduling.homes and not freed:  # else its own engine may be the better one
-            others = {one.id for one in run.fleet.loads.values() if one.active < one.slots} - set(failed)
+            others = {one.id for one in run.fleet.loads.values() if one.active < one.slots} - self.tried_on[turn]
             assert not others, f"{command} on an engine that failed it, while {others} are free"
         self.open[turn] = (command.engine_id, command.try_number)
+        self.tried_on.setdefault(turn, set()).add(command.engine_id)
 
     def check_kept(self, command: c.PublishWeights) -> None:
-        """Kept are versions that an engine has or takes, that trajectories in flight began with, and what relays pass on."""
+        """Kept are versions that an engine has or takes, that trajectories in flight began with, and what relays pass on.
+
+        An engine has its former version until a load succeeds, however many loads fail before.
+        """
         state = self.core.state
-        wanted = {held for loads in self.loads.values() for held in loads[-2:]}
+        wanted = {held for loads in self.loads.values() for held in loads}
         begun = {state.trajectories[one].initiated for one in (*state.in_init, *state.in_run)}
         begun |= {state.evaluation.version} if state.evaluation is not None else set()
         wanted |= {held for held, version in self.version_of.items() if version in begun}
