@@ -6,12 +6,7 @@ Small enough to be learnt from random weights in minutes, and real: a shell in a
 import random
 from collections.abc import Sequence
 
-from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
-from rollweave.handlers.base import Agent, Job
-from rollweave.sandbox.base import SandboxSpec
-from rollweave.sandbox.tools import Bash
-from rollweave.schema.chat import Message
-from rollweave.schema.work import Task
+from rollweave import Agent, Bash, Job, Message, Options, SandboxSpec, Score, Split, Task, mix, new_task, payload_of
 
 DRAWERS = ("red", "green", "blue", "grey")
 COMMANDS = ("cat", "ls", "rm", "echo")

@@ -15,29 +15,22 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave.backends.client import EngineClient
-from rollweave.backends.inproc import in_thread
-from rollweave.codec.chat import ChatCodec
-from rollweave.engine.loop import EngineLoop
-from rollweave.gateway.server import Gateway, Recorded, serve
-from rollweave.gateway.sessions import SessionLimits
-from rollweave.schema.base import EngineId
-from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
-
-KV_TOKENS = 65_536
-
-
-def start_engine(checkpoint: Path, device: str) -> EngineClient:
-    """The embedded engine, in a thread."""
-    model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    model_ready.set_result(None)
-    spec = EngineSpec(id=EngineId("e0"), model=str(checkpoint), device=device, kv_tokens=KV_TOKENS)
-    return EngineClient("engine", in_thread(spec, EngineLoop, model_ready=model_ready), start_s=300.0, reply_s=60.0)
+from rollweave import (
+    ChatCodec,
+    Gateway,
+    GenerateRequest,
+    GenerateResult,
+    Recorded,
+    Sampling,
+    SessionLimits,
+    serve_gateway,
+    start_engine,
+)
 
 
 async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, Recorded]:
     """The program's exit status, and what it was told and sampled."""
-    engine, ids = start_engine(checkpoint, device), itertools.count()
+    engine, ids = start_engine(checkpoint, device=device), itertools.count()
     context = (await engine.ready()).max_context
 
     async def generate(session: str, tokens: tuple[int, ...], sampling: Sampling) -> GenerateResult:
@@ -50,7 +43,7 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
     gateway = Gateway(ChatCodec.from_directory(checkpoint), generate, model=checkpoint.name)
     access = gateway.open("main", limits=SessionLimits(context=context))
     try:
-        async with serve(gateway) as url:
+        async with serve_gateway(gateway) as url:
             env = {**os.environ, "OPENAI_BASE_URL": url + access.path, "OPENAI_API_KEY": access.token}
             program = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stderr)
             status = await program.wait()

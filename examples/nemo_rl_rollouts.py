@@ -21,9 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
-from rollweave.schema.service import MemberStatus, RolloutRequest
-from rollweave.schema.work import SegmentKind, StopReason, TokenSequence
-from rollweave.service.client import Rollouts
+from rollweave import MemberStatus, RolloutRequest, Rollouts, SegmentKind, StopReason, TokenSequence
 
 ROLES = {SegmentKind.PROMPT: "user", SegmentKind.OUTPUT: "assistant", SegmentKind.OBSERVATION: "environment"}
 """NeMo-RL trains on the tokens of `assistant` messages alone."""

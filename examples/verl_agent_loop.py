@@ -23,12 +23,7 @@ import asyncio
 import secrets
 from typing import Any
 
-from rollweave.adapters.rows import row_of
-from rollweave.codec.fields import refused
-from rollweave.schema.errors import RollweaveError
-from rollweave.schema.service import EngineRequest, RolloutRequest
-from rollweave.schema.work import Decoding, Trajectory
-from rollweave.service.client import RolloutClient
+from rollweave import Decoding, EngineRequest, RolloutClient, RolloutRequest, RollweaveError, Trajectory, refused_field, row_of
 
 try:
     from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
@@ -75,7 +70,7 @@ def request_of(handler: str, extra_info: dict[str, Any], sampling_params: dict[s
     """What the service is asked for. verl's top_k of -1 is our 0: all tokens. Raises ValueError for what it does not do."""
     honored = ("temperature", "top_p", "top_k", "logprobs")  # log-probs always come along
     others = {name: value for name, value in sampling_params.items() if name not in honored}
-    found = refused(others)
+    found = refused_field(others)
     if found is not None:
         name, rule = found
         raise ValueError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")

@@ -1,3 +1,166 @@
-"""Rollweave trains LLM agents with reinforcement learning, each trajectory at its own pace."""
+"""Rollweave trains LLM agents with reinforcement learning, each trajectory at its own pace.
 
-__version__ = "0.1.0"
+The names of `__all__` are the public interface; every other name may change between versions. They are imported on first
+use, so that `import rollweave` is fast and loads neither torch nor numpy.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollweave.package import VERSION
+
+if TYPE_CHECKING:
+    from rollweave.adapters.rows import row_of
+    from rollweave.codec.chat import ChatCodec
+    from rollweave.codec.fields import refused_field
+    from rollweave.engine.embedded import start_engine
+    from rollweave.envs.base import Env, Episode, Observation, Options, Score, Split, Step, mix, new_task, payload_of
+    from rollweave.gateway.server import Gateway, Recorded, serve_gateway
+    from rollweave.gateway.sessions import SessionLimits
+    from rollweave.handlers.base import Agent, AgentHandler, Job, Tool
+    from rollweave.handlers.toolbox import toolbox
+    from rollweave.handlers.tools import converse
+    from rollweave.policy.dapo import DapoRule
+    from rollweave.record.summary import Summary
+    from rollweave.sandbox.base import SandboxSpec
+    from rollweave.sandbox.tools import Bash, IPython
+    from rollweave.schema.chat import Message
+    from rollweave.schema.config import RunConfig
+    from rollweave.schema.errors import ConfigError, RollweaveError
+    from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
+    from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
+    from rollweave.schema.work import Decoding, SegmentKind, StopReason, Task, TokenSequence, Trajectory
+    from rollweave.service.batches import DapoBatches, DapoRollouts
+    from rollweave.service.client import RolloutClient, Rollouts
+
+__version__ = VERSION
+
+__all__ = [
+    "Agent",
+    "AgentHandler",
+    "Bash",
+    "ChatCodec",
+    "ConfigError",
+    "DapoBatches",
+    "DapoRollouts",
+    "DapoRule",
+    "Decoding",
+    "EngineRequest",
+    "Env",
+    "Episode",
+    "Gateway",
+    "GenerateRequest",
+    "GenerateResult",
+    "IPython",
+    "Job",
+    "MemberStatus",
+    "Message",
+    "Observation",
+    "Options",
+    "Recorded",
+    "RolloutClient",
+    "RolloutRequest",
+    "Rollouts",
+    "RollweaveError",
+    "RunConfig",
+    "Sampling",
+    "SandboxSpec",
+    "Score",
+    "SegmentKind",
+    "SessionLimits",
+    "Split",
+    "Step",
+    "StopReason",
+    "Summary",
+    "Task",
+    "TokenSequence",
+    "Tool",
+    "Trajectory",
+    "converse",
+    "mix",
+    "new_task",
+    "payload_of",
+    "refused_field",
+    "row_of",
+    "serve_gateway",
+    "start_engine",
+    "toolbox",
+    "train",
+]
+
+_NAMES_OF = {
+    "adapters.rows": ("row_of",),
+    "codec.chat": ("ChatCodec",),
+    "codec.fields": ("refused_field",),
+    "engine.embedded": ("start_engine",),
+    "envs.base": (
+        "Env",
+        "Episode",
+        "Observation",
+        "Options",
+        "Score",
+        "Split",
+        "Step",
+        "mix",
+        "new_task",
+        "payload_of",
+    ),
+    "gateway.server": ("Gateway", "Recorded", "serve_gateway"),
+    "gateway.sessions": ("SessionLimits",),
+    "handlers.base": ("Agent", "AgentHandler", "Job", "Tool"),
+    "handlers.toolbox": ("toolbox",),
+    "handlers.tools": ("converse",),
+    "policy.dapo": ("DapoRule",),
+    "record.summary": ("Summary",),
+    "sandbox.base": ("SandboxSpec",),
+    "sandbox.tools": ("Bash", "IPython"),
+    "schema.chat": ("Message",),
+    "schema.config": ("RunConfig",),
+    "schema.errors": ("ConfigError", "RollweaveError"),
+    "schema.service": ("EngineRequest", "MemberStatus", "RolloutRequest"),
+    "schema.serving": ("GenerateRequest", "GenerateResult", "Sampling"),
+    "schema.work": ("Decoding", "SegmentKind", "StopReason", "Task", "TokenSequence", "Trajectory"),
+    "service.batches": ("DapoBatches", "DapoRollouts"),
+    "service.client": ("RolloutClient", "Rollouts"),
+}
+"""The public names of each module, which `__getattr__` imports."""
+
+_MODULE_OF = {name: f"rollweave.{module}" for module, names in _NAMES_OF.items() for name in names}
+
+# `train` is also a subpackage. Importing it here, before the function is defined, lets the function keep the name: the
+# import system binds a subpackage to its parent only when it first loads it.
+importlib.import_module("rollweave.train")
+
+
+def train(
+    config: "str | os.PathLike[str] | RunConfig",
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    inproc: bool = False,
+) -> "Summary":
+    """Train as `rollweave train` does, without its output, and return the run's summary.
+
+    `config` is a TOML file, a run directory to resume, or a configuration; `overrides` are "key=value" as for `--set`.
+    Settings without effect are reported by `warnings`. Raises ConfigError before anything is computed for input that is
+    wrong, RollweaveError for a run that failed, and KeyboardInterrupt after the orderly end of a run that the user stopped.
+    """
+    from rollweave.cli.start import train_quietly
+
+    return train_quietly(config, overrides, resume=resume, fresh=fresh, inproc=inproc)
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'rollweave' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,7 +16,7 @@ from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.codec.chat import ChatCodec
 from rollweave.engine.loop import EngineLoop
-from rollweave.gateway.server import Access, Gateway, serve
+from rollweave.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
@@ -98,7 +98,7 @@ class Turns:
 async def served(generate: Any, directory: Path, *sessions: str) -> AsyncIterator[tuple[Gateway, str, dict[str, Access]]]:
     made = Gateway(ChatCodec.from_directory(directory), generate, model="tiny")
     access = {id: made.open(id) for id in sessions}
-    async with serve(made) as url:
+    async with serve_gateway(made) as url:
         yield made, url, access
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from rollweave.codec.chat import ChatCodec
-from rollweave.gateway.server import Access, Gateway, serve
+from rollweave.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import Finish, GenerateResult, Sampling, VersionSpan
 from tests.codec.chats import bpe, codec
 
@@ -88,7 +88,7 @@ async def gateway(
     """A served gateway with the open session `s`."""
     made = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
     access = made.open("s", **(session or {}))
-    async with serve(made) as url, aiohttp.ClientSession() as http:
+    async with serve_gateway(made) as url, aiohttp.ClientSession() as http:
         yield made, Client(http, url, access)
 
 

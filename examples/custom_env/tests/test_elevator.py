@@ -1,6 +1,6 @@
 from elevator import Elevator
 
-from rollweave.envs.base import new_task
+from rollweave import new_task
 
 
 def test_the_right_way_ends_at_the_right_floor():

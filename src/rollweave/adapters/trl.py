@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from rollweave.adapters.engine import TrainedEngine
 from rollweave.adapters.rows import Row, row_of
-from rollweave.codec.fields import NEUTRAL, refused
+from rollweave.codec.fields import NEUTRAL, refused_field
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import MemberStatus, RolloutRequest
 from rollweave.schema.work import Decoding
@@ -97,7 +97,7 @@ def decoding_of(trainer: Any, asked: Decoding) -> Decoding:
         "repetition_penalty": getattr(trainer, "repetition_penalty", None),
     }
     others["generation_kwargs"] = getattr(args, "generation_kwargs", None)
-    found = refused(others, neutral={**NEUTRAL, "generation_kwargs": ({},)})
+    found = refused_field(others, neutral={**NEUTRAL, "generation_kwargs": ({},)})
     if found is not None:
         name, rule = found
         raise ValueError(f"GRPOConfig.{name} {rule}, got {others[name]!r:.100}")

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollweave.backends.base import EngineBackend
 from rollweave.backends.bodies import BODY_S, body_of
-from rollweave.codec.fields import refused
+from rollweave.codec.fields import refused_field
 from rollweave.codec.packing import as_json
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
@@ -211,7 +211,7 @@ class EngineServer:
         fields = await self._read(request, dict[str, Any])
         honored = set(kind.__struct_fields__)
         others = {name: value for name, value in fields.items() if name not in honored}
-        found = refused(others)
+        found = refused_field(others)
         if found is not None:
             name, rule = found
             raise EngineError(f"{name} {rule}, got {others[name]!r:.100}")

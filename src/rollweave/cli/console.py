@@ -9,7 +9,6 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TextIO
 
 import typer
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollweave.cli.interrupt import INTERRUPTED, begun, quiet
+from rollweave.inherited import see_own_modules
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2
@@ -55,13 +55,6 @@ def error_lines(text: str) -> None:
     """Print an error, each of its lines as a problem of its own."""
     for line in str(text).splitlines() or ["failed without a word"]:
         err.print(f"[red]error:[/] {escape(line)}", soft_wrap=True)
-
-
-def see_own_modules() -> None:
-    """Let `package.module:Class` in a configuration mean a module of the working directory, as in the child processes."""
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
 
 
 @contextlib.contextmanager

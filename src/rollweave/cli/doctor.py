@@ -17,7 +17,7 @@ import typer
 from rollweave.cli.checks import Check, fail, failures, human_bytes, ok, show, warn
 from rollweave.cli.console import FAILED, out
 from rollweave.cli.machine import cores, gpu_memory, memory_bytes
-from rollweave.codec.extras import how_to_install
+from rollweave.codec.extras import EXTRAS, how_to_install, missing_from
 from rollweave.live.sinks import PACKAGES
 from rollweave.sandbox.cgroups import WITHOUT, unbounded
 
@@ -48,6 +48,10 @@ def _software() -> Iterator[Check]:
         else fail("python", f"must be at least {least}, got {version}")
     )
     yield from _dependencies()
+    for extra in EXTRAS:
+        missing = missing_from(extra)
+        text = f"without {', '.join(missing)} (optional: {how_to_install(extra)})" if missing else "installed"
+        yield ok(f"extra {extra}", text)
     for extra in PACKAGES:
         here = importlib.util.find_spec(extra) is not None
         yield ok(f"extra {extra}", _version(extra) if here else f"not installed (optional: {how_to_install(extra)})")

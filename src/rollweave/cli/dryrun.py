@@ -15,12 +15,13 @@ from rollweave.cli.drymodel import examine_model
 from rollweave.cli.machine import cores
 from rollweave.cli.unused import without_effect
 from rollweave.codec.config import load
-from rollweave.codec.extras import how_to_install
+from rollweave.codec.extras import how_to_install, missing_from
 from rollweave.core.seats import first_seats
 from rollweave.envs.rules import named, rule
 from rollweave.live.recover import lost, rebuild
 from rollweave.live.relays import host_of, missing_extra
 from rollweave.live.sinks import missing_sinks
+from rollweave.policy.scheduling import scheduling
 from rollweave.record.rundir import RunDir
 from rollweave.schema.config import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
@@ -42,7 +43,15 @@ def examine(config: RunConfig, *, resume: bool = False, fresh: bool = False, dee
         if domain is not None:
             domains.append(domain)
     unused = [warn(UNUSED, line) for line in without_effect(config, cores=cores())]
-    return [*checks, *_cpu(config), *_relays(config), *examine_model(config, domains), *_target(config), *unused]
+    return [
+        *checks,
+        *_cpu(config),
+        *_relays(config),
+        *_predictor(config),
+        *examine_model(config, domains),
+        *_target(config),
+        *unused,
+    ]
 
 
 def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:
@@ -110,6 +119,11 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
             yield fail("run.sinks", f"{name} must be installed ({how_to_install(name)}), got none")
         else:
             yield ok("run.sinks", name)
+
+
+def _predictor(config: RunConfig) -> Iterator[Check]:
+    if scheduling(config.rollout).predicts and (missing := missing_from("predict")):
+        yield fail("rollout.predictor", f"{missing[0]} must be installed ({how_to_install('predict')}), got none")
 
 
 def _relays(config: RunConfig) -> Iterator[Check]:

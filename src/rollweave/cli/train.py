@@ -13,23 +13,18 @@ from rollweave.cli.console import FAILED, err, error_lines, out
 from rollweave.cli.interrupt import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
-from rollweave.codec.config import load
+from rollweave.cli.start import resolve
 from rollweave.live import launch
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, cut_text, describe, held_out, scheduled
 from rollweave.report.page import write_report
-from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
-from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.config import RunConfig
+from rollweave.schema.errors import RollweaveError
 
 
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool) -> None:
-    """Train as the file at `path` says. A run directory stands for its configuration, and its run is resumed unless `fresh`."""
-    if resume and fresh:
-        raise ConfigError("--resume and --fresh must not be given together: one goes on with a run, the other deletes it")
-    resume = resume or (path.is_dir() and not fresh)
-    config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
-    if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
-        raise ConfigError(f"model must be given for training, got only [sim]; `rollweave simulate {path}` runs this file")
+    """Train as the file or run directory at `path` says, and print what came of it."""
+    config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
     if dry_run:
         show(checks, out)
@@ -43,17 +38,6 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
     if fresh:
         clear(config)
     run(config, resume=resume, inproc=inproc)
-
-
-def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of the run in directory `path`, which stays there, wherever it was made and called from."""
-    config = load(path / "config.toml", overrides)
-    here = path.resolve()
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in ("run.name", "run.dir"):
-            raise ConfigError(f"--set: {key} must be left out where a run directory is given, got {override} for {here}")
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": here.name, "dir": str(here.parent)})})
 
 
 def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:

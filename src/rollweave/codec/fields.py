@@ -1,6 +1,6 @@
 """Fields that clients of OpenAI, vLLM and SGLang send and that no server here honors, and their neutral values.
 
-A server reads the fields that it honors and passes all others to `refused`. Invariant: no field that would change what is
+A server reads the fields that it honors and passes all others to `refused_field`. Invariant: no field that would change what is
 sampled or answered is ignored. A field passes if it is null, has a neutral value, or by its nature changes neither; any
 other value is refused, and so is a field that is in no table.
 """
@@ -139,7 +139,7 @@ WITHOUT_EFFECT = frozenset(
 """Fields that name, account for, store or schedule a request: their values do not change what is sampled or answered."""
 
 
-def refused(
+def refused_field(
     fields: Mapping[str, object],
     *,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,

@@ -13,12 +13,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import gymnasium
-
+from rollweave.codec.extras import from_extra
 from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of, split_of
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
+
+with from_extra("envs"):
+    import gymnasium
 
 SIZE = 4
 FROZEN = 0.8

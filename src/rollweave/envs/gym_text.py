@@ -4,12 +4,14 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import gymnasium
-from gymnasium.spaces import Discrete, Text
-
+from rollweave.codec.extras import from_extra
 from rollweave.envs.base import Observation, Options, Step
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
+
+with from_extra("envs"):
+    import gymnasium
+    from gymnasium.spaces import Discrete, Text
 
 INVALID_REWARD = -0.1
 INVALID = " invalid"

@@ -8,11 +8,13 @@ import json
 import re
 from typing import Any
 
-import reasoning_gym
-
+from rollweave.codec.extras import from_extra
 from rollweave.envs.base import Episode, Observation, Options, Score, Split, Step, mix, new_task, payload_of, split_of
 from rollweave.schema.errors import ConfigError, RewardError
 from rollweave.schema.work import Task
+
+with from_extra("envs"):
+    import reasoning_gym
 
 INSTRUCTION = "\nGive the final answer between <answer> and </answer>."
 TRIES = 200

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from rollweave.codec.extras import MissingExtraError
 from rollweave.envs.base import Options
 from rollweave.schema.errors import ConfigError
 
@@ -104,6 +105,8 @@ def load(reference: str, *, what: str) -> Any:
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
     try:
         found: Any = importlib.import_module(module)
+    except MissingExtraError as error:
+        raise ConfigError(f"{what}: {error}") from error
     except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is why it cannot be used
         raise ConfigError(f"{what}: cannot import {module}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollweave.codec.fields import refused
+from rollweave.codec.fields import refused_field
 from rollweave.schema.base import Noun
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
@@ -214,7 +214,7 @@ def _forced(chat: _Chat, names: list[str]) -> str | None:
 def _check_others(path: str, model: _Open, **tables: Any) -> None:
     """Raise RequestError for a field that the model does not have and that asks for something."""
     others = model.model_extra or {}
-    found = refused(others, **tables)
+    found = refused_field(others, **tables)
     if found is not None:
         name, rule = found
         raise _bad(path + name, rule, others[name])

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 
 from rollweave.codec.chat import ChatCodec
-from rollweave.gateway.server import Gateway, serve
+from rollweave.gateway.server import Gateway, serve_gateway
 
 
 class Door:
@@ -23,7 +23,7 @@ class Door:
             if self._closed:
                 raise RuntimeError("the gateway is closed: the run is ending")
             if self._url is None:
-                self._url = await self._stack.enter_async_context(serve(self.gateway))
+                self._url = await self._stack.enter_async_context(serve_gateway(self.gateway))
             return self._url
 
     async def close(self) -> None:

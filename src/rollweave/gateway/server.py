@@ -213,7 +213,7 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def serve(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serve_gateway(gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
     """Serve while the context is open, and give the base URL. Port 0 is a free one. Each session has its own token."""
     async with listening(gateway.app(), host, port, guard=Guard(token=None), shutdown_s=1.0) as address:
         yield address

@@ -9,11 +9,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import bm25s
 import numpy as np
 
+from rollweave.codec.extras import from_extra
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError
+
+with from_extra("search"):
+    import bm25s
 
 PASSAGE_WORDS = 160
 """Of a document at once: about 220 tokens, so five of them are a thousand."""

@@ -10,15 +10,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
-from jsonschema.protocols import Validator
-from jsonschema.validators import validator_for
-from referencing import Registry
-
+from rollweave.codec.extras import from_extra
 from rollweave.handlers.base import Agent, Tool
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import SandboxRefusedError
+
+with from_extra("tools"):
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.protocols import Validator
+    from jsonschema.validators import validator_for
+    from referencing import Registry
 
 Calls = Literal["native", "text"]
 """How the agent calls: as its chat template says, or in fenced blocks, for models whose template shows no tools."""

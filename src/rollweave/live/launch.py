@@ -15,7 +15,7 @@ import msgspec
 from rollweave.backends.client import EngineClient
 from rollweave.backends.inproc import in_thread
 from rollweave.backends.process import in_process
-from rollweave.codec.extras import how_to_install
+from rollweave.codec.extras import how_to_install, missing_from
 from rollweave.core.core import Core
 from rollweave.core.seats import begun_with, first_seats
 from rollweave.envs.rules import named
@@ -81,6 +81,8 @@ def train(
     """
     if (extra := missing_extra(config.weights)) is not None:
         raise ConfigError(f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none")
+    if scheduling(config.rollout).predicts and (missing := missing_from("predict")):
+        raise ConfigError(f"rollout.predictor: {missing[0]} must be installed ({how_to_install('predict')}), got none")
     with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:

@@ -8,14 +8,17 @@ import functools
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.ensemble import HistGradientBoostingRegressor
-from sklearn.linear_model import Ridge as SklearnRidge
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from threadpoolctl import ThreadpoolController
 
+from rollweave.codec.extras import from_extra
 from rollweave.policy.features import DOMAINS, LOG_PROMPT, NUMBERS, OUTPUT, SIBLING_MEAN, TURN, Rows, Table
 from rollweave.policy.predict import Lengths, Regressor
+
+with from_extra("predict"):
+    from sklearn.ensemble import HistGradientBoostingRegressor
+    from sklearn.linear_model import Ridge as SklearnRidge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import ThreadpoolController
 
 Matrix = NDArray[np.float64]
 

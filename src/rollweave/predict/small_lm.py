@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
+from rollweave.codec.extras import from_extra
 from rollweave.policy.features import PLAN_TOKENS, Rows, Table
 from rollweave.policy.predict import Lengths
 from rollweave.predict.regressors import Affine, ByDomain, Matrix
+
+with from_extra("predict"):
+    from transformers import AutoModelForCausalLM
 
 BATCH = 16
 """Plans that are read at once: a batch of 256 tokens each fits beside everything else in memory."""

@@ -38,7 +38,7 @@ from typing import IO, Literal, cast
 import jinja2
 import msgspec
 
-import rollweave
+from rollweave.package import DIRECTORY, VERSION
 from rollweave.sandbox import unpacking
 from rollweave.sandbox.base import MIB, Backend, Limits, SandboxSpec
 from rollweave.sandbox.blobs import Blobs, Writing, check_digest, digest_of
@@ -161,7 +161,7 @@ class Images:
             return _sha256(["lock", recipe.name, _digest_of_path(here / recipe.lock)])
         copied = [_digest_of_path(here / step.source) for step in recipe.copy]
         text = msgspec.json.encode(recipe).decode()
-        return _sha256(["versioned", text, self._base(recipe, here), rollweave.__version__, *copied])
+        return _sha256(["versioned", text, self._base(recipe, here), VERSION, *copied])
 
     def _base(self, recipe: Recipe, here: Path) -> str:
         base = here / recipe.base
@@ -256,7 +256,7 @@ def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
 
 def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
     """Unpack in a child process, and return why that failed; "" if it did not."""
-    source = str(Path(rollweave.__file__).parent.parent)
+    source = str(DIRECTORY.parent)
     code = f"import sys; sys.path.insert(0, {source!r}); from {unpacking.__name__} import main; main()"
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", code, str(folder.absolute()), json.dumps(asdict(bounds)), str(os.getpid())],

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import rollweave
+from rollweave.package import DIRECTORY
 from rollweave.sandbox import folders
 from rollweave.sandbox.cgroups import sweep_all
 from rollweave.schema.errors import SandboxError, SandboxLostError
@@ -196,7 +196,7 @@ class Launcher:
         loop.add_reader(self._socket, self._readable)
 
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        source = str(Path(rollweave.__file__).parent.parent)
+        source = str(DIRECTORY.parent)
         code = f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{self._base}/place", self._base, self._kept]
         with theirs:

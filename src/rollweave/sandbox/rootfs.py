@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import rollweave
+from rollweave.package import DIRECTORY
 from rollweave.sandbox.argv import SUPPORT
 from rollweave.sandbox.base import HOME, HOST, LOOPBACK, SandboxSpec
 from rollweave.sandbox.stage import Root
@@ -79,7 +79,7 @@ def _host() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 
 def _hidden(binds: list[tuple[str, str]]) -> list[str]:
     """Where the host's folders show rollweave itself."""
-    package = os.path.dirname(os.path.realpath(rollweave.__file__))
+    package = os.path.realpath(DIRECTORY)
     seen = [(os.path.realpath(source), where) for source, where in binds]
     return list(
         dict.fromkeys(

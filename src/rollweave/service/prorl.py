@@ -16,7 +16,7 @@ from aiohttp import web
 
 from rollweave.backends.bodies import body_of
 from rollweave.codec.chat import ChatCodec
-from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT, refused
+from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT, refused_field
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
@@ -340,7 +340,7 @@ def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutReque
     if sampling.get("top_k") == -1:  # off, as vLLM says it
         sampling["top_k"] = 0
     others = {name: value for name, value in params.items() if name not in sampling and name not in LIMITS}
-    found = refused(others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT)
+    found = refused_field(others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT)
     if found is not None:
         name, rule = found
         raise ConfigError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")

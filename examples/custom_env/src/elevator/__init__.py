@@ -2,7 +2,7 @@
 
 import random
 
-from rollweave.envs.base import Message, Observation, Step
+from rollweave import Message, Observation, Step
 
 ACTIONS = {"<up>": 1, "<down>": -1, "<open>": 0}
 

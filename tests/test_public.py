@@ -1,0 +1,186 @@
+"""The public interface: its names, its laziness, `train`, and an installation without extras."""
+
+import ast
+import importlib.metadata
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import rollweave
+from rollweave import RollweaveError, RunConfig, Summary, train
+from rollweave.codec.config import load
+from rollweave.codec.extras import EXTRAS
+from rollweave.schema.errors import ConfigError
+from tests.cli.test_main import CONFIG
+
+ROOT = Path(__file__).parents[1]
+PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "train", "Rollouts"}
+
+
+def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+def public_imports(source: str) -> set[str]:
+    """Names that `source` imports from the package itself."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module == "rollweave"]
+    return {alias.name for node in nodes for alias in node.names}
+
+
+@pytest.mark.parametrize("name", rollweave.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    namespace: dict[str, object] = {}
+    exec(f"from rollweave import {name}", namespace)
+    assert callable(namespace[name]) or namespace[name].__module__ == "typing"  # `Options` is an alias
+
+
+def test_the_lists_of_names_agree() -> None:
+    checked = set()
+    for node in ast.walk(ast.parse(Path(rollweave.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("rollweave."):
+            for alias in node.names:
+                if alias.name not in ("train_quietly", "VERSION"):
+                    assert rollweave._MODULE_OF[alias.name] == node.module
+                    checked.add(alias.name)
+    assert checked == set(rollweave._MODULE_OF)
+    assert set(rollweave.__all__) == checked | {"train"}
+    assert set(rollweave.__all__) >= PROMISED
+    assert set(dir(rollweave)) >= set(rollweave.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Nonesuch'"):
+        _ = rollweave.Nonesuch
+
+
+def test_examples_and_documents_import_public_names_only() -> None:
+    sources = {path: path.read_text() for path in ROOT.glob("examples/**/*.py")}
+    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
+    sources |= {ROOT / f"README.md:{place}": block.partition("```")[0] for place, block in enumerate(blocks)}
+    assert any(public_imports(source) for source in sources.values())
+    for path, source in sources.items():
+        assert public_imports(source) <= set(rollweave.__all__), path
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("rollweave."), path
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = """
+        import sys, rollweave
+        assert not {"torch", "numpy", "msgspec", "pydantic", "aiohttp", "asyncio"} & set(sys.modules), sorted(sys.modules)
+        from rollweave import Env, Observation, Step, Message, Task, AgentHandler, Rollouts, RunConfig
+        assert "torch" not in sys.modules
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["import rollweave.train.losses", "from rollweave.train import losses", "import rollweave"])
+def test_train_is_the_function_whatever_is_imported_first(first: str) -> None:
+    done = python(
+        f"{first}\nfrom rollweave import train\nimport rollweave.train.packing\nassert rollweave.train is train\ntrain.__call__"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert importlib.metadata.version("rollweave") == rollweave.__version__
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(rollweave.__file__).parent / "py.typed").exists()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "small.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_train_runs_and_resumes_and_refuses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = train(config, inproc=True)
+    assert isinstance(summary, Summary)
+    assert summary.steps == 2
+    assert Path("runs/small/report.html").exists()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train("small.toml", inproc=True)
+    assert train("runs/small", ["run.steps=3"], inproc=True).steps == 3
+    made = load(config, ["run.steps=1"])
+    assert isinstance(made, RunConfig)
+    assert train(made, fresh=True, inproc=True).steps == 1
+    with pytest.raises(ConfigError, match="overrides must be empty"):
+        train(made, ["run.steps=2"], fresh=True)
+    with pytest.raises(ConfigError, match=r"run\.steps must be at least 0"):
+        train(config, ["run.steps=-1"])
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_without_effect_are_warnings(config: Path) -> None:
+    with pytest.warns(UserWarning, match=r"rollout\.predictor"):
+        train(config, ["run.steps=0", "rollout.predictor=boosted"], inproc=True)
+
+
+def test_a_run_that_fails_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave.live.launch.train", failed)
+    with pytest.raises(RollweaveError, match="the engine is gone"):
+        train(config)
+
+
+def test_a_run_that_is_stopped_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollweave.live.launch.train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+
+
+def failed(*_: object, **__: object) -> object:
+    return Outcome(error="the engine is gone")
+
+
+def stopped(*_: object, **__: object) -> object:
+    return Outcome(interrupted=True)
+
+
+class Outcome:
+    def __init__(self, *, error: str = "", interrupted: bool = False) -> None:
+        self.error, self.interrupted = error, interrupted
+
+
+BLOCKED = f"""
+import sys
+for name in {sorted({name for names in EXTRAS.values() for name in names})!r}:
+    sys.modules[name] = None
+"""
+
+
+def test_training_needs_no_extra(config: Path) -> None:
+    done = python(f"{BLOCKED}\nimport rollweave\nassert rollweave.train('small.toml', inproc=True).steps == 2", config.parent)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line", "extra"),
+    [
+        (("tasks.0.env=frozenlake",), "environment 'frozenlake': gymnasium is not installed (pip install", "envs"),
+        (("tasks.0.env=gym", "tasks.0.options.id=reasoning_gym/chain_sum"), "reasoning_gym is not installed", "envs"),
+        (("tasks.0.env=swe",), "environment 'swe': jsonschema is not installed (pip install", "tools"),
+        (("rollout.scheduling=trajectory",), "rollout.predictor: sklearn must be installed (pip install", "predict"),
+    ],
+)
+def test_what_needs_an_extra_names_it(config: Path, overrides: tuple[str, ...], line: str, extra: str) -> None:
+    sets = [part for override in overrides for part in ("--set", override)]
+    arguments = ["rollweave", "train", "small.toml", *sets]
+    code = f"{BLOCKED}\nsys.argv = {arguments!r}\nfrom rollweave.cli.entry import main\nmain()"
+    done = python(code, config.parent)
+    assert done.returncode == 2, done.stderr
+    assert line in done.stderr
+    assert f"[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
