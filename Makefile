@@ -17,14 +17,14 @@ test-slow: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest -m slow --timeout 1200
 
 lint: .venv/ready-test
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: .venv/ready-test
-	$(BIN)/ruff check --fix src tests examples
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
 
 # The CPU build of torch where the index offers it (pinned in constraints.txt); the CUDA build elsewhere.
 .venv/ready: pyproject.toml constraints.txt

@@ -1,12 +1,27 @@
-"""An agent that learns which command to type: a number lies in one of four drawers, and bash runs what the agent says.
+"""An agent that learns which command to type: a number lies in one of four drawers, and
+bash runs what the agent says.
 
-Small enough to be learnt from random weights in minutes, and real: a shell in a sandbox of its own for every attempt.
+Small enough to be learnt from random weights in minutes, and real: a shell in a sandbox
+of its own for every attempt.
 """
 
 import random
 from collections.abc import Sequence
 
-from rollweave import Agent, Bash, Job, Message, Options, SandboxSpec, Score, Split, Task, mix, new_task, payload_of
+from rollweave import (
+    Agent,
+    Bash,
+    Job,
+    Message,
+    Options,
+    SandboxSpec,
+    Score,
+    Split,
+    Task,
+    mix,
+    new_task,
+    payload_of,
+)
 
 DRAWERS = ("red", "green", "blue", "grey")
 COMMANDS = ("cat", "ls", "rm", "echo")

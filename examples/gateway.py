@@ -2,8 +2,9 @@
 
     python examples/gateway.py path/to/checkpoint -- python my_agent.py
 
-The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, as OpenAI's clients look for them. Each sequence is
-printed as a line of JSON: tokens, segments, log-probs, turns.
+The program finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, as OpenAI's
+clients look for them. Each sequence is printed as a line of JSON: tokens, segments,
+log-probs, turns.
 """
 
 import argparse
@@ -44,7 +45,11 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
     access = gateway.open("main", limits=SessionLimits(context=context))
     try:
         async with serve_gateway(gateway) as url:
-            env = {**os.environ, "OPENAI_BASE_URL": url + access.path, "OPENAI_API_KEY": access.token}
+            env = {
+                **os.environ,
+                "OPENAI_BASE_URL": url + access.path,
+                "OPENAI_API_KEY": access.token,
+            }
             program = await asyncio.create_subprocess_exec(*command, env=env, stdout=sys.stderr)
             status = await program.wait()
             return status, gateway.close("main")
@@ -54,7 +59,9 @@ async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int
 
 def main() -> int:
     """Exit as the program does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("command", nargs="+", metavar="command", help="after --")

@@ -1,16 +1,20 @@
-"""NeMo-RL on rollouts of a service: a function with the signature of its `run_multi_turn_rollout`.
+"""NeMo-RL on rollouts of a service: a function with the signature of its
+`run_multi_turn_rollout`.
 
-Written against NeMo-RL's source (`nemo_rl/experience/rollouts.py`, 2026), which needs GPUs and is not on PyPI: it was not run.
-`message_log_of` and `rollout` are tested with stand-ins. NeMo-RL has no hook for it; before `grpo_train`:
+Written against NeMo-RL's source (`nemo_rl/experience/rollouts.py`, 2026), which needs
+GPUs and is not on PyPI: it was not run. `message_log_of` and `rollout` are tested with
+stand-ins. NeMo-RL has no hook for it; before `grpo_train`:
 
     import nemo_rl.algorithms.grpo as grpo
     with Rollouts(["http://service:8300"]) as rollouts:
         grpo.run_multi_turn_rollout = RollweaveRollouts(rollouts)
         grpo.grpo_train(...)
 
-Rows of the data set say which task they are: `extra_env_info = {"rollweave": {"handler": "swe", "index": 7}}`, the fields of a
-`RolloutRequest`. Rows that NeMo-RL repeated for a group become the members of one rollout. Register the vLLM servers of
-NeMo-RL's generation as the service's engines, so that rollouts come from the weights that it refits (`docs/ENGINES.md`).
+Rows of the data set say which task they are: `extra_env_info = {"rollweave":
+{"handler": "swe", "index": 7}}`, the fields of a `RolloutRequest`. Rows that NeMo-RL
+repeated for a group become the members of one rollout. Register the vLLM servers of
+NeMo-RL's generation as the service's engines, so that rollouts come from the weights
+that it refits (`docs/ENGINES.md`).
 """
 
 import json
@@ -23,12 +27,17 @@ import torch
 
 from rollweave import MemberStatus, RolloutRequest, Rollouts, SegmentKind, StopReason, TokenSequence
 
-ROLES = {SegmentKind.PROMPT: "user", SegmentKind.OUTPUT: "assistant", SegmentKind.OBSERVATION: "environment"}
+ROLES = {
+    SegmentKind.PROMPT: "user",
+    SegmentKind.OUTPUT: "assistant",
+    SegmentKind.OBSERVATION: "environment",
+}
 """NeMo-RL trains on the tokens of `assistant` messages alone."""
 
 
 def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
-    """NeMo-RL's message log: a message a segment, token for token; the sampled ones with `generation_logprobs`.
+    """NeMo-RL's message log: a message a segment, token for token; the sampled ones
+    with `generation_logprobs`.
 
     Contents are empty: nothing is rendered to be tokenized again.
     """
@@ -43,11 +52,14 @@ def message_log_of(sequence: TokenSequence) -> list[dict[str, Any]]:
     return log
 
 
-def rollout(rollouts: Rollouts, batch: Any, *, temperature: float | None = None) -> tuple[Any, dict[str, Any]]:
+def rollout(
+    rollouts: Rollouts, batch: Any, *, temperature: float | None = None
+) -> tuple[Any, dict[str, Any]]:
     """The batch with `message_log`, `total_reward`, `truncated`, `length`; and metrics.
 
-    A rollout that failed, or that is not one sequence, has `loss_multiplier` 0 and its group's mean reward: it neither is
-    trained on nor moves the baseline. Raises what `Rollouts.run` raises.
+    A rollout that failed, or that is not one sequence, has `loss_multiplier` 0 and its
+    group's mean reward: it neither is trained on nor moves the baseline. Raises what
+    `Rollouts.run` raises.
     """
     said = [json.dumps(info["rollweave"], sort_keys=True) for info in batch["extra_env_info"]]
     requests = []
@@ -64,17 +76,28 @@ def rollout(rollouts: Rollouts, batch: Any, *, temperature: float | None = None)
         stand_in = statistics.fmean(scored) if scored else 0.0
         for member in status.members:
             reward = _reward(member)
-            logs.append(message_log_of(member.result.sequences[0]) if member.result and reward is not None else None)
+            logs.append(
+                message_log_of(member.result.sequences[0])
+                if member.result and reward is not None
+                else None
+            )
             rewards.append(stand_in if reward is None else reward)
             valid.append(reward is not None)
             truncated.append(member.stop_reason in (StopReason.MAX_TOKENS, StopReason.MAX_TURNS))
     found = batch.copy()
-    found["message_log"] = [log or before for log, before in zip(logs, batch["message_log"], strict=True)]
-    found["length"] = torch.tensor([sum(len(message["token_ids"]) for message in log) for log in found["message_log"]])
+    found["message_log"] = [
+        log or before for log, before in zip(logs, batch["message_log"], strict=True)
+    ]
+    found["length"] = torch.tensor(
+        [sum(len(message["token_ids"]) for message in log) for log in found["message_log"]]
+    )
     found["total_reward"] = torch.tensor(rewards, dtype=torch.float32)
     found["truncated"] = torch.tensor(truncated)
     found["loss_multiplier"] = batch["loss_multiplier"] * torch.tensor(valid, dtype=torch.float32)
-    metrics = {"mean_total_reward": statistics.fmean(rewards), "failed_rollouts": valid.count(False)}
+    metrics = {
+        "mean_total_reward": statistics.fmean(rewards),
+        "failed_rollouts": valid.count(False),
+    }
     return found, metrics
 
 
@@ -89,7 +112,9 @@ class RollweaveRollouts:
     """In place of `nemo_rl.algorithms.grpo.run_multi_turn_rollout`."""
 
     def __init__(self, rollouts: Rollouts, *, temperature: float | None = None) -> None:
-        """`temperature`: that of `policy.generation`, by which NeMo-RL divides the logits when it trains."""
+        """`temperature`: that of `policy.generation`, by which NeMo-RL divides the
+        logits when it trains.
+        """
         self._rollouts, self._temperature = rollouts, temperature
 
     def __call__(
@@ -102,6 +127,10 @@ class RollweaveRollouts:
         max_rollout_turns: int = 999999,
         greedy: bool = False,
     ) -> tuple[Any, dict[str, Any]]:
-        """Its own generation and environments are not used: the service has both, and its handler's limits."""
+        """Its own generation and environments are not used: the service has both, and
+        its handler's limits.
+        """
         del policy_generation, tokenizer, task_to_env, max_seq_len, max_rollout_turns
-        return rollout(self._rollouts, input_batch, temperature=0.0 if greedy else self._temperature)
+        return rollout(
+            self._rollouts, input_batch, temperature=0.0 if greedy else self._temperature
+        )

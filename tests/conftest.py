@@ -1,5 +1,7 @@
-"""The suite runs the same wherever it is started from: no test inherits an ignored or blocked signal."""
+"""The suite runs the same wherever it is started from: no test inherits an ignored or
+blocked signal.
+"""
 
-from rollweave.inherited import reset_signals
+from rollweave.io.inherited import reset_signals
 
 reset_signals()

@@ -1,4 +1,6 @@
-"""The public interface: its names, its laziness, `train`, and an installation without extras."""
+"""The public interface: its names, its laziness, `train`, and an installation without
+extras.
+"""
 
 import ast
 import importlib.metadata
@@ -12,8 +14,8 @@ import pytest
 
 import rollweave
 from rollweave import RollweaveError, RunConfig, Summary, train
-from rollweave.codec.config import load
-from rollweave.codec.extras import EXTRAS
+from rollweave.io.extras import EXTRAS
+from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
 from tests.cli.test_main import CONFIG
 
@@ -24,12 +26,18 @@ PROMISED = {"Env", "Observation", "Step", "Message", "Task", "AgentHandler", "tr
 def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False
+    )
 
 
 def public_imports(source: str) -> set[str]:
     """Names that `source` imports from the package itself."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module == "rollweave"]
+    nodes = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module == "rollweave"
+    ]
     return {alias.name for node in nodes for alias in node.names}
 
 
@@ -37,13 +45,18 @@ def public_imports(source: str) -> set[str]:
 def test_every_public_name_is_there(name: str) -> None:
     namespace: dict[str, object] = {}
     exec(f"from rollweave import {name}", namespace)
-    assert callable(namespace[name]) or namespace[name].__module__ == "typing"  # `Options` is an alias
+    # `Options` is an alias
+    assert callable(namespace[name]) or namespace[name].__module__ == "typing"
 
 
 def test_the_lists_of_names_agree() -> None:
     checked = set()
     for node in ast.walk(ast.parse(Path(rollweave.__file__).read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("rollweave."):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module is not None
+            and node.module.startswith("rollweave.")
+        ):
             for alias in node.names:
                 if alias.name not in ("train_quietly", "VERSION"):
                     assert rollweave._MODULE_OF[alias.name] == node.module
@@ -62,7 +75,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_examples_and_documents_import_public_names_only() -> None:
     sources = {path: path.read_text() for path in ROOT.glob("examples/**/*.py")}
     blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
-    sources |= {ROOT / f"README.md:{place}": block.partition("```")[0] for place, block in enumerate(blocks)}
+    sources |= {
+        ROOT / f"README.md:{place}": block.partition("```")[0] for place, block in enumerate(blocks)
+    }
     assert any(public_imports(source) for source in sources.values())
     for path, source in sources.items():
         assert public_imports(source) <= set(rollweave.__all__), path
@@ -82,10 +97,14 @@ def test_import_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["import rollweave.train.losses", "from rollweave.train import losses", "import rollweave"])
+@pytest.mark.parametrize(
+    "first",
+    ["import rollweave.train.losses", "from rollweave.train import losses", "import rollweave"],
+)
 def test_train_is_the_function_whatever_is_imported_first(first: str) -> None:
     done = python(
-        f"{first}\nfrom rollweave import train\nimport rollweave.train.packing\nassert rollweave.train is train\ntrain.__call__"
+        f"{first}\nfrom rollweave import train\nimport rollweave.train.packing\nassert "
+        "rollweave.train is train\ntrain.__call__"
     )
     assert done.returncode == 0, done.stderr
 
@@ -106,7 +125,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_train_runs_and_resumes_and_refuses(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_runs_and_resumes_and_refuses(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = train(config, inproc=True)
     assert isinstance(summary, Summary)
     assert summary.steps == 2
@@ -130,13 +151,13 @@ def test_settings_without_effect_are_warnings(config: Path) -> None:
 
 
 def test_a_run_that_fails_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollweave.live.launch.train", failed)
+    monkeypatch.setattr("rollweave.runtime.launch.train", failed)
     with pytest.raises(RollweaveError, match="the engine is gone"):
         train(config)
 
 
 def test_a_run_that_is_stopped_raises(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollweave.live.launch.train", stopped)
+    monkeypatch.setattr("rollweave.runtime.launch.train", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(config)
 
@@ -162,20 +183,42 @@ for name in {sorted({name for names in EXTRAS.values() for name in names})!r}:
 
 
 def test_training_needs_no_extra(config: Path) -> None:
-    done = python(f"{BLOCKED}\nimport rollweave\nassert rollweave.train('small.toml', inproc=True).steps == 2", config.parent)
+    done = python(
+        f"{BLOCKED}\nimport rollweave\nassert rollweave.train('small.toml', "
+        "inproc=True).steps == 2",
+        config.parent,
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
     ("overrides", "line", "extra"),
     [
-        (("tasks.0.env=frozenlake",), "environment 'frozenlake': gymnasium is not installed (pip install", "envs"),
-        (("tasks.0.env=gym", "tasks.0.options.id=reasoning_gym/chain_sum"), "reasoning_gym is not installed", "envs"),
-        (("tasks.0.env=swe",), "environment 'swe': jsonschema is not installed (pip install", "tools"),
-        (("rollout.scheduling=trajectory",), "rollout.predictor: sklearn must be installed (pip install", "predict"),
+        (
+            ("tasks.0.env=frozenlake",),
+            "environment 'frozenlake': gymnasium is not installed (pip install",
+            "envs",
+        ),
+        (
+            ("tasks.0.env=gym", "tasks.0.options.id=reasoning_gym/chain_sum"),
+            "reasoning_gym is not installed",
+            "envs",
+        ),
+        (
+            ("tasks.0.env=swe",),
+            "environment 'swe': jsonschema is not installed (pip install",
+            "tools",
+        ),
+        (
+            ("rollout.scheduling=trajectory",),
+            "rollout.predictor: sklearn must be installed (pip install",
+            "predict",
+        ),
     ],
 )
-def test_what_needs_an_extra_names_it(config: Path, overrides: tuple[str, ...], line: str, extra: str) -> None:
+def test_what_needs_an_extra_names_it(
+    config: Path, overrides: tuple[str, ...], line: str, extra: str
+) -> None:
     sets = [part for override in overrides for part in ("--set", override)]
     arguments = ["rollweave", "train", "small.toml", *sets]
     code = f"{BLOCKED}\nsys.argv = {arguments!r}\nfrom rollweave.cli.entry import main\nmain()"

@@ -1,7 +1,9 @@
-"""Rollweave trains LLM agents with reinforcement learning, each trajectory at its own pace.
+"""Rollweave trains LLM agents with reinforcement learning, each trajectory at its own
+pace.
 
-The names of `__all__` are the public interface; every other name may change between versions. They are imported on first
-use, so that `import rollweave` is fast and loads neither torch nor numpy.
+The names of `__all__` are the public interface; every other name may change between
+versions. They are imported on first use, so that `import rollweave` is fast and loads
+neither torch nor numpy.
 """
 
 import importlib
@@ -12,26 +14,44 @@ from typing import TYPE_CHECKING, Any
 from rollweave.package import VERSION
 
 if TYPE_CHECKING:
-    from rollweave.adapters.rows import row_of
-    from rollweave.codec.chat import ChatCodec
-    from rollweave.codec.fields import refused_field
+    from rollweave.core.policy.dapo import DapoRule
     from rollweave.engine.embedded import start_engine
-    from rollweave.envs.base import Env, Episode, Observation, Options, Score, Split, Step, mix, new_task, payload_of
-    from rollweave.gateway.server import Gateway, Recorded, serve_gateway
-    from rollweave.gateway.sessions import SessionLimits
-    from rollweave.handlers.base import Agent, AgentHandler, Job, Tool
-    from rollweave.handlers.toolbox import toolbox
-    from rollweave.handlers.tools import converse
-    from rollweave.policy.dapo import DapoRule
+    from rollweave.envs.base import (
+        Env,
+        Episode,
+        Observation,
+        Options,
+        Score,
+        Split,
+        Step,
+        mix,
+        new_task,
+        payload_of,
+    )
+    from rollweave.envs.handlers.base import Agent, AgentHandler, Job, Tool
+    from rollweave.envs.handlers.toolbox import toolbox
+    from rollweave.envs.handlers.tools import converse
+    from rollweave.io.http.fields import refused_field
     from rollweave.record.summary import Summary
+    from rollweave.rollout.chat.codec import ChatCodec
+    from rollweave.rollout.gateway.server import Gateway, Recorded, serve_gateway
+    from rollweave.rollout.gateway.sessions import SessionLimits
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
     from rollweave.schema.chat import Message
-    from rollweave.schema.config import RunConfig
+    from rollweave.schema.config.root import RunConfig
     from rollweave.schema.errors import ConfigError, RollweaveError
     from rollweave.schema.service import EngineRequest, MemberStatus, RolloutRequest
     from rollweave.schema.serving import GenerateRequest, GenerateResult, Sampling
-    from rollweave.schema.work import Decoding, SegmentKind, StopReason, Task, TokenSequence, Trajectory
+    from rollweave.schema.work import (
+        Decoding,
+        SegmentKind,
+        StopReason,
+        Task,
+        TokenSequence,
+        Trajectory,
+    )
+    from rollweave.service.adapters.rows import row_of
     from rollweave.service.batches import DapoBatches, DapoRollouts
     from rollweave.service.client import RolloutClient, Rollouts
 
@@ -129,8 +149,9 @@ _NAMES_OF = {
 
 _MODULE_OF = {name: f"rollweave.{module}" for module, names in _NAMES_OF.items() for name in names}
 
-# `train` is also a subpackage. Importing it here, before the function is defined, lets the function keep the name: the
-# import system binds a subpackage to its parent only when it first loads it.
+# `train` is also a subpackage. Importing it here, before the function is defined, lets
+# the function keep the name: the import system binds a subpackage to its parent only
+# when it first loads it.
 importlib.import_module("rollweave.train")
 
 
@@ -142,11 +163,14 @@ def train(
     fresh: bool = False,
     inproc: bool = False,
 ) -> "Summary":
-    """Train as `rollweave train` does, without its output, and return the run's summary.
+    """Train as `rollweave train` does, without its output, and return the run's
+    summary.
 
-    `config` is a TOML file, a run directory to resume, or a configuration; `overrides` are "key=value" as for `--set`.
-    Settings without effect are reported by `warnings`. Raises ConfigError before anything is computed for input that is
-    wrong, RollweaveError for a run that failed, and KeyboardInterrupt after the orderly end of a run that the user stopped.
+    `config` is a TOML file, a run directory to resume, or a configuration; `overrides`
+    are "key=value" as for `--set`. Settings without effect are reported by `warnings`.
+    Raises ConfigError before anything is computed for input that is wrong,
+    RollweaveError for a run that failed, and KeyboardInterrupt after the orderly end of
+    a run that the user stopped.
     """
     from rollweave.cli.start import train_quietly
 

@@ -1,4 +1,6 @@
-"""This package: its version and its directory, for modules that must not import the public interface."""
+"""This package: its version and its directory, for modules that must not import the
+public interface.
+"""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from rollweave.envs.base import Observation, Options, Score, Split, Step
-from rollweave.handlers.base import Agent, Job, Tool
+from rollweave.envs.handlers.base import Agent, Job, Tool
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
 
@@ -31,7 +31,10 @@ class Fine:
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
         """Says yes or no by chance."""
-        return [Message(role="user", content="hello"), Message(role="assistant", content=rng.choice(["yes", "no"]))]
+        return [
+            Message(role="user", content="hello"),
+            Message(role="assistant", content=rng.choice(["yes", "no"])),
+        ]
 
 
 class Untaught(Fine):
@@ -141,7 +144,10 @@ class Handler:
             raise KeyError("lost")
         if self._mood == "program":
             await agent.endpoint()
-        tools = [Tool(name=f"tool{number}", description="", parameters={}, call=_nothing) for number in range(self._tools)]
+        tools = [
+            Tool(name=f"tool{number}", description="", parameters={}, call=_nothing)
+            for number in range(self._tools)
+        ]
         await agent.chat([Message(role="user", content=self._prompt)], tools=tools)
 
     async def eval(self) -> Score:

@@ -1,4 +1,6 @@
-"""Functions of the user's beside the configuration decide what is trained on; one that is wrong ends in one clear line."""
+"""Functions of the user's beside the configuration decide what is trained on; one that
+is wrong ends in one clear line.
+"""
 
 import itertools
 import json
@@ -19,9 +21,12 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """Writes a module of the user's beside his configuration, small.toml, and returns its name."""
+    """Writes a module of the user's beside his configuration, small.toml, and returns
+    its name.
+    """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])  # children are of `tests`, too
+    # children are of `tests`, too
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
     (tmp_path / "small.toml").write_text(CONFIG)
 
     def write(code: str) -> str:
@@ -55,7 +60,9 @@ def nothing(experiences, version):
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_function_decides(written: Written, tmp_path: Path, processes: bool) -> None:
     name = written(RIGHT)
-    code, text, errors = train(*([] if processes else ["--inproc"]), sample=f"{name}:newest", evict=f"{name}:nothing")
+    code, text, errors = train(
+        *([] if processes else ["--inproc"]), sample=f"{name}:newest", evict=f"{name}:nothing"
+    )
     assert code == 0, (text, errors)
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert {version for version, *_ in seen} == {0, 1, 2}
@@ -86,12 +93,26 @@ def test_the_function_of_the_manual_works(written: Written) -> None:
         ("raise SystemExit(3)", "pick", "SystemExit: 3"),
         ("def picks(experiences, version): ...", "pick", "has no pick (did you mean picks?)"),
         ("pick = 7", "pick", "must be a function, got int"),
-        ("async def pick(experiences, version): ...", "pick", "must be a function, got a coroutine function"),
-        ("def pick(experiences): ...", "pick", "must take the experiences and the version: too many positional arguments"),
+        (
+            "async def pick(experiences, version): ...",
+            "pick",
+            "must be a function, got a coroutine function",
+        ),
+        (
+            "def pick(experiences): ...",
+            "pick",
+            "must take the experiences and the version: too many positional arguments",
+        ),
     ],
 )
 def test_what_is_no_function_is_told_before_anything_starts(
-    written: Written, tmp_path: Path, code: str | None, function: str, words: str, knob: str, dry: bool
+    written: Written,
+    tmp_path: Path,
+    code: str | None,
+    function: str,
+    words: str,
+    knob: str,
+    dry: bool,
 ) -> None:
     name = function if code is None else f"{written(code)}:{function}"
     exit_code, _, errors = train(*(["--dry-run"] if dry else []), **{knob: name})
@@ -128,13 +149,21 @@ def later(experiences, version):
     ("body", "words"),
     [
         ("raise LookupError('no idea')", "LookupError: no idea"),
-        ("return ['g99', *[one.id for one in experiences]]", "a strategy must name groups of the buffer, got 'g99'"),
-        ("return [one.id for one in experiences] * 2", "a strategy must name each group once, got 'g"),
+        (
+            "return ['g99', *[one.id for one in experiences]]",
+            "a strategy must name groups of the buffer, got 'g99'",
+        ),
+        (
+            "return [one.id for one in experiences] * 2",
+            "a strategy must name each group once, got 'g",
+        ),
         ("return 5", "a strategy must give a list of group ids, got 5"),
         ("return experiences", "a strategy must name groups of the buffer, got Experience("),
     ],
 )
-def test_a_function_that_goes_wrong_ends_the_run_with_its_name(written: Written, tmp_path: Path, body: str, words: str) -> None:
+def test_a_function_that_goes_wrong_ends_the_run_with_its_name(
+    written: Written, tmp_path: Path, body: str, words: str
+) -> None:
     name = f"{written(WRONG.format(body=body))}:later"
     code, text, errors = train("--inproc", sample=name)
     assert code == 1, (text, errors)
@@ -151,7 +180,9 @@ def test_a_function_that_goes_wrong_ends_the_run_with_its_name(written: Written,
     assert f"{account['started']} started = " in text
 
 
-def test_a_function_of_the_writers_that_goes_wrong_ends_the_run_too(written: Written, tmp_path: Path) -> None:
+def test_a_function_of_the_writers_that_goes_wrong_ends_the_run_too(
+    written: Written, tmp_path: Path
+) -> None:
     name = f"{written(WRONG.format(body='raise LookupError(1)'))}:misbehave"
     code, text, errors = train("--inproc", evict=name)
     assert code == 1, (text, errors)
@@ -176,7 +207,9 @@ def looks(experiences, version):
 """
 
 
-def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(written: Written, tmp_path: Path) -> None:
+def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(
+    written: Written, tmp_path: Path
+) -> None:
     name = f"{written(LOOKS)}:looks"
     (tmp_path / "order").write_text("first")
     code, text, errors = train("--inproc", sample=name)
@@ -184,9 +217,19 @@ def test_a_resumed_run_whose_function_has_changed_its_mind_says_so(written: Writ
     (tmp_path / "order").write_text("last")
     code, text, errors = train("--inproc", "--resume", "--set", "run.steps=4", sample=name)
     assert code == 0, (text, errors)
-    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
-    (message,) = [line["message"] for line in lines if line["kind"] == "warning" and line["component"] == "journal"]
-    assert "replayed events were decided otherwise: the code has changed since, or that of buffer.sample" in message
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()
+    ]
+    (message,) = [
+        line["message"]
+        for line in lines
+        if line["kind"] == "warning" and line["component"] == "journal"
+    ]
+    assert (
+        "replayed events were decided otherwise: the code has changed since, or that of "
+        "buffer.sample" in message
+    )
     assert f"buffer.sample ({name}), which must answer the same to the same question" in message
 
 
@@ -200,14 +243,20 @@ def stuck(experiences, version):
 """
 
 
-def test_ctrl_c_twice_ends_a_run_whose_function_never_ends(written: Written, tmp_path: Path, shell: Shell) -> None:
+def test_ctrl_c_twice_ends_a_run_whose_function_never_ends(
+    written: Written, tmp_path: Path, shell: Shell
+) -> None:
     name = f"{written(STUCK)}:stuck"
     process = shell("train", "small.toml", "--mode", "decoupled", "--set", f"buffer.sample={name}")
     until((tmp_path / "stuck").exists)
-    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    children = [
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
     assert len(children) >= 2, "engine and trainer"
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)  # a second SIGINT would be one with the first, which nobody has taken yet
+    # a second SIGINT would be one with the first, which nobody has taken yet
+    process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors.splitlines()[-1]) == (130, "interrupted"), errors
     until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))

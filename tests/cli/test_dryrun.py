@@ -1,4 +1,6 @@
-"""Each problem that can be known before a run is one failed check that names field, rule and value."""
+"""Each problem that can be known before a run is one failed check that names field,
+rule and value.
+"""
 
 import importlib.util
 import json
@@ -10,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollweave.cli import dryrun
-from rollweave.cli.checks import Status, failures
-from rollweave.codec.config import dumps, loads
 from rollweave.core.core import Core
-from rollweave.live.launch import train
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
-from rollweave.schema.config import RunConfig
+from rollweave.runtime.launch import train
+from rollweave.runtime.preflight import dryrun
+from rollweave.runtime.preflight.checks import Status, failures
+from rollweave.schema.config.loading import dumps, loads
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ScratchModel
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import RunStarted, TimerFired
-from rollweave.schema.sections import ScratchModel
 from rollweave.train.scratch import build_checkpoint
 from tests.cli import envs
 
@@ -68,15 +70,47 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         ("tasks.0.env=no.such.module:Env", "tasks.0", "cannot import no.such.module"),
         ("tasks.0.env=tests.cli.envs:Fina", "tasks.0", "did you mean Fine?"),
         ("tasks.0.env=tests.cli.envs:Voiceless", "tasks.0", "has no step"),
-        ("tasks.0.env=tests.cli.envs:Untaught", "tasks.0", "must have transcript() where warmup.steps is set"),
+        (
+            "tasks.0.env=tests.cli.envs:Untaught",
+            "tasks.0",
+            "must have transcript() where warmup.steps is set",
+        ),
         ("tasks.0.env=tests.cli.envs:Raises", "tasks.0", "ValueError: out of cheese"),
-        ("tasks.0.env=tests.cli.envs:Hangs", "tasks.0", "must answer within step_s, got nothing in 0.3 s"),
-        ("tasks.0.env=tests.cli.envs:Undrawable", "tasks.0", "make_task raised LookupError: no tasks today"),
-        ("tasks.0.env=tests.cli.envs:Garbage", "tasks.0", "reset must return Observation, got 'hello'"),
-        ("tasks.0.env=tests.cli.envs:Silent", "tasks.0", "reset must return at least one message, got none"),
-        ("tasks.0.max_tokens=9", "tasks.0.max_tokens", "must be more than the first prompt (9 tokens), got 9"),
-        ("tasks.0.env=tests.cli.envs:BadWords", "tasks.0", "words must return a list of non-empty strings, got ''"),
-        ("tasks.0.env=tests.cli.envs:OneWord", "tasks.0", "words must return a list of non-empty strings, got 'hello'"),
+        (
+            "tasks.0.env=tests.cli.envs:Hangs",
+            "tasks.0",
+            "must answer within step_s, got nothing in 0.3 s",
+        ),
+        (
+            "tasks.0.env=tests.cli.envs:Undrawable",
+            "tasks.0",
+            "make_task raised LookupError: no tasks today",
+        ),
+        (
+            "tasks.0.env=tests.cli.envs:Garbage",
+            "tasks.0",
+            "reset must return Observation, got 'hello'",
+        ),
+        (
+            "tasks.0.env=tests.cli.envs:Silent",
+            "tasks.0",
+            "reset must return at least one message, got none",
+        ),
+        (
+            "tasks.0.max_tokens=9",
+            "tasks.0.max_tokens",
+            "must be more than the first prompt (9 tokens), got 9",
+        ),
+        (
+            "tasks.0.env=tests.cli.envs:BadWords",
+            "tasks.0",
+            "words must return a list of non-empty strings, got ''",
+        ),
+        (
+            "tasks.0.env=tests.cli.envs:OneWord",
+            "tasks.0",
+            "words must return a list of non-empty strings, got 'hello'",
+        ),
         (
             "tasks.0.env=tests.cli.envs:Foreign",
             "model",
@@ -87,7 +121,9 @@ def test_a_run_in_order_has_no_failure_and_names_what_it_found(tmp_path: Path) -
         ("model.scratch.hidden=400000000", "disk", "must hold the checkpoints"),
     ],
 )
-def test_a_problem_is_a_failure_that_says_what_to_change(tmp_path: Path, override: str, name: str, words: str) -> None:
+def test_a_problem_is_a_failure_that_says_what_to_change(
+    tmp_path: Path, override: str, name: str, words: str
+) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, override)))
     assert name in [check.name for check in wrong]
     assert any(words in check.detail for check in wrong), wrong
@@ -97,17 +133,31 @@ def test_a_problem_is_a_failure_that_says_what_to_change(tmp_path: Path, overrid
     ("overrides", "words"),
     [
         (["tasks.0.env=tests.cli.envs:Undrawable"], "make_task raised LookupError: no tasks today"),
-        (["tasks.0.env=frozenlake", "tasks.0.options.maps=round"], "options.maps must be random or fixed, got 'round'"),
-        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/a', reward='math:sqrt'}"], "options.path must be a readable file"),
-        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:root'}"], "math has no root"),
-        (["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:sqrt'}"], "must have records for split test"),
+        (
+            ["tasks.0.env=frozenlake", "tasks.0.options.maps=round"],
+            "options.maps must be random or fixed, got 'round'",
+        ),
+        (
+            ["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/a', reward='math:sqrt'}"],
+            "options.path must be a readable file",
+        ),
+        (
+            ["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:root'}"],
+            "math has no root",
+        ),
+        (
+            ["tasks.0.env=jsonl", "tasks.0.options={path='{dir}/one', reward='math:sqrt'}"],
+            "must have records for split test",
+        ),
         (
             ["tasks.0.env=jsonl", "tasks.0.options={path=5, reward='math:sqrt'}"],
             "options.path of environment 'jsonl': Expected `str`, got `int`, got 5",
         ),
     ],
 )
-def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_tasks_are_drawn_before_every_run_so_that_wrong_options_show(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
     (tmp_path / "one").write_text('{"prompt": "a lonely record"}\n')
     sets = [override.replace("{dir}", str(tmp_path)) for override in overrides]
     (wrong,) = failures(dryrun.examine(config(tmp_path, *sets, "warmup.steps=0"), deep=False))
@@ -131,7 +181,11 @@ def test_transcripts_must_fit_into_a_turn(tmp_path: Path, limit: int, fits: bool
 @pytest.mark.parametrize(
     ("overrides", "name", "words"),
     [
-        (["tasks.0.env=tests.cli.envs:Unanswered"], "tasks.0 warm-up", "and have single turns of the agent, got user"),
+        (
+            ["tasks.0.env=tests.cli.envs:Unanswered"],
+            "tasks.0 warm-up",
+            "and have single turns of the agent, got user",
+        ),
         (
             ["tasks.0.env=tests.cli.envs:Wordy", "tasks.0.max_tokens=14"],
             "tasks.0.max_tokens",
@@ -158,13 +212,28 @@ def test_transcripts_must_be_conversations_within_the_limits(
             "tasks.0.max_tokens",
             "must be more than the first prompt (36 tokens), got 20",
         ),
-        ("{tools=3}", "tasks.0", "the model's chat template must show the 3 tools that the handler offers its agent"),
-        ("{mood='mute'}", "tasks.0", "run must ask the agent at least once, and returned without asking"),
+        (
+            "{tools=3}",
+            "tasks.0",
+            "the model's chat template must show the 3 tools that the handler offers its agent",
+        ),
+        (
+            "{mood='mute'}",
+            "tasks.0",
+            "run must ask the agent at least once, and returned without asking",
+        ),
         ("{mood='broken'}", "tasks.0", "KeyError: 'lost'"),
     ],
 )
-def test_a_handlers_first_turn_must_fit(tmp_path: Path, options: str, name: str, words: str) -> None:
-    sets = ["tasks.0.env=tests.cli.envs:Handler", f"tasks.0.options={options}", "tasks.0.max_tokens=20", "warmup.steps=0"]
+def test_a_handlers_first_turn_must_fit(
+    tmp_path: Path, options: str, name: str, words: str
+) -> None:
+    sets = [
+        "tasks.0.env=tests.cli.envs:Handler",
+        f"tasks.0.options={options}",
+        "tasks.0.max_tokens=20",
+        "warmup.steps=0",
+    ]
     wrong = failures(dryrun.examine(config(tmp_path, *sets)))
     assert [check.name for check in wrong] == ([name] if name else [])
     assert not wrong or words in wrong[0].detail
@@ -179,15 +248,22 @@ def test_overlong_prompts_are_found_in_the_whole_file(tmp_path: Path, deep: bool
     lines.insert(100, "")
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines))
-    sets = ["tasks.0.env=jsonl", f"tasks.0.options={{path='{path}', reward='math:sqrt'}}", "warmup.steps=0"]
+    sets = [
+        "tasks.0.env=jsonl",
+        f"tasks.0.options={{path='{path}', reward='math:sqrt'}}",
+        "warmup.steps=0",
+    ]
     wrong = failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.max_tokens=40"), deep=deep))
     assert [(check.name, check.detail) for check in wrong] == [
         (
             "tasks.0.max_tokens",
-            f"must be more than every prompt, got 40; 2 of 400 are not shorter: {path}:252 (72 tokens), {path}:335 (72 tokens)",
+            f"must be more than every prompt, got 40; 2 of 400 are not shorter: {path}:252 (72 "
+            f"tokens), {path}:335 (72 tokens)",
         )
     ]
-    assert failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.max_tokens=73"), deep=deep)) == []
+    assert (
+        failures(dryrun.examine(config(tmp_path, *sets, "tasks.0.max_tokens=73"), deep=deep)) == []
+    )
 
 
 def test_a_target_says_what_it_is_compared_with(tmp_path: Path) -> None:
@@ -202,7 +278,9 @@ def test_without_deep_the_users_environment_is_not_reset(tmp_path: Path) -> None
     assert failures(checks) == []
 
 
-def test_code_that_changes_the_working_directory_does_not_move_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_the_working_directory_does_not_move_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     made = config(tmp_path, "tasks.0.env=tests.cli.envs:Wanders", "run.dir=here")
     assert failures(dryrun.examine(made, deep=False)) == []
@@ -221,7 +299,10 @@ def test_a_directory_that_holds_a_run_needs_resume_or_fresh(tmp_path: Path) -> N
     (tmp_path / "dry" / "config.toml").touch()
 
     def names(*, resume: bool = False, fresh: bool = False) -> list[str]:
-        return [check.name for check in failures(dryrun.examine(made, deep=False, resume=resume, fresh=fresh))]
+        return [
+            check.name
+            for check in failures(dryrun.examine(made, deep=False, resume=resume, fresh=fresh))
+        ]
 
     assert names() == ["run.name"]
     assert names(resume=True) == []
@@ -263,7 +344,9 @@ def test_a_run_that_is_resumed_keeps_its_model_tasks_and_seed(tmp_path: Path) ->
     ],
 )
 @pytest.mark.parametrize("deep", [True, False])
-def test_what_the_model_needs_is_known_before_every_run(tmp_path: Path, override: str, name: str, deep: bool) -> None:
+def test_what_the_model_needs_is_known_before_every_run(
+    tmp_path: Path, override: str, name: str, deep: bool
+) -> None:
     wrong = failures(dryrun.examine(config(tmp_path, override), deep=deep))
     assert name in [check.name for check in wrong]
 
@@ -273,13 +356,17 @@ def test_a_model_from_scratch_is_looked_at_without_torch(tmp_path: Path) -> None
     (tmp_path / "small.toml").write_text(CONFIG)
     program = """
 import sys
-from rollweave.cli import dryrun
-from rollweave.cli.checks import failures
-from rollweave.codec.config import load
+from rollweave.runtime.preflight import dryrun
+from rollweave.runtime.preflight.checks import failures
+from rollweave.schema.config.loading import load
 assert failures(dryrun.examine(load("small.toml"), deep=False)) == []
 assert "torch" not in sys.modules
 """
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        )
+    }
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=env, check=True, timeout=60)
 
 
@@ -297,7 +384,11 @@ class TestModelPath:
         begin, end = CONFIG.index("[model.scratch]"), CONFIG.index("[[tasks]]")
         text = f'{CONFIG[:begin]}[model]\npath = "{model}"\n{CONFIG[end:]}'
         made = loads(text, [f'run.dir="{tmp_path}"', *overrides])
-        return [(check.name, check.detail) for check in dryrun.examine(made) if check.status is Status.FAIL]
+        return [
+            (check.name, check.detail)
+            for check in dryrun.examine(made)
+            if check.status is Status.FAIL
+        ]
 
     def test_a_good_one_has_no_failure(self, tmp_path: Path, model: Path) -> None:
         assert self.examine(tmp_path, model) == []
@@ -320,19 +411,26 @@ class TestModelPath:
         assert "model.safetensors must be a whole safetensors file" in detail
 
     def test_an_index_with_a_file_that_is_not_there(self, tmp_path: Path, model: Path) -> None:
-        (model / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+        (model / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'
+        )
         ((_, detail),) = self.examine(tmp_path, model)
         assert "model-2.safetensors must be a whole safetensors file" in detail
 
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"intermediate_size": 64}, "mlp.gate_proj.weight must have shape (64, 16), got (32, 16)"),
+            (
+                {"intermediate_size": 64},
+                "mlp.gate_proj.weight must have shape (64, 16), got (32, 16)",
+            ),
             ({"tie_word_embeddings": False}, "missing ['lm_head.weight']"),
             ({"hidden_size": "x"}, "config.json must have values of the right types"),
         ],
     )
-    def test_weights_of_another_shape(self, tmp_path: Path, model: Path, changes: dict[str, object], words: str) -> None:
+    def test_weights_of_another_shape(
+        self, tmp_path: Path, model: Path, changes: dict[str, object], words: str
+    ) -> None:
         self.edit(model / "config.json", **changes)
         ((_, detail),) = self.examine(tmp_path, model)
         assert words in detail
@@ -344,7 +442,9 @@ class TestModelPath:
 
     def test_a_context_that_is_too_short(self, tmp_path: Path, model: Path) -> None:
         self.edit(model / "config.json", max_position_embeddings=512)
-        assert self.examine(tmp_path, model) == [("tasks.max_tokens", "must be at most the model's context (512), got 1024")]
+        assert self.examine(tmp_path, model) == [
+            ("tasks.max_tokens", "must be at most the model's context (512), got 1024")
+        ]
 
     def test_no_chat_template(self, tmp_path: Path, model: Path) -> None:
         (model / "chat_template.jinja").unlink(missing_ok=True)
@@ -364,7 +464,9 @@ class TestModelPath:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(tmp_path: Path) -> None:
+def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(
+    tmp_path: Path,
+) -> None:
     relays = config(tmp_path, "weights.relays=2", "engines.count=2")
     said = {check.name: check.detail for check in dryrun.examine(relays, deep=False)}
     assert said["relays"] == "2 processes on 127.0.0.2 to 127.0.0.3 over tcp"
@@ -374,7 +476,11 @@ def test_relays_are_named_with_their_addresses_and_what_their_transport_lacks(tm
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="nixl is installed")
 def test_a_transport_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
     relays = config(tmp_path, "weights.relays=1", 'weights.transport="nixl"')
-    found = next(check for check in failures(dryrun.examine(relays, deep=False)) if check.name == "weights.transport")
+    found = next(
+        check
+        for check in failures(dryrun.examine(relays, deep=False))
+        if check.name == "weights.transport"
+    )
     assert "[nixl]'" in found.detail
     with pytest.raises(ConfigError, match="nixl must be installed"):
         train(relays)
@@ -388,7 +494,10 @@ def test_a_dry_run_of_a_resumption_says_where_it_stands_and_what_is_lost(tmp_pat
     assert said["run.name"] == f"begins in {run.path}"
     (run.checkpoints / "step-000004").mkdir(parents=True)
     (wrong,) = failures(dryrun.examine(config(tmp_path), resume=True))
-    assert (wrong.name, wrong.detail.split(", but ")[0]) == ("--resume", f"{run.path} holds step 4 of its checkpoints")
+    assert (wrong.name, wrong.detail.split(", but ")[0]) == (
+        "--resume",
+        f"{run.path} holds step 4 of its checkpoints",
+    )
     with RunJournal(run.journal) as journal:
         core = Core(config(tmp_path))
         for now, event in ((0.0, RunStarted(engines=())), (7.0, TimerFired())):

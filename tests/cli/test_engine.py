@@ -1,4 +1,6 @@
-"""`rollweave engine` as a process of its own: it serves, it ends in order, and it is missed when it is killed."""
+"""`rollweave engine` as a process of its own: it serves, it ends in order, and it is
+missed when it is killed.
+"""
 
 import asyncio
 import contextlib
@@ -13,20 +15,33 @@ import aiohttp
 import pytest
 from typer.testing import CliRunner
 
-from rollweave.backends.http import HttpEngine, HttpSpec
 from rollweave.cli.main import app
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
 from rollweave.schema.errors import EngineLostError
 from rollweave.schema.serving import GenerateRequest, Sampling
-from tests.backends.test_conformance import environment, tiny_checkpoint
+from tests.engine.clients.test_conformance import environment, tiny_checkpoint
 
 
 @contextlib.asynccontextmanager
 async def started(model: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
     """The process, and its `url` and `token`; killed in the end."""
-    command = [sys.executable, "-m", "rollweave.cli.main", "engine", str(model), "--port", "0", "--kv-tokens", "1024"]
+    command = [
+        sys.executable,
+        "-m",
+        "rollweave.cli.main",
+        "engine",
+        str(model),
+        "--port",
+        "0",
+        "--kv-tokens",
+        "1024",
+    ]
     command += ["--token-file", str(model / "token")]
     process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **environment()}
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **environment()},
     )
     assert process.stdout is not None
     assert process.stderr is not None
@@ -49,7 +64,9 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
         engine = HttpEngine(HttpSpec(name="e0", vocab=128, **place), reply_s=20.0)
         try:
             await engine.ready()
-            result = await engine.generate(GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=3)))
+            result = await engine.generate(
+                GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=3))
+            )
             assert 1 <= len(result.tokens) <= 3
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
@@ -59,11 +76,16 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
 
 async def test_a_server_that_is_killed_in_the_middle_of_a_turn_is_lost(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (process, place):
-        engine = HttpEngine(HttpSpec(name="e0", vocab=128, **place, dialect="prorl"), reply_s=20.0, check_s=1000.0)
+        engine = HttpEngine(
+            HttpSpec(name="e0", vocab=128, **place, dialect="prorl"), reply_s=20.0, check_s=1000.0
+        )
         try:
             await engine.ready()
-            process.send_signal(signal.SIGSTOP)  # so that it cannot have answered before it is killed
-            pending = engine.generate(GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200)))
+            # so that it cannot have answered before it is killed
+            process.send_signal(signal.SIGSTOP)
+            pending = engine.generate(
+                GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200))
+            )
             while (await engine.stats()).running == 0:  # noqa: ASYNC110 (our own count: the server is frozen)
                 await asyncio.sleep(0)
             process.kill()
@@ -77,13 +99,17 @@ async def test_it_is_used_with_its_token_alone(tmp_path: Path) -> None:
     async with started(tiny_checkpoint(tmp_path)) as (_, place), aiohttp.ClientSession() as session:
         asked = {"prompt_ids": [5], "max_tokens": 1}
         for headers, status in (({}, 401), ({"Authorization": f"Bearer {place['token']}"}, 200)):
-            async with session.post(place["url"] + "/generate", json=asked, headers=headers) as found:
+            async with session.post(
+                place["url"] + "/generate", json=asked, headers=headers
+            ) as found:
                 assert found.status == status
         async with session.get(place["url"] + "/health") as found:
             assert found.status == 200
 
 
-@pytest.mark.parametrize("arguments", [["--no-token", "--host", "0.0.0.0"], ["--no-token", "--token-file", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--no-token", "--host", "0.0.0.0"], ["--no-token", "--token-file", "x"]]
+)
 def test_a_token_is_left_out_on_the_loopback_alone(tmp_path: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *arguments])
     assert result.exit_code == 2
@@ -99,9 +125,14 @@ def test_wrong_input_is_said(arguments: list[str]) -> None:
 def test_an_address_in_use_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), "--port", port, "--no-token"])
+        result = CliRunner().invoke(
+            app, ["engine", str(tiny_checkpoint(tmp_path)), "--port", port, "--no-token"]
+        )
     assert result.exit_code == 2
-    line = f"--host and --port must be a free address of this machine, got 127.0.0.1:{port}: address already in use"
+    line = (
+        f"--host and --port must be a free address of this machine, got 127.0.0.1:{port}: address "
+        "already in use"
+    )
     assert line in result.stderr
     assert "loading" not in result.stderr  # it is said before the model is read
 
@@ -114,7 +145,9 @@ def test_an_address_in_use_is_said(tmp_path: Path) -> None:
         (["--device", "cuda:99"], "--device must be a device of this machine, got cuda:99"),
     ],
 )
-def test_a_wrong_device_or_dtype_is_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
+def test_a_wrong_device_or_dtype_is_one_line(
+    arguments: list[str], line: str, tmp_path: Path
+) -> None:
     result = CliRunner().invoke(app, ["engine", str(tiny_checkpoint(tmp_path)), *arguments])
     assert result.exit_code == 2
     assert line in result.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_main import say
-from tests.report.synthetic import write_run
+from tests.record.report.synthetic import write_run
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,22 @@ from pathlib import Path
 import pytest
 
 from rollweave.cli.evaluate import evaluation_config, half_width
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from tests.report.synthetic import config_of
+from tests.record.report.synthetic import config_of
 
 
-def made(tmp_path: Path, *, episodes: int | None = None, temperature: float | None = None) -> RunConfig:
+def made(
+    tmp_path: Path, *, episodes: int | None = None, temperature: float | None = None
+) -> RunConfig:
     trained = config_of(tmp_path / "run")
     return evaluation_config(
-        trained, directory=tmp_path / "run", step=7, model=tmp_path / "hf", episodes=episodes, temperature=temperature
+        trained,
+        directory=tmp_path / "run",
+        step=7,
+        model=tmp_path / "hf",
+        episodes=episodes,
+        temperature=temperature,
     )
 
 
@@ -42,8 +49,12 @@ def test_a_temperature_without_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "count"), [(0.0, 10), (0.5, 10), (0.93, 200), (1.0, 200)])
 def test_the_interval_solves_wilsons_equation(rate: float, count: int) -> None:
-    """The ends of the interval are the p whose distance to the rate is 1.96 standard deviations under p."""
+    """The ends of the interval are the p whose distance to the rate is 1.96 standard
+    deviations under p.
+    """
     z = 1.96
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     for end in (centre - half_width(rate, count), centre + half_width(rate, count)):
-        assert abs(end - rate) == pytest.approx(z * math.sqrt(max(0.0, end * (1 - end)) / count), abs=1e-9)
+        assert abs(end - rate) == pytest.approx(
+            z * math.sqrt(max(0.0, end * (1 - end)) / count), abs=1e-9
+        )

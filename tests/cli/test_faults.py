@@ -1,4 +1,6 @@
-"""`rollweave simulate --faults`: a line a seed, and an exit code that a machine can read."""
+"""`rollweave simulate --faults`: a line a seed, and an exit code that a machine can
+read.
+"""
 
 import json
 import re
@@ -6,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.bench import faults as bench
+from benchmarks import faults as bench
 from rollweave.cli import faults
 from rollweave.cli.faults import command
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.sim.faults import Report
 from tests.cli.test_main import say
 
@@ -33,7 +35,9 @@ def test_seeds_that_hold_are_a_line_each_and_exit_code_0() -> None:
     code, text, errors = say("simulate", "--faults", "0-1", "--faults", "4")
     assert (code, errors) == (0, [])
     assert [line.split(":")[0] for line in text.splitlines()] == ["seed 0", "seed 1", "seed 4"]
-    assert all(re.search(r"[\d,]+ events, [\d,]+ faults.*: all held", line) for line in text.splitlines())
+    assert all(
+        re.search(r"[\d,]+ events, [\d,]+ faults.*: all held", line) for line in text.splitlines()
+    )
 
 
 def test_the_users_own_configuration_is_searched(tmp_path: Path) -> None:
@@ -48,7 +52,14 @@ def test_the_users_own_configuration_is_searched(tmp_path: Path) -> None:
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def search(seed: int, config: RunConfig | None = None) -> Report:
-        return Report(seed=seed, mode="sync", violation="g1 [twice]" if seed == 1 else "", error="", events=1, faults={})
+        return Report(
+            seed=seed,
+            mode="sync",
+            violation="g1 [twice]" if seed == 1 else "",
+            error="",
+            events=1,
+            faults={},
+        )
 
     monkeypatch.setattr(faults, "search", search)
 
@@ -64,7 +75,9 @@ def test_a_violation_is_exit_code_1_and_the_command_that_shows_it_again() -> Non
 
 
 @pytest.mark.parametrize(("violation", "expected"), [("", 0), ("g1 [twice]", 1)])
-def test_the_bench_tells_by_its_exit_code(violation: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_tells_by_its_exit_code(
+    violation: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = Report(seed=0, mode="sync", violation=violation, error="", events=1, faults={})
     monkeypatch.setattr(bench, "searched", lambda seeds, workers: [report for _ in seeds])
     code, text, errors = say("bench", "faults", "--seeds", "1", "--json")
@@ -90,7 +103,9 @@ def test_the_command_is_what_a_shell_takes() -> None:
         (["simulate", "none.toml", "--faults", "1"], "config must be a readable text file"),
     ],
 )
-def test_wrong_input_is_exit_code_2(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_input_is_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, errors = say(*arguments)
     assert code == 2
@@ -107,6 +122,8 @@ def test_what_a_configuration_breaks_in_real_environments_is_not_simulated_and_t
     Path("small.toml").write_text(example)
     small = ("--set", "run.steps=1", "--set", "rollout.groups_per_step=2")
     for rate, told in (("0.0", 0), ("0.5", 1)):
-        code, text, errors = say("simulate", "small.toml", *small, "--set", f"faults.env_error={rate}")
+        code, text, errors = say(
+            "simulate", "small.toml", *small, "--set", f"faults.env_error={rate}"
+        )
         assert code == 0, (text, errors)
         assert sum("[faults] is left out: " in line for line in errors) == told, errors

@@ -1,4 +1,6 @@
-"""Exit codes and error lines, as a shell sees them; and one small run from `train` to `report`."""
+"""Exit codes and error lines, as a shell sees them; and one small run from `train` to
+`report`.
+"""
 
 import importlib
 import importlib.metadata
@@ -72,13 +74,31 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
             ["train", "small.toml", "--set", "run.steps=-1", "--set", "engines.cuont=2"],
             ["run.steps must be at least 0", "unknown key engines.cuont (did you mean count?)"],
         ),
-        (["train", "small.toml", "--set", "tasks.0.env=lake"], ["tasks.0: environment must be one of"]),
-        (["train", "small.toml", "--resume", "--fresh"], ["--resume and --fresh must not be given together"]),
+        (
+            ["train", "small.toml", "--set", "tasks.0.env=lake"],
+            ["tasks.0: environment must be one of"],
+        ),
+        (
+            ["train", "small.toml", "--resume", "--fresh"],
+            ["--resume and --fresh must not be given together"],
+        ),
         (["train", "small.toml", "--resume"], ["must hold a run to resume"]),
-        (["train", "small.toml", "--set", f"run.dir={'d' * 300}"], ["run.dir: must be a readable directory"]),
-        (["train", "small.toml", "--set", r'run.dir="a\u0000b"'], ["run.dir must be a path, without a null byte"]),
-        (["train", "small.toml", "--set", "run.dir=/proc/x"], ["run.dir: must be a directory to write to, got /proc/x"]),
-        (["train", "small.toml", "--set", "tasks.0.env=./envs.py:Fine"], ["(did you mean envs:Fine, run in the directory of"]),
+        (
+            ["train", "small.toml", "--set", f"run.dir={'d' * 300}"],
+            ["run.dir: must be a readable directory"],
+        ),
+        (
+            ["train", "small.toml", "--set", r'run.dir="a\u0000b"'],
+            ["run.dir must be a path, without a null byte"],
+        ),
+        (
+            ["train", "small.toml", "--set", "run.dir=/proc/x"],
+            ["run.dir: must be a directory to write to, got /proc/x"],
+        ),
+        (
+            ["train", "small.toml", "--set", "tasks.0.env=./envs.py:Fine"],
+            ["(did you mean envs:Fine, run in the directory of"],
+        ),
         (["eval", "nothing"], ["RUN must be a run directory"]),
         (["eval", "n" * 300], ["RUN must be a run directory"]),
         (["report", "nothing"], ["RUN must be a run directory"]),
@@ -88,7 +108,9 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
     ],
 )
 @pytest.mark.usefixtures("config")
-def test_wrong_input_is_one_line_a_problem_and_exit_code_2(arguments: list[str], lines: list[str]) -> None:
+def test_wrong_input_is_one_line_a_problem_and_exit_code_2(
+    arguments: list[str], lines: list[str]
+) -> None:
     code, _, errors = say(*arguments)
     assert code == 2
     assert len(errors) == len(lines)
@@ -114,7 +136,9 @@ def odd(command: str, directory: Path, **env: str) -> subprocess.CompletedProces
         **env,
     }
     arguments = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
-    return subprocess.run(arguments, capture_output=True, text=True, env=settings, cwd=directory, timeout=100)
+    return subprocess.run(
+        arguments, capture_output=True, text=True, env=settings, cwd=directory, timeout=100
+    )
 
 
 def test_letters_that_the_terminal_does_not_have(tmp_path: Path) -> None:
@@ -161,7 +185,7 @@ def test_help_names_every_bench_and_every_bench_is_a_function() -> None:
     for name, place in BENCHES.items():
         assert name in words
         module, _, function = place.partition(":")
-        assert callable(getattr(importlib.import_module(f"rollweave.bench.{module}"), function))
+        assert callable(getattr(importlib.import_module(f"benchmarks.{module}"), function))
 
 
 @pytest.mark.usefixtures("config")
@@ -176,7 +200,9 @@ def test_a_setting_without_effect_is_reported_before_the_run_and_in_its_dry_run(
     assert all(line in text for line in lines)
     code, _, errors = say("train", "small.toml", "--inproc", "--set", "run.steps=1", *unused)
     assert code == 0
-    assert [line for line in errors if line.startswith("warning:")] == [f"warning: {line}" for line in lines]
+    assert [line for line in errors if line.startswith("warning:")] == [
+        f"warning: {line}" for line in lines
+    ]
 
 
 @pytest.mark.usefixtures("config")
@@ -189,8 +215,12 @@ def test_a_run_directory_is_resumed_without_being_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_a_run_directory_is_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the one that its configuration names: it may be a copy, or have been moved, or be named from elsewhere."""
+def test_a_run_directory_is_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that its configuration names: it may be a copy, or have been moved,
+    or be named from elsewhere.
+    """
     assert say("train", "small.toml", "--inproc")[0] == 0
     original, copy = tmp_path / "runs/small", tmp_path / "elsewhere/copy"
     shutil.copytree(original, copy)
@@ -235,7 +265,9 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert "evaluating" in errors
     assert "training" not in errors
     assert any(line.endswith("finished: evaluated episodes: 5 of fine") for line in errors), errors
-    evaluated = json.loads((tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text())
+    evaluated = json.loads(
+        (tmp_path / "runs/small/evaluations/step-2-t0-n5/summary.json").read_text()
+    )
     assert evaluated["eval_episodes"] == {"fine": 5}
     assert evaluated["steps"] == 0
     assert evaluated["account"]["started"] == 0
@@ -253,8 +285,12 @@ def test_from_training_to_the_report(tmp_path: Path) -> None:
     assert "model.safetensors must be a whole safetensors file" in line
 
 
-@pytest.mark.parametrize(("env", "exit_code", "last"), [("Interrupts", 130, "interrupted"), ("Raises", 1, "error: ")])
-def test_an_evaluation_without_a_result_says_why(config: Path, env: str, exit_code: int, last: str) -> None:
+@pytest.mark.parametrize(
+    ("env", "exit_code", "last"), [("Interrupts", 130, "interrupted"), ("Raises", 1, "error: ")]
+)
+def test_an_evaluation_without_a_result_says_why(
+    config: Path, env: str, exit_code: int, last: str
+) -> None:
     assert say("train", "small.toml", "--inproc", "--set", "eval.final_episodes=0")[0] == 0
     of_run = Path("runs/small/config.toml")
     of_run.write_text(of_run.read_text().replace("envs:Fine", f"envs:{env}"))
@@ -274,7 +310,9 @@ sys.meta_path.insert(0, Interrupts())
 from rollweave.cli.entry import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -296,7 +334,9 @@ def test_ctrl_c_ends_in_order_with_130(config: Path, shell: Shell) -> None:
 
 @pytest.mark.usefixtures("config")
 def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
-    code, text, errors = say("train", "small.toml", "--inproc", "--set", "tasks.0.env=tests.cli.envs:Raises")
+    code, text, errors = say(
+        "train", "small.toml", "--inproc", "--set", "tasks.0.env=tests.cli.envs:Raises"
+    )
     assert code == 1, errors
     assert errors[-1].startswith("error: ")
     assert "out of cheese" in errors[-1]
@@ -305,21 +345,39 @@ def test_a_run_that_fails_says_why_and_exits_with_1() -> None:
 
 @pytest.mark.usefixtures("config")
 @pytest.mark.parametrize(
-    "name", ["journal.bin", "metrics.jsonl", "trace.json", "trajectories/000000.bin", "lock", "logs/e0.log"]
+    "name",
+    [
+        "journal.bin",
+        "metrics.jsonl",
+        "trace.json",
+        "trajectories/000000.bin",
+        "lock",
+        "logs/e0.log",
+    ],
 )
 def test_a_directory_where_a_file_belongs_is_wrong_input(tmp_path: Path, name: str) -> None:
     directory = tmp_path / "runs" / "small"
     (directory / name).mkdir(parents=True)
     (directory / "config.toml").write_text(CONFIG)
-    for command in (("train", "--resume"), ("train", "--dry-run"), ("report",), ("eval",), ("trace",)):
+    for command in (
+        ("train", "--resume"),
+        ("train", "--dry-run"),
+        ("report",),
+        ("eval",),
+        ("trace",),
+    ):
         code, text, errors = say(command[0], "runs/small", *command[1:])
         assert code == 2, (command, text, errors)
         said = " ".join("".join([text, *errors]).split())
-        assert f"{name} must be a file, got a directory; move it away" in said.replace("- ", "-"), command
+        assert f"{name} must be a file, got a directory; move it away" in said.replace("- ", "-"), (
+            command
+        )
 
 
 @pytest.mark.usefixtures("config")
-def test_a_directory_that_cannot_be_written_is_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_is_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = tmp_path / "runs" / "small"
     directory.mkdir(parents=True)
     (directory / "config.toml").write_text(CONFIG)

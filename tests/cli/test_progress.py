@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rollweave.cli.progress import CURVE_POINTS, PLAIN_EVERY_S, WARNINGS_SHOWN, Plain, Terminal, display, sparkline
+from rollweave.cli.progress import (
+    CURVE_POINTS,
+    PLAIN_EVERY_S,
+    WARNINGS_SHOWN,
+    Plain,
+    Terminal,
+    display,
+    sparkline,
+)
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -65,17 +73,24 @@ def plain(text: io.StringIO, clock: Clock) -> Plain:
 def test_a_step_is_one_line_with_everything(plain: Plain, text: io.StringIO) -> None:
     plain.line(step(2))
     assert text.getvalue() == (
-        "step 3/10 | 12 s | success lake 0.50, nim 0.25 | reward lake 0.40, nim -0.10 | staleness 0.50 (max 2) "
+        "step 3/10 | 12 s | success lake 0.50, nim 0.25 | reward lake 0.40, nim -0.10 | staleness "
+        "0.50 (max 2) "
         "| 1,234 tokens/s | busy: engines 75%, trainer 25%\n"
     )
 
 
-def test_steps_are_told_every_few_seconds_and_the_last_one_always(plain: Plain, text: io.StringIO, clock: Clock) -> None:
+def test_steps_are_told_every_few_seconds_and_the_last_one_always(
+    plain: Plain, text: io.StringIO, clock: Clock
+) -> None:
     for number in range(4):
         plain.line(step(number))
         clock.now += PLAIN_EVERY_S / 2
     plain.line(step(9))
-    assert [line.split(" |")[0] for line in text.getvalue().splitlines()] == ["step 1/10", "step 3/10", "step 10/10"]
+    assert [line.split(" |")[0] for line in text.getvalue().splitlines()] == [
+        "step 1/10",
+        "step 3/10",
+        "step 10/10",
+    ]
 
 
 def test_evaluations_are_always_told(plain: Plain, text: io.StringIO) -> None:
@@ -103,7 +118,10 @@ def test_what_defines_no_success_is_measured_by_its_reward(plain: Plain, text: i
     plain.line(step(4, success={}))
     evaluations, mixed, trained = text.getvalue().splitlines()
     assert evaluations == "evaluation at step 4: reward 0.70 over 64 held-out episodes"
-    assert mixed == "evaluation at step 4: success lake 0.75, reward maze -0.25 over 128 held-out episodes"
+    assert (
+        mixed
+        == "evaluation at step 4: success lake 0.75, reward maze -0.25 over 128 held-out episodes"
+    )
     assert "success" not in trained
     assert "reward lake 0.40, nim -0.10" in trained
 
@@ -134,7 +152,9 @@ def test_turns_that_were_cut_are_shown(plain: Plain, text: io.StringIO) -> None:
 
 def test_the_end_by_a_target_is_said(plain: Plain, text: io.StringIO) -> None:
     plain.line(evaluation(target_reached=True))
-    assert text.getvalue().endswith("held-out episodes; eval.stop_at is reached, training ends here\n")
+    assert text.getvalue().endswith(
+        "held-out episodes; eval.stop_at is reached, training ends here\n"
+    )
 
 
 def test_unknown_lines_are_passed_over(plain: Plain, text: io.StringIO) -> None:
@@ -151,15 +171,30 @@ def test_a_terminal_shows_step_success_idle_and_warnings(text: io.StringIO) -> N
         shown.line({"kind": "warning", "component": "engine e0", "message": "lost"})
         console.print(shown.draw())
     found = text.getvalue()
-    for expected in ("my run", "step 3/10", "training", "success 0.50", "1,234 tokens/s", "7 generating, 2 waiting"):
+    for expected in (
+        "my run",
+        "step 3/10",
+        "training",
+        "success 0.50",
+        "1,234 tokens/s",
+        "7 generating, 2 waiting",
+    ):
         assert expected in found
-    for expected in ("0.50 (max 2)", "busy 75%  window 25%", "busy 25%  batch 75%", "engine e0: lost", "0.75"):
+    for expected in (
+        "0.50 (max 2)",
+        "busy 75%  window 25%",
+        "busy 25%  batch 75%",
+        "engine e0: lost",
+        "0.75",
+    ):
         assert expected in found
 
 
 def test_the_display_fits_the_console(text: io.StringIO) -> None:
     assert isinstance(display(Console(file=text), name="run", steps=1), Plain)
-    assert isinstance(display(Console(file=text, force_terminal=True), name="run", steps=1), Terminal)
+    assert isinstance(
+        display(Console(file=text, force_terminal=True), name="run", steps=1), Terminal
+    )
 
 
 @given(st.lists(st.floats(0, 1), max_size=200))

@@ -1,4 +1,6 @@
-"""`rollweave reproduce`: tables, the JSON line, the page; wrong input is one line, and nothing is written."""
+"""`rollweave reproduce`: tables, the JSON line, the page; wrong input is one line, and
+nothing is written.
+"""
 
 import json
 from pathlib import Path
@@ -17,7 +19,9 @@ def say(*arguments: str) -> tuple[int, str, list[str]]:
 
 def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    code, out, _ = say("rollart-table5", "rollart-table4", "--quick", "--json", "--write", str(page))
+    code, out, _ = say(
+        "rollart-table5", "rollart-table4", "--quick", "--json", "--write", str(page)
+    )
     assert code == 0
     lines = out.splitlines()
     assert any(line.startswith("rollart-table5: ") for line in lines)
@@ -26,7 +30,9 @@ def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
     assert {row["experiment"] for row in rows} == {"rollart-table4", "rollart-table5"}
     assert {"experiment", "row", "published", "ours", "ratio", "note"} <= set(rows[0])
     text = page.read_text()
-    assert text.index("`rollart-table4`") < text.index("`rollart-table5`"), "in the registry's order"
+    assert text.index("`rollart-table4`") < text.index("`rollart-table5`"), (
+        "in the registry's order"
+    )
     assert text.count("| missing |") == sum(row["ours"] is None for row in rows)
 
 
@@ -35,10 +41,15 @@ def test_tables_a_line_of_json_and_a_page(tmp_path: Path) -> None:
     [
         (["rollart-tabel4"], "did you mean rollart-table4"),
         (["rollart-table4", "--write", "."], "--write must name a file, got the directory"),
-        (["rollart-table4", "--write", "none/page.md"], "--write must name a file in a directory that can be written to"),
+        (
+            ["rollart-table4", "--write", "none/page.md"],
+            "--write must name a file in a directory that can be written to",
+        ),
     ],
 )
-def test_wrong_input_is_one_line(arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_input_is_one_line(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, errors = say(*arguments)
     assert (code, out, len(errors)) == (2, "", 1)

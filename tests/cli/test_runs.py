@@ -7,10 +7,12 @@ import pytest
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
 from rollweave.record.rundir import RunDir
 from rollweave.schema.errors import ConfigError
-from tests.report.synthetic import config_of, write_run
+from tests.record.report.synthetic import config_of, write_run
 
 
-def test_a_run_is_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_path_and_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "lake", steps=1)
     assert find_run("lake").path == Path("runs/lake")
@@ -37,7 +39,10 @@ def test_fresh_does_not_delete_what_is_no_run(tmp_path: Path) -> None:
 
 def test_fresh_does_not_delete_a_run_that_runs(tmp_path: Path) -> None:
     run = write_run(tmp_path / "busy", steps=1)
-    with RunDir.claim(config_of(run.path), resume=True), pytest.raises(ConfigError, match="in use by another controller"):
+    with (
+        RunDir.claim(config_of(run.path), resume=True),
+        pytest.raises(ConfigError, match="in use by another controller"),
+    ):
         clear(config_of(run.path))
     assert run.metrics.exists()
 
@@ -76,7 +81,10 @@ class TestCheckpoints:
     def test_a_step(self, run: RunDir) -> None:
         assert exported_checkpoint(run, "5")[0] == 5
 
-    @pytest.mark.parametrize(("which", "message"), [("12", "one of 5, 10"), ("7", "got 7"), ("newest", "best, last or a step")])
+    @pytest.mark.parametrize(
+        ("which", "message"),
+        [("12", "one of 5, 10"), ("7", "got 7"), ("newest", "best, last or a step")],
+    )
     def test_wrong_ones(self, run: RunDir, which: str, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             exported_checkpoint(run, which)

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.cli.serve import of_run, serve
-from rollweave.codec.config import dumps
-from rollweave.live.serving import ServiceWorld
+from rollweave.runtime.serving import ServiceWorld
+from rollweave.schema.config.loading import dumps
 from rollweave.schema.errors import ConfigError
-from tests.report.synthetic import config_of
+from tests.record.report.synthetic import config_of
 from tests.service.serving import service_config
 
 
@@ -49,23 +49,32 @@ def test_a_port_in_use_is_one_line_and_leaves_no_directory(tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", str(file), "--port", str(port)])
-    line = f"serve.host and serve.port must be a free address of this machine, got 127.0.0.1:{port}: address already in use"
+    line = (
+        f"serve.host and serve.port must be a free address of this machine, got 127.0.0.1:{port}: "
+        "address already in use"
+    )
     assert result.exit_code == 2
     assert line in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (Path(config.run.dir) / config.run.name).exists()
 
 
-def test_a_host_that_is_not_this_machine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_not_this_machine_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "service.toml"
-    file.write_text(dumps(service_config(tmp_path, serve={"host": "192.0.2.1", "token_env": "TOKEN"})))
+    file.write_text(
+        dumps(service_config(tmp_path, serve={"host": "192.0.2.1", "token_env": "TOKEN"}))
+    )
     monkeypatch.setenv("TOKEN", "secret")
     result = CliRunner().invoke(app, ["serve", str(file)])
     assert result.exit_code == 2
     assert "got 192.0.2.1:0: cannot assign requested address" in result.stderr
 
 
-@pytest.mark.parametrize("error", [GeneratorExit(), SystemExit(0), asyncio.CancelledError(), LookupError("lost")])
+@pytest.mark.parametrize(
+    "error", [GeneratorExit(), SystemExit(0), asyncio.CancelledError(), LookupError("lost")]
+)
 def test_a_world_that_ends_by_a_failure_is_one_line_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -78,5 +87,8 @@ def test_a_world_that_ends_by_a_failure_is_one_line_and_exit_code_1(
     result = CliRunner().invoke(app, ["serve", str(file), "--port", "0", "--no-token"])
     assert result.exit_code == 1
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert f"a failure that Rollweave did not foresee: the service raised {type(error).__name__}" in line
+    assert (
+        f"a failure that Rollweave did not foresee: the service raised {type(error).__name__}"
+        in line
+    )
     assert "Traceback" not in result.stderr

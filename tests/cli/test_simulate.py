@@ -1,4 +1,6 @@
-"""`rollweave simulate` says what it leaves out, honors what it can, and claims nothing about learning."""
+"""`rollweave simulate` says what it leaves out, honors what it can, and claims nothing
+about learning.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollweave.cli.main import app
-from rollweave.codec.config import loads
+from rollweave.schema.config.loading import loads
 from rollweave.sim.ignored import ALL, IGNORED, ignored
 
 CONFIG = """
@@ -36,7 +38,9 @@ final_episodes = 2
 def run(tmp_path: Path, *, engines: str = "", more: str = "") -> Result:
     path = tmp_path / "small.toml"
     path.write_text(CONFIG.format(engines=engines, more=more))
-    return CliRunner().invoke(app, ["simulate", str(path), "--set", f'run.dir="{tmp_path}"', "--json"])
+    return CliRunner().invoke(
+        app, ["simulate", str(path), "--set", f'run.dir="{tmp_path}"', "--json"]
+    )
 
 
 def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
@@ -44,7 +48,10 @@ def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "success" not in result.stdout + result.stderr
     assert "reward " not in result.stderr
-    lines = [json.loads(line) for line in (tmp_path / "small.sim" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "small.sim" / "metrics.jsonl").read_text().splitlines()
+    ]
     said = [line["success"] for line in lines if line["kind"] in ("step", "evaluation")]
     assert len(said) > 2
     assert not any(said)
@@ -55,10 +62,14 @@ def test_nothing_is_said_to_succeed(tmp_path: Path) -> None:
 
 def test_the_kv_cache_is_as_large_as_engines_kv_tokens_says(tmp_path: Path) -> None:
     by_gpu = run(tmp_path)
-    assert "tokens an engine (as the GPU's memory, or sim.profile, allows)" in " ".join(by_gpu.stdout.split())
+    assert "tokens an engine (as the GPU's memory, or sim.profile, allows)" in " ".join(
+        by_gpu.stdout.split()
+    )
     small = run(tmp_path, engines="kv_tokens = 1024")
     assert "1,024 tokens an engine (engines.kv_tokens)" in " ".join(small.stdout.split())
-    slow, fast = (json.loads(result.stdout.splitlines()[-1])["wall_s"] for result in (small, by_gpu))
+    slow, fast = (
+        json.loads(result.stdout.splitlines()[-1])["wall_s"] for result in (small, by_gpu)
+    )
     assert slow > fast, "fewer trajectories fit at once"
     vast = run(tmp_path, engines="kv_tokens = 1073741824")
     assert vast.stdout == by_gpu.stdout
@@ -89,7 +100,9 @@ def test_what_has_no_effect_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_each_setting_is_honored_or_named(override: str, name: str) -> None:
-    assert ignored(loads(CONFIG.format(engines="", more=""), [override])) == ([name] if name else [])
+    assert ignored(loads(CONFIG.format(engines="", more=""), [override])) == (
+        [name] if name else []
+    )
 
 
 def test_the_list_names_fields_that_there_are() -> None:

@@ -11,7 +11,7 @@ from rollweave.cli.main import app
 from rollweave.cli.trace import parse_reward, turns
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
-from tests.report.synthetic import write_run
+from tests.record.report.synthetic import write_run
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,9 @@ def test_filters_narrow_the_list(run: Path) -> None:
         (["g99.0"], "TRAJECTORY must be one of this run's 48 attempts, got 'g99.0'"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(run: Path, arguments: list[str], message: str) -> None:
+def test_wrong_input_is_one_line_and_exit_code_2(
+    run: Path, arguments: list[str], message: str
+) -> None:
     code, _, errors = say(str(run), *arguments)
     assert code == 2
     assert message in errors
@@ -74,13 +76,20 @@ def test_records_that_are_damaged_are_told(tmp_path: Path) -> None:
     segment = path / "trajectories" / "000000.bin"
     whole = segment.read_bytes()
     middle = len(whole) // 2
-    segment.write_bytes(whole[:middle] + bytes(byte ^ 1 for byte in whole[middle : middle + 2]) + whole[middle + 2 :])
+    segment.write_bytes(
+        whole[:middle]
+        + bytes(byte ^ 1 for byte in whole[middle : middle + 2])
+        + whole[middle + 2 :]
+    )
     code, text, errors = say(str(path))
     assert code == 0
     assert 0 < len(rows(text)) < 16
     (line,) = errors.strip().splitlines()
     assert line.startswith("warning: ")
-    assert f"does not match its checksum ({len(whole)} bytes); it and what follows it in this file cannot be shown" in line
+    assert (
+        f"does not match its checksum ({len(whole)} bytes); it and what follows it in this file "
+        "cannot be shown" in line
+    )
     segment.write_bytes(whole[:middle])  # as a run that is being written, or was killed, leaves it
     assert say(str(path))[2] == ""
 
@@ -156,15 +165,21 @@ def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKin
         if number:
             add(SegmentKind.OBSERVATION, [-1])
         add(SegmentKind.OUTPUT, sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=3))))
-    sequence = TokenSequence(tokens=(0,) * at, segments=tuple(segments), logprobs=(0.0,) * at, turns=tuple(spans))
+    sequence = TokenSequence(
+        tokens=(0,) * at, segments=tuple(segments), logprobs=(0.0,) * at, turns=tuple(spans)
+    )
     return sequence, parts
 
 
 @given(conversations())
 @settings(max_examples=60, deadline=None)
-def test_turns_are_the_parts_as_they_were_said(made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]]) -> None:
+def test_turns_are_the_parts_as_they_were_said(
+    made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
+) -> None:
     sequence, parts = made
     found = list(turns(sequence))
     assert [(part.kind, part.segments[0].start, part.segments[-1].end) for part in found] == parts
     said = [part for part in found if part.kind is SegmentKind.OUTPUT]
-    assert [(part.number, part.reward) for part in said] == [(index, float(index)) for index in range(len(said))]
+    assert [(part.number, part.reward) for part in said] == [
+        (index, float(index)) for index in range(len(said))
+    ]

@@ -1,12 +1,14 @@
-"""Checkpoints by time: when they are asked for, that training goes on beside them, and what a lost trainer is told to cost."""
+"""Checkpoints by time: when they are asked for, that training goes on beside them, and
+what a lost trainer is told to cost.
+"""
 
 import itertools
 
 import pytest
 
 from rollweave.core.core import Core
+from rollweave.core.policy.checkpoints import COST_SHARE
 from rollweave.core.state import TrainerStatus
-from rollweave.policy.checkpoints import COST_SHARE
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.core.test_core import config
@@ -23,7 +25,9 @@ class Timed(World):
         if isinstance(command, c.TrainStep):
             self.trainer_step += 1
             self.numbers += 1
-            self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part), 10.0)
+            self.later(
+                e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part), 10.0
+            )
         elif isinstance(command, c.SaveCheckpoint):
             self.checkpoints = dict.fromkeys((*command.keep, command.step), 0)
             self.saves.append((self.now, command.step))
@@ -41,7 +45,13 @@ class Timed(World):
 
 def world(*, write_s: float = 1.0, steps: int = 30, **run: object) -> Timed:
     made = Timed(
-        config("sync", steps=steps, run={"checkpoint_every": 0, **run}, eval={"every": 0, "final_episodes": 0}), seed=3
+        config(
+            "sync",
+            steps=steps,
+            run={"checkpoint_every": 0, **run},
+            eval={"every": 0, "final_episodes": 0},
+        ),
+        seed=3,
     )
     made.saves = []
     made.write_s = write_s
@@ -115,7 +125,9 @@ def test_a_lost_trainer_says_where_it_continues_and_what_it_costs() -> None:
     while found.core.state.trainer.status is TrainerStatus.STARTING:
         found.step()
     (told,) = [warning.message for warning in found.warnings if "trained again" in warning.message]
-    assert told.startswith(f"continues from step {kept}: {8 - kept} later steps are trained again, ")
+    assert told.startswith(
+        f"continues from step {kept}: {8 - kept} later steps are trained again, "
+    )
     assert "rollouts do not fit its weights and are dropped" in told
     found.to_the_end()
 
@@ -130,7 +142,10 @@ def test_a_stop_writes_the_export_that_a_checkpoint_by_time_lacks(copies: bool) 
     found.feed(e.StopRequested())
     found.to_the_end()
     assert found.core.state.exported == found.core.state.checkpoint == found.core.state.trainer.step
-    assert Core.restore(found.core.snapshot(), found.config).state.exported == found.core.state.exported
+    assert (
+        Core.restore(found.core.snapshot(), found.config).state.exported
+        == found.core.state.exported
+    )
 
 
 def test_an_error_ends_the_run_once_the_checkpoint_is_written_and_no_sooner() -> None:
@@ -139,14 +154,21 @@ def test_an_error_ends_the_run_once_the_checkpoint_is_written_and_no_sooner() ->
     while not (trainer.saving and trainer.status is TrainerStatus.TRAINING):
         found.step()
     written = trainer.saving
-    found.feed(e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True))
+    found.feed(
+        e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True)
+    )
     assert found.finish is None
     before = len(found.commands)
     while found.finish is None:
         found.step()
     assert "not a number" in found.finish.error
     assert found.core.state.checkpoint == written
-    assert not [one for commands in found.commands[before:] for one in commands if isinstance(one, c.TrainStep | c.DrawTask)]
+    assert not [
+        one
+        for commands in found.commands[before:]
+        for one in commands
+        if isinstance(one, c.TrainStep | c.DrawTask)
+    ]
     assert found.core.account().balanced
 
 
@@ -155,7 +177,9 @@ def test_an_error_waits_no_longer_than_the_watchdog_for_a_checkpoint() -> None:
     trainer = found.core.state.trainer
     while not (trainer.saving is not None and trainer.status is TrainerStatus.TRAINING):
         found.step()
-    found.feed(e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True))
+    found.feed(
+        e.TrainFailed(epoch=trainer.epoch, step=trainer.step, error="not a number", nonfinite=True)
+    )
     began = found.now
     while found.finish is None:
         found.step()

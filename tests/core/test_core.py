@@ -1,4 +1,6 @@
-"""The core against a random world: whatever happens, invariants hold, the run ends, and every trajectory is accounted for."""
+"""The core against a random world: whatever happens, invariants hold, the run ends, and
+every trajectory is accounted for.
+"""
 
 from typing import Any
 
@@ -12,7 +14,7 @@ from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
 from tests.core.world import World
 
@@ -70,24 +72,42 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**16), mode=st.sampled_from([mode for mode in MODES if mode != "decoupled"]))
-@example(seed=7956, mode="one_step")  # an engine with more turns than slots beside one with a free slot
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from([mode for mode in MODES if mode != "decoupled"]),
+)
+# an engine with more turns than slots beside one with a free slot
+@example(seed=7956, mode="one_step")
 def test_no_slot_is_free_beside_a_turn_that_waits(seed: int, mode: str) -> None:
-    """By gain. Those whose contexts have no room, and those that this engine has failed, may wait."""
-    world = World(config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}), seed)
+    """By gain.
+
+    Those whose contexts have no room, and those that this engine has failed, may wait.
+    """
+    world = World(
+        config(mode, rollout={"scheduling": "trajectory"}, engines={"count": 3, "max_slots": 2}),
+        seed,
+    )
     world.start()
     while world.finish is None:
         world.step()
         state = world.core.state
         queued = [state.trajectories[trajectory_id] for trajectory_id in state.turn_queue]
         # Nothing is known of their lengths yet, so that KV does not hold them back.
-        strangers = [one for one in queued if not one.resident and one.predicted < 0 and one.turn and not one.turn.avoid]
+        strangers = [
+            one
+            for one in queued
+            if not one.resident and one.predicted < 0 and one.turn and not one.turn.avoid
+        ]
         free = [
             engine.id
             for engine in state.engines.values()
-            if engine.status is EngineStatus.SERVING and not engine.draining and len(engine.active) < engine.max_slots
+            if engine.status is EngineStatus.SERVING
+            and not engine.draining
+            and len(engine.active) < engine.max_slots
         ]
-        assert not (strangers and free), f"{strangers[0].id} waits for {strangers[0].home}, {free[0]} has a free slot"
+        assert not (strangers and free), (
+            f"{strangers[0].id} waits for {strangers[0].home}, {free[0]} has a free slot"
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -99,7 +119,8 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
     assert books.in_flight == 0
     assert books.trained == 4 * 3 * 2
     assert sorted(world.trained) == [0, 1, 2, 3]
-    window = {"sync": 0, "decoupled": 4}.get(mode, 1)  # decoupled has none: whatever is rolled out is trained on
+    # decoupled has none: whatever is rolled out is trained on
+    window = {"sync": 0, "decoupled": 4}.get(mode, 1)
     assert all(0 <= step - initiated <= window for step, initiated in world.trained_versions)
     everything = [member for ids in world.trained.values() for member in ids]
     assert len(everything) == len(set(everything))
@@ -220,10 +241,14 @@ def test_any_world_ends_accounted_for(
         assert "checkpoint" in finish.error
         return
     assert sorted(world.trained) == [0, 1, 2, 3]
-    window = {"sync": 0, "one_step": 1, "stream": 1, "decoupled": alpha if batch else 4}.get(mode, alpha)
+    window = {"sync": 0, "one_step": 1, "stream": 1, "decoupled": alpha if batch else 4}.get(
+        mode, alpha
+    )
     assert all(abs(step - initiated) <= window for step, initiated in world.trained_versions)
     everything = [member for ids in world.trained.values() for member in ids]
-    assert len(everything) == len(set(everything)), "a trajectory was trained twice in the surviving lineage"
+    assert len(everything) == len(set(everything)), (
+        "a trajectory was trained twice in the surviving lineage"
+    )
 
 
 @pytest.mark.timeout(600)
@@ -239,7 +264,13 @@ def test_a_long_run_repeats_nothing_and_keeps_nothing_for_ever(
     seed: int, mode: str, steps: int, failure: float, retries: int
 ) -> None:
     """What `World` checks at every command holds far beyond the first steps."""
-    made = config(mode, steps=steps, rollout={"retries": retries}, engines={"count": 3}, watchdog={"restarts": 10_000})
+    made = config(
+        mode,
+        steps=steps,
+        rollout={"retries": retries},
+        engines={"count": 3},
+        watchdog={"restarts": 10_000},
+    )
     world = World(made, seed, failure=failure)
     finish = world.run(max_events=400_000)
     assert world.core.account().balanced
@@ -253,7 +284,9 @@ def test_a_turn_may_return_to_an_engine_when_all_have_failed_it() -> None:
 
 
 def test_the_version_of_an_engine_is_kept_while_its_loads_fail() -> None:
-    made = config("stream", rollout=SCHEDULINGS["heddle"], allocation=ALLOCATION, weights={"relays": 1})
+    made = config(
+        "stream", rollout=SCHEDULINGS["heddle"], allocation=ALLOCATION, weights={"relays": 1}
+    )
     World(made, 334, failure=0.1).run()
 
 
@@ -265,14 +298,20 @@ def test_the_version_of_an_engine_is_kept_while_its_loads_fail() -> None:
     scheduling=st.sampled_from(sorted(SCHEDULINGS)),
     cut=st.floats(0, 1),
 )
-def test_a_replayed_journal_gives_identical_commands(seed: int, mode: str, scheduling: str, cut: float) -> None:
-    """Also where the replay begins with a snapshot in the middle: what is derived from the state is derived as it was."""
+def test_a_replayed_journal_gives_identical_commands(
+    seed: int, mode: str, scheduling: str, cut: float
+) -> None:
+    """Also where the replay begins with a snapshot in the middle: what is derived from
+    the state is derived as it was.
+    """
     made = config(mode, rollout=SCHEDULINGS[scheduling])
     world = World(made, seed, failure=0.03)
     world.run()
     replayed = Core(made)
     middle = int(cut * len(world.journal))
-    for place, ((now, event), commands) in enumerate(zip(world.journal, world.commands, strict=True)):
+    for place, ((now, event), commands) in enumerate(
+        zip(world.journal, world.commands, strict=True)
+    ):
         if place == middle:
             replayed = Core.restore(replayed.snapshot(), made)
         assert replayed.handle(now, event) == commands, f"event {place}: {event}"
@@ -291,7 +330,12 @@ def test_a_replayed_journal_gives_identical_commands(seed: int, mode: str, sched
 def test_the_controller_may_be_lost_at_any_event(
     seed: int, mode: str, kills: list[int], scheduling: str, allocation: bool
 ) -> None:
-    made = config(mode, eval={"every": 2}, rollout=SCHEDULINGS[scheduling], allocation=ALLOCATION if allocation else None)
+    made = config(
+        mode,
+        eval={"every": 2},
+        rollout=SCHEDULINGS[scheduling],
+        allocation=ALLOCATION if allocation else None,
+    )
     world = World(made, seed, failure=0.01)
     world.start()
     for kill in kills:
@@ -319,7 +363,9 @@ def restart_controller(world: World) -> None:
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
-    seats = tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in world.seats.items())
+    seats = tuple(
+        e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in world.seats.items()
+    )
     relays = world.begin_relays()
     world.feed(e.WorldLost(engines=seats, relays=relays))
     if world.finish is None:
@@ -332,7 +378,12 @@ def restart_controller(world: World) -> None:
 def test_a_domain_may_have_groups_of_its_own_size() -> None:
     world = World(config(tasks=[{"env": "a", "group_size": 5}, {"env": "b"}]), seed=53)
     world.run()
-    steps = [command for commands in world.commands for command in commands if isinstance(command, c.TrainStep)]
+    steps = [
+        command
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.TrainStep)
+    ]
     sizes = {(group.name, len(group.trajectory_ids)) for step in steps for group in step.groups}
     assert sizes == {("a", 5), ("b", 2)}
 
@@ -395,7 +446,9 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
     queued = set(world.core.state.turn_queue)
     assert {command.trajectory_id for command in again} | queued >= set(lost)
     assert all(
-        command.engine_id != turn.engine_id and command.try_number == 1 for command in again if command.trajectory_id in lost
+        command.engine_id != turn.engine_id and command.try_number == 1
+        for command in again
+        if command.trajectory_id in lost
     )
 
 
@@ -470,7 +523,12 @@ def test_an_evaluation_whose_weights_are_lost_holds_nobody_up() -> None:
     while world.finish is None:
         assert world.handled < 20_000
         world.step()
-    assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [0, 2, 4, 6]
+    assert [evaluation.version for evaluation in world.evaluations if not evaluation.final] == [
+        0,
+        2,
+        4,
+        6,
+    ]
 
 
 def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
@@ -482,7 +540,9 @@ def test_a_turn_that_is_asked_for_twice_is_one_turn() -> None:
     asked = next(
         event
         for _, event in world.journal
-        if isinstance(event, e.TurnRequested) and event.trajectory_id == done.trajectory_id and event.turn == done.turn
+        if isinstance(event, e.TurnRequested)
+        and event.trajectory_id == done.trajectory_id
+        and event.turn == done.turn
     )
     before = world.core.snapshot()
     world.feed(asked)
@@ -498,10 +558,18 @@ def test_the_core_knows_how_far_open_turns_have_come() -> None:
     assert isinstance(start, c.StartTurn)
 
     def sampled(**changes: Any) -> int:
-        named = {name: getattr(start, name) for name in ("trajectory_id", "attempt", "turn", "try_number")}
+        named = {
+            name: getattr(start, name)
+            for name in ("trajectory_id", "attempt", "turn", "try_number")
+        }
         told = e.TurnProgress(**({**named, "output_tokens": 70} | changes))
         world.feed(
-            e.TurnsProgressed(turns=(e.TurnProgress(**({**named, "trajectory_id": "nobody", "output_tokens": 9})), told))
+            e.TurnsProgressed(
+                turns=(
+                    e.TurnProgress(**({**named, "trajectory_id": "nobody", "output_tokens": 9})),
+                    told,
+                )
+            )
         )
         assert world.commands[-1] == []
         turn = world.core.state.trajectories[start.trajectory_id].turn
@@ -521,7 +589,12 @@ def test_stale_work_is_cancelled_as_soon_as_it_is_doomed() -> None:
     world.run()
     dropped = world.core.account().dropped
     assert dropped.get("stale", 0) > 0
-    cancels = [command for commands in world.commands for command in commands if isinstance(command, c.CancelTrajectory)]
+    cancels = [
+        command
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.CancelTrajectory)
+    ]
     assert any(command.reason == "stale" for command in cancels)
 
 
@@ -529,7 +602,12 @@ def test_partial_lets_stale_work_end_and_trains_none_of_it() -> None:
     world = World(config("partial", steps=6, rollout={"spare_groups": 3}), seed=17)
     world.run()
     assert world.core.account().dropped.get("stale", 0) > 0
-    cancels = [command for commands in world.commands for command in commands if isinstance(command, c.CancelTrajectory)]
+    cancels = [
+        command
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.CancelTrajectory)
+    ]
     assert not any(command.reason == "stale" for command in cancels)
     assert max(world.core.state.counters.staleness) <= 1
 
@@ -584,7 +662,15 @@ def test_events_of_an_earlier_life_are_ignored() -> None:
         e.EngineLost(engine_id=EngineId("e0"), epoch=9, error="x"),
         e.TrainerLost(epoch=9, error="x"),
         e.WeightsPublished(epoch=9, version=4, weights_id=4),
-        e.TurnDone(trajectory_id="g0.0", attempt=7, turn=0, try_number=0, output_tokens=1, cached_tokens=0, version=0),
+        e.TurnDone(
+            trajectory_id="g0.0",
+            attempt=7,
+            turn=0,
+            try_number=0,
+            output_tokens=1,
+            cached_tokens=0,
+            version=0,
+        ),
         e.TrajectoryEnded(trajectory_id="nobody", attempt=0, stop_reason="finished"),
     ]
     for event in late:
@@ -604,7 +690,9 @@ def test_pools_are_bounded_and_used() -> None:
         state = world.core.state
         most = max(most, len(state.in_init) + len(state.in_run))
     assert most == 8
-    assert not [t for t in world.core.state.trajectories.values() if t.stage in (Stage.INIT, Stage.RUN)]
+    assert not [
+        t for t in world.core.state.trajectories.values() if t.stage in (Stage.INIT, Stage.RUN)
+    ]
 
 
 def test_environments_that_always_fail_end_the_run_with_their_words() -> None:
@@ -612,7 +700,11 @@ def test_environments_that_always_fail_end_the_run_with_their_words() -> None:
     world.core.state.trainer.restarts = -(10**6)  # only the environments are to be at fault
     world.start()
     while world.finish is None:
-        world.failure = 0.0 if isinstance(world.heap[0][2], e.EngineJoined | e.TrainerReady | e.WeightsPublished) else 1.0
+        world.failure = (
+            0.0
+            if isinstance(world.heap[0][2], e.EngineJoined | e.TrainerReady | e.WeightsPublished)
+            else 1.0
+        )
         world.step()
         assert world.handled < 5000
     assert "groups in a row failed" in world.finish.error
@@ -636,7 +728,9 @@ def test_an_attempt_whose_reward_fails_counts_once_under_its_last_reason() -> No
         def execute(self, command: c.Command) -> None:
             if isinstance(command, c.StartEval):
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
-                self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"))
+                self.later(
+                    e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward")
+                )
             else:
                 super().execute(command)
 

@@ -1,4 +1,6 @@
-"""Evaluations: the last weights are among them, the best is the best of them, and a target says that it ended the run."""
+"""Evaluations: the last weights are among them, the best is the best of them, and a
+target says that it ended the run.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +23,12 @@ class Judge(World):
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**16), mode=st.sampled_from(MODES), every=st.integers(1, 9), steps=st.integers(1, 6))
+@given(
+    seed=st.integers(0, 2**16),
+    mode=st.sampled_from(MODES),
+    every=st.integers(1, 9),
+    steps=st.integers(1, 6),
+)
 def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
     seed: int, mode: str, every: int, steps: int
 ) -> None:
@@ -31,21 +38,29 @@ def test_the_best_is_the_newest_of_the_best_and_the_last_weights_are_evaluated(
     periodic = [found for found in world.evaluations if not found.final]
     versions = [found.version for found in periodic]
     assert versions == sorted(set(versions))
-    assert {*versions} <= {*range(0, steps, every), steps}  # one is left out while another is under way
+    # one is left out while another is under way
+    assert {*versions} <= {*range(0, steps, every), steps}
     assert versions[-1] == steps
-    assert all(set(found.success) == {"a"} and set(found.reward) == {"a", "b"} for found in world.evaluations)
+    assert all(
+        set(found.success) == {"a"} and set(found.reward) == {"a", "b"}
+        for found in world.evaluations
+    )
     best = max(periodic, key=lambda found: (found.success["a"] + found.reward["b"], found.version))
     assert world.core.state.best_step == best.version
     assert world.evaluations[-1].final
     assert world.evaluations[-1].version == best.version
 
 
-def test_without_periodic_evaluations_the_last_weights_are_the_result_and_no_best_is_claimed() -> None:
+def test_without_periodic_evaluations_the_last_weights_are_the_result_and_no_best_is_claimed() -> (
+    None
+):
     world = World(config(steps=3), seed=2)
     world.run()
     assert [(found.version, found.final) for found in world.evaluations] == [(3, True)]
     assert world.core.state.best_step is None
-    assert not any(isinstance(command, c.MarkBest) for commands in world.commands for command in commands)
+    assert not any(
+        isinstance(command, c.MarkBest) for commands in world.commands for command in commands
+    )
 
 
 def test_what_could_not_be_evaluated_in_every_domain_is_not_the_best() -> None:
@@ -71,7 +86,10 @@ def test_what_could_not_be_evaluated_in_every_domain_is_not_the_best() -> None:
                     trajectory = state.trajectories[running[0]]
                     world.feed(
                         e.TrajectoryEnded(
-                            trajectory_id=trajectory.id, attempt=trajectory.attempt, stop_reason="time_budget", error="late"
+                            trajectory_id=trajectory.id,
+                            attempt=trajectory.attempt,
+                            stop_reason="time_budget",
+                            error="late",
                         )
                     )
         world.step()
@@ -97,4 +115,7 @@ def test_a_target_without_a_success_is_said_once_and_never_reached() -> None:
     assert world.core.state.trainer.step == 4
     assert all(found.success == {} for found in world.evaluations)
     [said] = [warning.message for warning in world.warnings if "stop_at" in warning.message]
-    assert "no episode of a, b has reported one so far" in said or "no episode of b, a has reported one so far" in said
+    assert (
+        "no episode of a, b has reported one so far" in said
+        or "no episode of b, a has reported one so far" in said
+    )

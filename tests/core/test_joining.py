@@ -1,4 +1,6 @@
-"""Engines that come and go while a run trains: in every mode and phase, with relays, and over lives of the controller."""
+"""Engines that come and go while a run trains: in every mode and phase, with relays,
+and over lives of the controller.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +24,9 @@ def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.E
 
 
 def restart(world: World) -> None:
-    """The controller is lost, and its world begins with the engines that it ought to have."""
+    """The controller is lost, and its world begins with the engines that it ought to
+    have.
+    """
     world.heap.clear()
     world.timer, world.finish = None, None
     world.core = Core.restore(world.core.snapshot(), world.config)
@@ -50,9 +54,13 @@ def restart(world: World) -> None:
 def test_any_run_whose_engines_come_and_go_ends_accounted_for(
     seed: int, mode: str, scheduling: str, failure: float, relays: int, kills: list[int]
 ) -> None:
-    """The world never gives it an engine that it has not asked for, and `check` holds after each event."""
+    """The world never gives it an engine that it has not asked for, and `check` holds
+    after each event.
+    """
     run = {"rollout": SCHEDULINGS[scheduling], "eval": {"every": 2}, "weights": {"relays": relays}}
-    world = World(config(mode, **run, watchdog={"restarts": 1000}), seed, failure=failure, restless=0.05)
+    world = World(
+        config(mode, **run, watchdog={"restarts": 1000}), seed, failure=failure, restless=0.05
+    )
     world.start()
     for kill in kills:
         for _ in range(kill):
@@ -60,7 +68,14 @@ def test_any_run_whose_engines_come_and_go_ends_accounted_for(
                 world.step()
         state = world.core.state
         joined = sum(engine.joined and not engine.leaving for engine in state.engines.values())
-        gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving and not engine.joined)}
+        gone = {
+            *state.withdrawn,
+            *(
+                engine.id
+                for engine in state.engines.values()
+                if engine.leaving and not engine.joined
+            ),
+        }
         restart(world)
         state = world.core.state
         assert len(state.engines) == (len(first_seats(world.config)) - len(gone) + joined or 2)
@@ -82,7 +97,9 @@ def test_a_run_does_have_engines_that_come_and_go() -> None:
     counters = world.core.state.counters
     assert counters.engines_joined > 3
     assert counters.engines_left > 3
-    turns = {turn.engine_id for out in world.commands for turn in out if isinstance(turn, c.StartTurn)}
+    turns = {
+        turn.engine_id for out in world.commands for turn in out if isinstance(turn, c.StartTurn)
+    }
     assert len(turns) > 2, "none that came was given a turn"
 
 
@@ -117,9 +134,15 @@ def test_an_engine_that_joins_has_a_machine_that_lives() -> None:
     assert list(state.engines) == [EngineId("e1"), EngineId("e2")]
     assert desk.tell(registered(EngineId("e3"))) == [], "e3 would be on machine 0"
     assert next_id(state) == "e4"
-    started = [command for command in desk.tell(registered(EngineId("e4"))) if isinstance(command, c.StartEngine)]
+    started = [
+        command
+        for command in desk.tell(registered(EngineId("e4")))
+        if isinstance(command, c.StartEngine)
+    ]
     assert [command.engine_id for command in started] == ["e4"]
-    (load,) = desk.tell(e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9))
+    (load,) = desk.tell(
+        e.EngineJoined(engine_id=EngineId("e4"), epoch=0, max_slots=3, kv_total_tokens=9)
+    )
     assert isinstance(load, c.LoadWeights)
 
 
@@ -130,7 +153,10 @@ def test_an_engine_of_another_group_has_its_settings() -> None:
     assert [engine.group for engine in core.state.engines.values()] == [0, 0, 1, 1]
     started = core.handle(1.0, registered(EngineId("e4"), degree=2, group=1))
     assert started[0] == c.StartEngine(engine_id=EngineId("e4"), degree=2, group=1)
-    assert not any(isinstance(found, c.StartEngine) for found in core.handle(1.0, registered(EngineId("e5"), group=2)))
+    assert not any(
+        isinstance(found, c.StartEngine)
+        for found in core.handle(1.0, registered(EngineId("e5"), group=2))
+    )
 
 
 def test_where_a_plan_decides_nobody_else_does() -> None:
@@ -170,7 +196,11 @@ def test_an_engine_may_join_for_the_final_evaluation() -> None:
     while world.finish is None:
         world.step()
     assert world.finish.error == ""
-    assert any(isinstance(command, c.LoadWeights) and command.engine_id == E2 for out in world.commands for command in out)
+    assert any(
+        isinstance(command, c.LoadWeights) and command.engine_id == E2
+        for out in world.commands
+        for command in out
+    )
 
 
 # Leaving.
@@ -269,7 +299,9 @@ def test_later_lives_have_the_engines_that_were_asked_for() -> None:
     assert next_id(core.state) == "e6"
     larger = config("bounded", engines={"count": 5})
     again = begun_with(larger, core.state)
-    assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], "a number of the configuration is not taken"
+    assert [seat.id for seat in again] == ["e0", "e2", "e3", "e4", "e6", "e5"], (
+        "a number of the configuration is not taken"
+    )
 
 
 def test_who_was_to_leave_when_the_controller_was_lost_has_left_for_good() -> None:

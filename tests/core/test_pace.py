@@ -1,4 +1,6 @@
-"""Mode decoupled, by hand: engines begin and update alone, what they began keeps to its weights, the buffer chooses."""
+"""Mode decoupled, by hand: engines begin and update alone, what they began keeps to its
+weights, the buffer chooses.
+"""
 
 import itertools
 from collections import deque
@@ -8,13 +10,13 @@ import pytest
 
 from rollweave.core.core import Core
 from rollweave.core.engines import LOAD_TRIES
+from rollweave.core.policy.experience import Experience
 from rollweave.core.repacking import REPACK_S
 from rollweave.core.state import EngineStatus, Stage
-from rollweave.policy.experience import Experience
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Limits, Purpose, StopReason, Task
 from tests.core.test_core import config
 from tests.core.world import World
@@ -23,7 +25,9 @@ E0, E1, E2 = EngineId("e0"), EngineId("e1"), EngineId("e2")
 
 
 class Hand:
-    """A world that answers at once what is not studied, and leaves turns, transfers, training and its restarts to the test."""
+    """A world that answers at once what is not studied, and leaves turns, transfers,
+    training and its restarts to the test.
+    """
 
     def __init__(self, made: RunConfig, *, slots: int = 2, **rules: object) -> None:
         self.slots = slots
@@ -50,7 +54,11 @@ class Hand:
 
     def join(self, engine_id: EngineId) -> None:
         epoch = self.epochs.setdefault(engine_id, 0)
-        self.feed(e.EngineJoined(engine_id=engine_id, epoch=epoch, max_slots=self.slots, kv_total_tokens=1000))
+        self.feed(
+            e.EngineJoined(
+                engine_id=engine_id, epoch=epoch, max_slots=self.slots, kv_total_tokens=1000
+            )
+        )
 
     def feed(self, event: e.Event) -> None:
         inbox = deque([event])
@@ -62,10 +70,21 @@ class Hand:
     def answer(self, command: c.Command) -> list[e.Event]:
         match command:
             case c.DrawTask():
-                task = Task(id=TaskId(f"{command.group_id}"), env=command.name, seed=0, limits=Limits(step_s=1e6))
+                task = Task(
+                    id=TaskId(f"{command.group_id}"),
+                    env=command.name,
+                    seed=0,
+                    limits=Limits(step_s=1e6),
+                )
                 return [e.GroupSubmitted(group_id=command.group_id, task=task)]
             case c.StartInit():
-                return [e.EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt, prompt_tokens=7)]
+                return [
+                    e.EnvReady(
+                        trajectory_id=command.trajectory_id,
+                        attempt=command.attempt,
+                        prompt_tokens=7,
+                    )
+                ]
             case c.StartRun():
                 return [self.asks(command.trajectory_id, attempt=command.attempt)]
             case c.StartTurn():
@@ -73,13 +92,21 @@ class Hand:
             case c.AbortTurn():
                 del self.turns[command.trajectory_id]
             case c.StartEval():
-                return [e.RewardReady(trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0)]
+                return [
+                    e.RewardReady(
+                        trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0
+                    )
+                ]
             case c.CancelTrajectory():
                 self.turns.pop(command.trajectory_id, None)
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 return [e.TrajectoryEnded(**key, stop_reason=command.reason)]
             case c.SuspendEngine():
-                return [e.EngineSuspended(engine_id=command.engine_id, epoch=self.epochs[command.engine_id])]
+                return [
+                    e.EngineSuspended(
+                        engine_id=command.engine_id, epoch=self.epochs[command.engine_id]
+                    )
+                ]
             case c.LoadWeights():
                 self.loads.append(command)
                 epoch, weights_id = self.epochs[command.engine_id], command.weights_id
@@ -87,12 +114,18 @@ class Hand:
                 from_memory = command.from_checkpoint is None
                 if self.silent and not from_memory:
                     return []
-                if (from_memory and weights_id in self.refused) or command.from_checkpoint in self.damaged:
+                if (
+                    from_memory and weights_id in self.refused
+                ) or command.from_checkpoint in self.damaged:
                     return [e.WeightsLoadFailed(**key, error="nobody has them")]
                 return [e.WeightsLoaded(**key, version=command.version)]
             case c.PublishWeights():
                 epoch = self.core.state.trainer.epoch
-                return [e.WeightsPublished(epoch=epoch, version=command.version, weights_id=command.weights_id)]
+                return [
+                    e.WeightsPublished(
+                        epoch=epoch, version=command.version, weights_id=command.weights_id
+                    )
+                ]
             case c.SaveCheckpoint():
                 self.saves.append(command)
                 return [e.CheckpointSaved(epoch=self.core.state.trainer.epoch, step=command.step)]
@@ -114,9 +147,13 @@ class Hand:
                 pass
         return []
 
-    def asks(self, trajectory_id: TrajectoryId, *, attempt: int = 0, context: int = 10) -> e.TurnRequested:
+    def asks(
+        self, trajectory_id: TrajectoryId, *, attempt: int = 0, context: int = 10
+    ) -> e.TurnRequested:
         turn = self.core.state.trajectories[trajectory_id].asked
-        return e.TurnRequested(trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=context)
+        return e.TurnRequested(
+            trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=context
+        )
 
     # What a test does.
 
@@ -130,7 +167,12 @@ class Hand:
         key = {"trajectory_id": trajectory_id, "attempt": turn.attempt}
         version = self.core.state.engines[turn.engine_id].version
         done = e.TurnDone(
-            **key, turn=turn.turn, try_number=turn.try_number, output_tokens=tokens, cached_tokens=0, version=version
+            **key,
+            turn=turn.turn,
+            try_number=turn.try_number,
+            output_tokens=tokens,
+            cached_tokens=0,
+            version=version,
         )
         self.feed(done)
 
@@ -144,10 +186,14 @@ class Hand:
     def train(self) -> None:
         """The step under way is done."""
         step = self.steps[-1]
-        self.feed(e.StepTrained(epoch=self.core.state.trainer.epoch, step=step.step, part=step.part))
+        self.feed(
+            e.StepTrained(epoch=self.core.state.trainer.epoch, step=step.step, part=step.part)
+        )
 
     def train_without(self, held: list[TrajectoryId], *, version: int = 1) -> None:
-        """Others come to their end, and are trained on, until that version is published."""
+        """Others come to their end, and are trained on, until that version is
+        published.
+        """
         while self.core.state.published_version < version:
             if self.steps and self.steps[-1].step == self.core.state.trainer.step:
                 self.train()
@@ -181,7 +227,14 @@ class Hand:
         self.feed(done)
 
 
-def made(engines: int = 2, *, batch: int = 2, steps: int = 20, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
+def made(
+    engines: int = 2,
+    *,
+    batch: int = 2,
+    steps: int = 20,
+    groups: int = 1,
+    **sections: dict[str, object],
+) -> RunConfig:
     rollout = {
         "groups_per_step": groups,
         "group_size": 2,
@@ -199,7 +252,13 @@ def made(engines: int = 2, *, batch: int = 2, steps: int = 20, groups: int = 1, 
         engines={"count": engines, "max_slots": 2},
         eval={"every": 0, "final_episodes": 0, **sections.pop("eval", {})},
         run={"checkpoint_every": 0, **sections.pop("run", {})},
-        watchdog={"turn_s": 1e6, "weights_s": 1e6, "start_s": 1e6, "train_s": 1e6, **sections.pop("watchdog", {})},
+        watchdog={
+            "turn_s": 1e6,
+            "weights_s": 1e6,
+            "start_s": 1e6,
+            "train_s": 1e6,
+            **sections.pop("watchdog", {}),
+        },
         **sections,
     )
 
@@ -225,11 +284,17 @@ def test_an_engine_takes_new_weights_when_its_own_are_over_and_no_other_waits_fo
 
 
 def tail(hand: Hand) -> tuple[TrajectoryId, TrajectoryId]:
-    """Engines 0 and 1 are down to one trajectory each, of version 0, and version 1 is there."""
+    """Engines 0 and 1 are down to one trajectory each, of version 0, and version 1 is
+    there.
+    """
     left, right = hand.on(E0)[1], hand.on(E1)[1]
     state = hand.core.state
     hand.train_without([left, right])
-    while rest := [name for name in hand.turns if name not in (left, right) and state.trajectories[name].initiated == 0]:
+    while rest := [
+        name
+        for name in hand.turns
+        if name not in (left, right) and state.trajectories[name].initiated == 0
+    ]:
         hand.end(rest[0])
     assert hand.on(E0) == [left]
     assert hand.on(E1) == [right]
@@ -266,14 +331,19 @@ def test_a_transfer_that_fails_leaves_nobody_behind(fate: str) -> None:
         hand.lose(move.source if fate == "source lost" else move.target)
     hand.moved(move, error="lost on the way")
     state = hand.core.state
-    if fate == "target lost":  # both wait: the other engines have other weights, or are about to take them
+    # both wait: the other engines have other weights, or are about to take them
+    if fate == "target lost":
         hand.join(move.target)
     for name in (left, right):
         turn = hand.turns[name]
         assert state.engines[turn.engine_id].version == 0
         hand.end(name)
     assert state.counters.scheduling.migrations_failed == 1
-    assert all(engine.version != 0 for engine in state.engines.values() if engine.status is EngineStatus.SERVING)
+    assert all(
+        engine.version != 0
+        for engine in state.engines.values()
+        if engine.status is EngineStatus.SERVING
+    )
 
 
 def test_engines_with_the_newest_weights_are_not_repacked() -> None:
@@ -316,7 +386,9 @@ def test_what_a_lost_engine_leaves_waits_until_its_version_is_loaded_again() -> 
 
 
 def apart(hand: Hand) -> list[TrajectoryId]:
-    """Engine 0 has version 1, engine 1 has version 0: those on engine 1, which alone has it. A checkpoint holds version 0."""
+    """Engine 0 has version 1, engine 1 has version 0: those on engine 1, which alone
+    has it. A checkpoint holds version 0.
+    """
     state = hand.core.state
     hand.train_without(hand.on(E1))
     while state.engines[E0].version == 0:
@@ -380,7 +452,9 @@ def test_what_is_read_after_its_checkpoint_has_changed_counts_for_nothing() -> N
     assert not set(orphans) & set(hand.on(E1))
 
 
-def test_a_checkpoint_covers_what_its_trainer_publishes_after_a_restart_and_until_it_is_pruned() -> None:
+def test_a_checkpoint_covers_what_its_trainer_publishes_after_a_restart_and_until_it_is_pruned() -> (
+    None
+):
     hand = Hand(made(run={"checkpoint_every": 1}))
     state = hand.core.state
     hand.train_without([], version=2)
@@ -409,7 +483,9 @@ def test_a_checkpoint_stays_while_an_engine_reads_it() -> None:
 
 
 def test_worlds_in_which_everything_dies_read_checkpoints_that_hold_what_they_want() -> None:
-    """The world asserts that a checkpoint has the numbers that were published, also after another lineage has written it."""
+    """The world asserts that a checkpoint has the numbers that were published, also
+    after another lineage has written it.
+    """
     read = 0
     for seed in range(16):
         rollout = {"groups_per_step": 2, "group_size": 2, "max_running": 12}
@@ -419,12 +495,23 @@ def test_worlds_in_which_everything_dies_read_checkpoints_that_hold_what_they_wa
             rollout=rollout,
             run={"checkpoint_every": 1},
             eval={"every": 2, "episodes": 2},
-            watchdog={"turn_s": 60.0, "weights_s": 60.0, "start_s": 60.0, "train_s": 60.0, "restarts": 50},
+            watchdog={
+                "turn_s": 60.0,
+                "weights_s": 60.0,
+                "start_s": 60.0,
+                "train_s": 60.0,
+                "restarts": 50,
+            },
             weights={"relays": 2 * (seed % 2)},
         )
         world = World(settings, seed, failure=0.06, spread=2.0)
         world.run()
-        loads = [command for out in world.commands for command in out if isinstance(command, c.LoadWeights)]
+        loads = [
+            command
+            for out in world.commands
+            for command in out
+            if isinstance(command, c.LoadWeights)
+        ]
         read += sum(load.from_checkpoint is not None for load in loads)
     assert read > 3
 
@@ -437,7 +524,9 @@ def test_a_version_that_nobody_has_any_more_means_a_new_attempt() -> None:
     hand.lose(E1)
     hand.join(E1)
     assert state.engines[E1].version == 1, "it took the newest instead"
-    assert {(state.trajectories[name].attempt, state.trajectories[name].initiated) for name in orphans} == {(1, 1)}
+    assert {
+        (state.trajectories[name].attempt, state.trajectories[name].initiated) for name in orphans
+    } == {(1, 1)}
     assert state.counters.retried == {StopReason.ENGINE_FAILURE: 2}
 
 
@@ -467,7 +556,11 @@ def finish_evaluation(hand: Hand) -> None:
     """Its episodes first; others where they need their slots."""
     state, before = hand.core.state, len(hand.evaluations)
     while len(hand.evaluations) == before:
-        evaluated = [name for name in hand.turns if state.groups[state.trajectories[name].group_id].purpose is Purpose.EVAL]
+        evaluated = [
+            name
+            for name in hand.turns
+            if state.groups[state.trajectories[name].group_id].purpose is Purpose.EVAL
+        ]
         hand.end(evaluated[0] if evaluated else hand.on(E0)[0])
 
 
@@ -479,7 +572,10 @@ def test_the_bound_is_strict_where_one_is_set() -> None:
     for name in slow:
         hand.end(name)
     assert state.counters.dropped[StopReason.STALE] >= 2
-    assert not {state.trajectories[name].group_id for name in slow if name in state.trajectories} & state.buffer.keys()
+    assert (
+        not {state.trajectories[name].group_id for name in slow if name in state.trajectories}
+        & state.buffer.keys()
+    )
     assert set(state.counters.staleness) == {0}
 
 
@@ -491,7 +587,9 @@ def test_the_buffer_gives_what_its_strategy_says(strategy: str) -> None:
         hand.end(hand.on(E0)[0])
     waiting = list(state.buffer)
     hand.train()
-    assert [group.id for group in hand.steps[1].groups] == [waiting[0 if strategy == "fifo" else -1]]
+    assert [group.id for group in hand.steps[1].groups] == [
+        waiting[0 if strategy == "fifo" else -1]
+    ]
 
 
 def test_a_function_of_the_users_evicts() -> None:
@@ -501,7 +599,9 @@ def test_a_function_of_the_users_evicts() -> None:
         seen.append(version)
         return [one.id for one in experiences]
 
-    hand = Hand(made(engines=1, buffer={"evict": "mine:evict_all"}), **{"mine:evict_all": evict_all})
+    hand = Hand(
+        made(engines=1, buffer={"evict": "mine:evict_all"}), **{"mine:evict_all": evict_all}
+    )
     for _ in range(4):
         hand.end(hand.on(E0)[0])
     assert seen
@@ -566,7 +666,11 @@ def test_the_last_of_a_group_holds_no_place_for_its_siblings() -> None:
         if name is None:
             break
         group = state.groups[state.trajectories[name].group_id]
-        left = [one for one in group.members if state.trajectories[one].stage in (Stage.INIT, Stage.RUN, Stage.QUEUED)]
+        left = [
+            one
+            for one in group.members
+            if state.trajectories[one].stage in (Stage.INIT, Stage.RUN, Stage.QUEUED)
+        ]
         if len(left) == 1:
             stragglers.append(name)
         else:
@@ -582,14 +686,21 @@ def test_what_is_inherent_is_counted_at_the_end_of_a_rollout() -> None:
     hand.end(slow)
     assert state.counters.inherent[2] == 1
     assert sum(state.counters.inherent.values()) == sum(
-        one.stage in (Stage.SCORED, Stage.EVAL_QUEUED, Stage.EVAL) for one in state.trajectories.values()
+        one.stage in (Stage.SCORED, Stage.EVAL_QUEUED, Stage.EVAL)
+        for one in state.trajectories.values()
     )
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     for sections, text in (
-        ({"rollout": {"placement": "affinity"}}, "rollout.placement must be pinned in mode decoupled, got affinity"),
-        ({"rollout": {"scheduling": "trajectory"}}, "rollout.scheduling must be turn in mode decoupled.*, got trajectory"),
+        (
+            {"rollout": {"placement": "affinity"}},
+            "rollout.placement must be pinned in mode decoupled, got affinity",
+        ),
+        (
+            {"rollout": {"scheduling": "trajectory"}},
+            "rollout.scheduling must be turn in mode decoupled.*, got trajectory",
+        ),
         (
             {"buffer": {"groups": 1}, "rollout": {"groups_per_step": 2}},
             "buffer.groups must be at least rollout.groups_per_step",
@@ -606,9 +717,21 @@ def test_settings_that_make_no_sense_are_refused() -> None:
                 }
             )
     for rollout, sections, text in (
-        ({}, {"buffer": {"sample": "newest"}}, "buffer must be left out unless rollout.mode is decoupled, got mode sync"),
-        ({"repack": False}, {}, "rollout.repack must be left out unless rollout.mode is decoupled, got False"),
-        ({"engine_batch": 2}, {}, "rollout.engine_batch must be left out unless rollout.mode is decoupled, got 2"),
+        (
+            {},
+            {"buffer": {"sample": "newest"}},
+            "buffer must be left out unless rollout.mode is decoupled, got mode sync",
+        ),
+        (
+            {"repack": False},
+            {},
+            "rollout.repack must be left out unless rollout.mode is decoupled, got False",
+        ),
+        (
+            {"engine_batch": 2},
+            {},
+            "rollout.engine_batch must be left out unless rollout.mode is decoupled, got 2",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             RunConfig.model_validate(

@@ -1,15 +1,17 @@
-"""What engines begin and take at their own pace is what a slow walk over everything says, one engine at a time.
+"""What engines begin and take at their own pace is what a slow walk over everything
+says, one engine at a time.
 
-The core walks over all engines at each event: what they decide together it works out once, and it looks at those with room.
+The core walks over all engines at each event: what they decide together it works out
+once, and it looks at those with room.
 """
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core import pace, weights
+from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage
-from rollweave.policy.staleness import acceptable
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
@@ -43,7 +45,9 @@ def compare(run: Run) -> None:
         (
             (engine, slow_wanted(run, engine))
             for engine in engines.values()
-            if engine.status in ready and not (engine.leaving or engine.draining) and slow_wanted(run, engine) is not None
+            if engine.status in ready
+            and not (engine.leaving or engine.draining)
+            and slow_wanted(run, engine) is not None
         ),
         None,
     )
@@ -63,7 +67,9 @@ def slow_batch(run: Run, engine: Engine) -> int:
 
 def slow_residents(run: Run, engine: Engine) -> int:
     under_way = (Stage.QUEUED, Stage.INIT, Stage.RUN)
-    return sum(one.home == engine.id and one.stage in under_way for one in run.state.trajectories.values())
+    return sum(
+        one.home == engine.id and one.stage in under_way for one in run.state.trajectories.values()
+    )
 
 
 def begins(engine: Engine) -> bool:
@@ -95,7 +101,11 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
     for engine in run.state.engines.values():
         fullness = slow_residents(run, engine) / slow_batch(run, engine)
         if purpose is Purpose.EVAL:
-            may = evaluation is not None and begins(engine) and engine.weights_id == evaluation.weights_id
+            may = (
+                evaluation is not None
+                and begins(engine)
+                and engine.weights_id == evaluation.weights_id
+            )
         else:
             may = slow_begins(run, engine)
         if may and fullness < least:
@@ -106,13 +116,18 @@ def slow_engine_for(run: Run, purpose: Purpose) -> Engine | None:
 def slow_somewhere(run: Run, weights_id: int) -> bool:
     for engine in run.state.engines.values():
         loading = engine.status is EngineStatus.LOADING
-        if not engine.draining and (engine.loading_id if loading else engine.weights_id) == weights_id:
+        if (
+            not engine.draining
+            and (engine.loading_id if loading else engine.weights_id) == weights_id
+        ):
             return True
     return False
 
 
 def slow_other(run: Run, engine: Engine) -> int | None:
-    """Weights that nobody has and somebody waits for, the evaluation first, if the engine can load them."""
+    """Weights that nobody has and somebody waits for, the evaluation first, if the
+    engine can load them.
+    """
     state = run.state
     waiting = sorted(
         one.weights_id
@@ -147,7 +162,12 @@ def slow_holds(run: Run, engine: Engine) -> bool:
         return False
     queued = [state.groups[state.trajectories[member].group_id] for member in state.init_queue]
     undrawn = any(state.groups[group_id].task is None for group_id in evaluation.pending)
-    return bool(not evaluation.begun or evaluation.to_draw or undrawn or any(group.purpose is Purpose.EVAL for group in queued))
+    return bool(
+        not evaluation.begun
+        or evaluation.to_draw
+        or undrawn
+        or any(group.purpose is Purpose.EVAL for group in queued)
+    )
 
 
 def before(run: Run, engine_id: EngineId) -> list[Engine]:
@@ -174,7 +194,13 @@ def test_engines_decide_together_as_they_would_one_by_one(
         buffer={"max_age": bound},
         eval={"every": 2, "episodes": 2, "final_episodes": 2},
         run={"checkpoint_every": 1},
-        watchdog={"turn_s": 60.0, "weights_s": 60.0, "start_s": 60.0, "train_s": 60.0, "restarts": 50},
+        watchdog={
+            "turn_s": 60.0,
+            "weights_s": 60.0,
+            "start_s": 60.0,
+            "train_s": 60.0,
+            "restarts": 50,
+        },
         weights={"relays": min(relays, engines)},
     )
     world = Judged(config, seed, failure=failure, spread=2.0)

@@ -1,4 +1,6 @@
-"""Strategy `ratio`: the trainer measures what is in the buffer before a step that can choose, whatever happens meanwhile."""
+"""Strategy `ratio`: the trainer measures what is in the buffer before a step that can
+choose, whatever happens meanwhile.
+"""
 
 import math
 
@@ -7,12 +9,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.policy.experience import Experience
 from rollweave.core.state import TrainerStatus
-from rollweave.policy.experience import Experience
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from tests.core.test_core import config, restart_controller
 from tests.core.test_pace import E0, Hand, made
 from tests.core.world import World
@@ -40,7 +42,10 @@ def next_one(hand: Hand) -> GroupId:
 
 def answer(command: c.MeasureRatios, *ratios: float, epoch: int = 0) -> e.RatiosMeasured:
     """The ratios of the groups that were asked for, in their order."""
-    found = tuple(e.GroupRatio(id=ref.id, ratio=ratio) for ref, ratio in zip(command.groups, ratios, strict=True))
+    found = tuple(
+        e.GroupRatio(id=ref.id, ratio=ratio)
+        for ref, ratio in zip(command.groups, ratios, strict=True)
+    )
     return e.RatiosMeasured(epoch=epoch, step=command.step, part=command.part, ratios=found)
 
 
@@ -65,7 +70,9 @@ def test_the_step_takes_what_is_nearest_to_one() -> None:
     hand = measuring(4)
     waiting = list(hand.core.state.buffer)
     hand.feed(answer(hand.measures[0], 3.0, 0.5, 1.5, 0.6))
-    assert [ref.id for ref in hand.steps[1].groups] == [waiting[2]], "1.5 is nearer than 0.6: they are ratios"
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[2]], (
+        "1.5 is nearer than 0.6: they are ratios"
+    )
     assert list(hand.core.state.buffer) == [waiting[0], waiting[1], waiting[3]]
 
 
@@ -80,7 +87,9 @@ def test_a_ratio_holds_for_one_version() -> None:
     hand.feed(answer(hand.measures[1], 0.5, 0.8))
     assert [ref.id for ref in hand.steps[2].groups] == [third]
     hand.train()
-    assert [ref.id for ref in hand.steps[3].groups] == [first], "one is wanted and one is there: nothing to choose"
+    assert [ref.id for ref in hand.steps[3].groups] == [first], (
+        "one is wanted and one is there: nothing to choose"
+    )
     assert len(hand.measures) == 2
 
 
@@ -88,7 +97,9 @@ def test_what_arrives_meanwhile_waits_its_turn() -> None:
     hand = measuring(3)
     waiting = full(hand, 5)
     hand.feed(answer(hand.measures[0], 20.0, 30.0, 40.0))
-    assert [ref.id for ref in hand.steps[1].groups] == [waiting[0]], "nobody knows the others' ratios"
+    assert [ref.id for ref in hand.steps[1].groups] == [waiting[0]], (
+        "nobody knows the others' ratios"
+    )
     hand.train()
     assert asked(hand.measures[1]) == waiting[1:]
 
@@ -125,7 +136,9 @@ def test_where_too_few_are_left_the_rest_is_measured_too() -> None:
     hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
     assert asked(hand.measures[1]) == [fourth, fifth]
     hand.feed(answer(hand.measures[0], 1.0, 1.0, 1.1))
-    assert hand.core.state.trainer.status is TrainerStatus.MEASURING, "the first answer again is not the second"
+    assert hand.core.state.trainer.status is TrainerStatus.MEASURING, (
+        "the first answer again is not the second"
+    )
     hand.feed(answer(hand.measures[1], 5.0, 1.0))
     assert [ref.id for ref in hand.steps[1].groups] == [fifth, third]
 
@@ -166,7 +179,8 @@ def test_log_probs_that_are_no_numbers_end_the_run_and_name_the_groups() -> None
     assert hand.finish is not None
     names = ", ".join(asked(hand.measures[0]))
     assert hand.finish.error == (
-        f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step {hand.core.state.checkpoint}"
+        f"step 1: log-probs of group g1: nan; batch of groups {names}; last good checkpoint: step "
+        f"{hand.core.state.checkpoint}"
     )
 
 
@@ -243,8 +257,15 @@ class Judge(World):
                 assert left == [], "there was a choice, and it was not by ratio"
                 continue
             self.choices += 1
-            measured = {found.id: abs(math.log(found.ratio)) for found in event.ratios if found.id in before}
-            assert taken == sorted(measured, key=lambda name: (measured[name], before.index(name)))[: len(taken)]
+            measured = {
+                found.id: abs(math.log(found.ratio)) for found in event.ratios if found.id in before
+            }
+            assert (
+                taken
+                == sorted(measured, key=lambda name: (measured[name], before.index(name)))[
+                    : len(taken)
+                ]
+            )
 
 
 SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
@@ -262,11 +283,24 @@ SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
     kills=st.lists(st.integers(5, 300), max_size=2),
 )
 def test_any_world_is_accounted_for_and_trained_by_ratio(
-    seed: int, failure: float, hang: float, groups: int | None, max_age: int | None, evict: str, kills: list[int]
+    seed: int,
+    failure: float,
+    hang: float,
+    groups: int | None,
+    max_age: int | None,
+    evict: str,
+    kills: list[int],
 ) -> None:
     buffer = {"sample": "ratio", "groups": groups, "max_age": max_age, "evict": evict}
     world = Judge(
-        config("decoupled", steps=6, rollout=SETTINGS, buffer=buffer, eval={"every": 2}, watchdog={"restarts": 100}),
+        config(
+            "decoupled",
+            steps=6,
+            rollout=SETTINGS,
+            buffer=buffer,
+            eval={"every": 2},
+            watchdog={"restarts": 100},
+        ),
         seed,
         failure=failure,
         hang=hang,
@@ -292,7 +326,10 @@ def test_random_worlds_do_choose() -> None:
     """Or the property above would say nothing."""
     buffer = {"sample": "ratio", "groups": 8}
     rollout = {"mode": "decoupled", "groups_per_step": 1}
-    worlds = [Judge(config("decoupled", steps=6, rollout=rollout, buffer=buffer), seed) for seed in range(5)]
+    worlds = [
+        Judge(config("decoupled", steps=6, rollout=rollout, buffer=buffer), seed)
+        for seed in range(5)
+    ]
     for world in worlds:
         assert world.run().error == ""
     assert sum(world.choices for world in worlds) >= 10

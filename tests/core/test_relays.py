@@ -1,4 +1,6 @@
-"""Relays: who takes weights from whom, what a lost one leaves behind, and what engines may load."""
+"""Relays: who takes weights from whom, what a lost one leaves behind, and what engines
+may load.
+"""
 
 import msgspec
 import pytest
@@ -6,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.policy.relay import repair, sources
 from rollweave.core.state import EngineStatus, Relay, RelayStatus
-from rollweave.policy.relay import repair, sources
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -18,9 +20,14 @@ from tests.core.world import World
 class Desk:
     """A core with `relays` machines of one engine each, told one thing after another."""
 
-    def __init__(self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial") -> None:
+    def __init__(
+        self, relays: int, *, restarts: int = 3, delta: bool = True, mode: str = "partial"
+    ) -> None:
         made = config(
-            mode, engines={"count": relays}, weights={"relays": relays, "delta": delta}, watchdog={"restarts": restarts}
+            mode,
+            engines={"count": relays},
+            weights={"relays": relays, "delta": delta},
+            watchdog={"restarts": restarts},
         )
         self.config, self.core, self.now, self.published = made, Core(made), 0.0, -1
         seats = tuple(e.EngineSeat(id=EngineId(f"e{number}")) for number in range(relays))
@@ -32,7 +39,10 @@ class Desk:
         return out
 
     def up(self) -> "Desk":
-        """Relays and trainer are ready, and the first weights are published. Engines are not."""
+        """Relays and trainer are ready, and the first weights are published.
+
+        Engines are not.
+        """
         for relay in list(self.core.state.relays):
             self.tell(e.RelayJoined(relay_id=relay, epoch=0))
         self.tell(e.TrainerReady(epoch=0, step=0))
@@ -42,12 +52,16 @@ class Desk:
         return [
             command
             for engine in list(self.core.state.engines)
-            for command in self.tell(e.EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9))
+            for command in self.tell(
+                e.EngineJoined(engine_id=engine, epoch=0, max_slots=3, kv_total_tokens=9)
+            )
         ]
 
     def publish(self) -> list[c.Command]:
         trainer, weights_id = self.core.state.trainer, self.core.state.next_weights_id - 1
-        return self.tell(e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id))
+        return self.tell(
+            e.WeightsPublished(epoch=trainer.epoch, version=trainer.step, weights_id=weights_id)
+        )
 
     def publish_again(self) -> list[c.Command]:
         """The trainer is lost and comes back: it publishes what it has, under a new id."""
@@ -74,7 +88,9 @@ class Desk:
     def stall(self, relay: str) -> list[c.Command]:
         found = self.relay(relay)
         assert found.source is not None
-        event = e.WeightsStalled(relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source)
+        event = e.WeightsStalled(
+            relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source
+        )
         return self.tell(event)
 
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
@@ -99,15 +115,27 @@ class Desk:
 
 def ways(commands: list[c.Command]) -> dict[str, str | None]:
     """Who is told to take, and from whom."""
-    return {command.relay_id: command.source for command in commands if isinstance(command, c.TakeWeights)}
+    return {
+        command.relay_id: command.source
+        for command in commands
+        if isinstance(command, c.TakeWeights)
+    }
 
 
 def bases(commands: list[c.Command]) -> dict[str, int | None]:
-    return {command.relay_id: command.base_id for command in commands if isinstance(command, c.TakeWeights)}
+    return {
+        command.relay_id: command.base_id
+        for command in commands
+        if isinstance(command, c.TakeWeights)
+    }
 
 
 def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
-    return [(command.engine_id, command.weights_id) for command in commands if isinstance(command, c.LoadWeights)]
+    return [
+        (command.engine_id, command.weights_id)
+        for command in commands
+        if isinstance(command, c.LoadWeights)
+    ]
 
 
 @pytest.mark.parametrize("relays", [1, 2, 5])
@@ -123,7 +151,9 @@ def test_the_next_weights_travel_as_changes_where_both_ends_have_the_last() -> N
     desk.publish()
     for relay in ("r0", "r1", "r2"):
         desk.hold(relay, 0)
-    assert bases(desk.publish_again()) == {"r0": None, "r1": 0, "r2": 0}, "the master has the trainer's memory"
+    assert bases(desk.publish_again()) == {"r0": None, "r1": 0, "r2": 0}, (
+        "the master has the trainer's memory"
+    )
     for relay in ("r0", "r1", "r2"):
         desk.hold(relay, 1)
     desk.lose("r1")
@@ -157,7 +187,9 @@ def test_the_form_that_all_had_sooner_is_sent() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(relays=st.integers(2, 6), data=st.data())
-def test_only_the_successor_of_a_lost_relay_gets_another_source(relays: int, data: st.DataObject) -> None:
+def test_only_the_successor_of_a_lost_relay_gets_another_source(
+    relays: int, data: st.DataObject
+) -> None:
     desk = Desk(relays).up()
     desk.publish()
     chain = [f"r{number}" for number in range(relays)]
@@ -178,7 +210,9 @@ def test_a_relay_that_comes_back_stands_last_and_takes_the_newest() -> None:
     desk.lose("r0")
     assert ways(desk.join("r0")) == {"r0": "r2"}
     assert desk.core.state.chain == ["r1", "r2", "r0"]
-    assert ways(desk.publish_again()) == {"r1": None, "r2": "r1"}, "r0 is still busy with the weights before"
+    assert ways(desk.publish_again()) == {"r1": None, "r2": "r1"}, (
+        "r0 is still busy with the weights before"
+    )
     assert ways(desk.hold("r0", 0)) == {"r0": "r2"}
 
 
@@ -201,7 +235,9 @@ def test_an_engine_goes_on_with_what_it_has_while_its_relay_is_away() -> None:
     assert any(isinstance(command, c.SuspendEngine) for command in suspended)
     desk.lose("r0")
     found = desk.tell(e.EngineSuspended(engine_id=EngineId("e0"), epoch=0))
-    assert [type(command) for command in found if not isinstance(command, c.DrawTask)] == [c.ResumeEngine]
+    assert [type(command) for command in found if not isinstance(command, c.DrawTask)] == [
+        c.ResumeEngine
+    ]
     engine = desk.core.state.engines[EngineId("e0")]
     assert (engine.status, engine.weights_id) == (EngineStatus.SERVING, 0)
     desk.join("r0")
@@ -273,7 +309,9 @@ def test_a_take_that_was_overtaken_is_not_refused() -> None:
     old = desk.relay("r2").tries
     desk.lose("r1")
     assert desk.relay("r2").source == "r0"
-    late = e.WeightsRefused(relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone")
+    late = e.WeightsRefused(
+        relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
+    )
     assert ways(desk.tell(late)) == {}
     assert desk.relay("r2").source == "r0"
 
@@ -282,7 +320,9 @@ def serving(desk: Desk, *relays: str) -> None:
     for relay in relays:
         for command in desk.hold(relay, 0):
             if isinstance(command, c.LoadWeights):
-                desk.tell(e.WeightsLoaded(engine_id=command.engine_id, epoch=0, version=0, weights_id=0))
+                desk.tell(
+                    e.WeightsLoaded(engine_id=command.engine_id, epoch=0, version=0, weights_id=0)
+                )
 
 
 def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
@@ -295,13 +335,18 @@ def test_a_relay_that_fails_again_and_again_takes_its_machine_along() -> None:
     assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == ["r1"]
     assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e1"]
     assert not any(isinstance(command, c.Finish) for command in found)
-    desk.tell(e.CheckpointSaved(epoch=desk.core.state.trainer.epoch, step=0))  # an error would wait for it
+    # an error would wait for it
+    desk.tell(e.CheckpointSaved(epoch=desk.core.state.trainer.epoch, step=0))
     last = [*desk.lose("r0"), *desk.lose("r0")]
-    assert next(command.error for command in last if isinstance(command, c.Finish)).startswith("no engine is left")
+    assert next(command.error for command in last if isinstance(command, c.Finish)).startswith(
+        "no engine is left"
+    )
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_serve(elsewhere: bool) -> None:
+def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_serve(
+    elsewhere: bool,
+) -> None:
     desk = Desk(2, restarts=1).up()
     desk.publish()
     desk.engines_up()
@@ -309,10 +354,14 @@ def test_an_engine_that_fails_again_and_again_takes_its_machine_along_if_others_
     found = [
         command
         for epoch in (0, 1)
-        for command in desk.tell(e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed"))
+        for command in desk.tell(
+            e.EngineLost(engine_id=EngineId("e0"), epoch=epoch, error="killed")
+        )
     ]
     assert [command.engine_id for command in found if isinstance(command, c.RemoveEngine)] == ["e0"]
-    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == (["r0"] if elsewhere else [])
+    assert [command.relay_id for command in found if isinstance(command, c.RemoveRelay)] == (
+        ["r0"] if elsewhere else []
+    )
 
 
 def test_what_engines_have_is_kept() -> None:
@@ -322,7 +371,9 @@ def test_what_engines_have_is_kept() -> None:
     serving(desk, "r0", "r1")
     found = desk.publish_again()
     assert [command.keep for command in found if isinstance(command, c.TakeWeights)] == [(0,), (0,)]
-    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(e.TrainerReady(epoch=2, step=0))
+    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
+        e.TrainerReady(epoch=2, step=0)
+    )
     assert [command.keep for command in asked if isinstance(command, c.PublishWeights)] == [(0, 1)]
 
 
@@ -373,13 +424,21 @@ def test_any_world_with_relays_ends_accounted_for(
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2))
+@given(
+    seed=st.integers(0, 10_000),
+    sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2),
+)
 def test_machines_whose_relays_never_live_are_given_up(seed: int, sick: set[str]) -> None:
     world = World(config("bounded", engines={"count": 4}, weights={"relays": 3}), seed)
     world.sick = sick
     finish = world.run()
     assert finish.error == ""
-    removed = {command.relay_id for commands in world.commands for command in commands if isinstance(command, c.RemoveRelay)}
+    removed = {
+        command.relay_id
+        for commands in world.commands
+        for command in commands
+        if isinstance(command, c.RemoveRelay)
+    }
     assert removed <= sick  # all of them, unless the run was over before
     assert sorted(world.trained) == [0, 1, 2, 3]
 
@@ -391,8 +450,12 @@ def test_machines_whose_relays_never_live_are_given_up(seed: int, sick: set[str]
     kills=st.lists(st.integers(5, 300), min_size=1, max_size=3),
     relays=st.integers(1, 3),
 )
-def test_the_controller_may_be_lost_with_its_relays(seed: int, mode: str, kills: list[int], relays: int) -> None:
-    world = World(config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01)
+def test_the_controller_may_be_lost_with_its_relays(
+    seed: int, mode: str, kills: list[int], relays: int
+) -> None:
+    world = World(
+        config(mode, engines={"count": 3}, weights={"relays": relays}), seed, failure=0.01
+    )
     world.start()
     for kill in kills:
         for _ in range(kill):
@@ -413,7 +476,9 @@ def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) ->
     world = World(made, seed, failure=0.03)
     world.run()
     replayed, middle = Core(made), int(cut * len(world.journal))
-    for place, ((now, event), commands) in enumerate(zip(world.journal, world.commands, strict=True)):
+    for place, ((now, event), commands) in enumerate(
+        zip(world.journal, world.commands, strict=True)
+    ):
         if place == middle:
             replayed = Core.restore(replayed.snapshot(), made)
         assert replayed.handle(now, event) == commands, f"event {place}: {event}"
@@ -450,9 +515,13 @@ def test_what_a_relay_has_is_what_changes_are_of_also_where_no_engine_has_it() -
     desk.hold("r1", 0)
     found = [command for command in desk.publish_again() if isinstance(command, c.TakeWeights)]
     assert [command.keep for command in found] == [(0,), (0,)]
-    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(e.TrainerReady(epoch=2, step=0))
+    asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
+        e.TrainerReady(epoch=2, step=0)
+    )
     published = next(command for command in asked if isinstance(command, c.PublishWeights))
-    assert set(published.keep) >= {0, 1}, "a relay that takes 1 from the trainer, and changes of 0, still need them"
+    assert set(published.keep) >= {0, 1}, (
+        "a relay that takes 1 from the trainer, and changes of 0, still need them"
+    )
 
 
 def test_a_relay_from_which_an_engine_cannot_load_is_restarted_with_it() -> None:
@@ -474,7 +543,9 @@ def test_a_source_that_is_said_to_have_it_and_does_not_serve_is_restarted_too() 
     for _ in range(70):
         if desk.relay("r1").taking >= 0:
             desk.refuse("r1", "source")
-        restarted += [command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)]
+        restarted += [
+            command.relay_id for command in desk.wait(1.0) if isinstance(command, c.RestartRelay)
+        ]
     assert sorted(restarted) == ["r0", "r1"]
 
 
@@ -485,7 +556,9 @@ def test_who_takes_from_a_relay_that_hangs_goes_on_from_the_one_before_it_and_st
     desk = Desk(4).up()
     desk.publish()
     assert ways(desk.suspect("r1")) == {"r2": "r0"}
-    assert (desk.core.state.chain, desk.relay("r1").source) == (["r0", "r1", "r2", "r3"], "r0"), "it keeps its place"
+    assert (desk.core.state.chain, desk.relay("r1").source) == (["r0", "r1", "r2", "r3"], "r0"), (
+        "it keeps its place"
+    )
     assert ways(desk.hear("r1")) == {}
     assert ways(desk.lose("r0")) == {"r1": None, "r2": "r1"}, "it is a source as any other"
 
@@ -498,7 +571,9 @@ def test_whoever_stands_behind_a_master_that_hangs_takes_from_the_trainer() -> N
     assert [desk.relay(relay).source for relay in desk.core.state.chain] == [None, None, "r1"]
     for relay in desk.core.state.chain:
         desk.hold(relay, 0)
-    assert ways(desk.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, "the master is what it was"
+    assert ways(desk.publish_again()) == {"r0": None, "r1": "r0", "r2": "r1"}, (
+        "the master is what it was"
+    )
 
 
 def test_neighbours_that_hang_are_both_passed_by() -> None:
@@ -599,8 +674,9 @@ def test_a_snapshot_from_before_there_was_suspicion_can_be_read() -> None:
 
 
 def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
-    """The rule, slowly: whoever is heard, and holds these weights or stands before it and takes them; the trainer, where all
-    that stand before it are silent."""
+    """The rule, slowly: whoever is heard, and holds these weights or stands before it
+    and takes them; the trainer, where all that stand before it are silent.
+    """
     chain = desk.core.state.chain
     ahead = chain[: chain.index(relay)]
     givers: list[str | None] = [
@@ -608,7 +684,10 @@ def may_give(desk: Desk, relay: str, wanted: int) -> list[str | None]:
         for other in chain
         if other != relay
         and not desk.relay(other).suspected
-        and (wanted in desk.relay(other).held or (other in ahead and desk.relay(other).taking == wanted))
+        and (
+            wanted in desk.relay(other).held
+            or (other in ahead and desk.relay(other).taking == wanted)
+        )
     ]
     return [*givers, None] if all(desk.relay(other).suspected for other in ahead) else givers
 
@@ -622,7 +701,11 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
     deeds = ["lose", "hear" if relay.suspected else "suspect", "publish", "wait"]
     if relay.taking >= 0 and not relay.suspected:
         has = relay.source is None or relay.taking in desk.relay(relay.source).held
-        deeds += ["refuse", *(["stall"] if relay.source is not None else []), *(["hold"] * 3 if has else [])]
+        deeds += [
+            "refuse",
+            *(["stall"] if relay.source is not None else []),
+            *(["hold"] * 3 if has else []),
+        ]
     match data.draw(st.sampled_from(deeds)):
         case "lose":
             return desk.lose(name)
@@ -637,7 +720,9 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
         case "stall":
             return desk.stall(name)
         case "refuse":
-            return desk.refuse(name, data.draw(st.sampled_from(["source", "base", "broken", "room"])))
+            return desk.refuse(
+                name, data.draw(st.sampled_from(["source", "base", "broken", "room"]))
+            )
         case _:
             return desk.wait(1.0)
 
@@ -648,26 +733,43 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
     desk = Desk(relays, restarts=1000).up()
     desk.publish()
     for _ in range(data.draw(st.integers(1, 30))):
-        before = {name: (relay.taking, relay.source, relay.epoch) for name, relay in desk.core.state.relays.items()}
+        before = {
+            name: (relay.taking, relay.source, relay.epoch)
+            for name, relay in desk.core.state.relays.items()
+        }
         found = [command for command in step(desk, data) if isinstance(command, c.TakeWeights)]
         state = desk.core.state
         for command in found:
             assert command.source in may_give(desk, command.relay_id, command.weights_id), command
             taking, source, epoch = before[command.relay_id]
-            if (taking, epoch) == (command.weights_id, desk.relay(command.relay_id).epoch) and source != command.source:
+            if (taking, epoch) == (
+                command.weights_id,
+                desk.relay(command.relay_id).epoch,
+            ) and source != command.source:
                 relay = desk.relay(command.relay_id)
-                assert source not in may_give(desk, relay.id, taking) or source in [*relay.refused, *relay.left]
+                assert source not in may_give(desk, relay.id, taking) or source in [
+                    *relay.refused,
+                    *relay.left,
+                ]
         for name in state.chain:
             relay = desk.relay(name)
             wanted = relay.taking if relay.taking >= 0 else state.published_id
             better = [other for other in may_give(desk, name, wanted) if other not in relay.refused]
             if relay.taking < 0 and wanted not in relay.held:
                 assert not better, f"{name} could take from {better}"
-            elif relay.taking >= 0 and relay.source is not None and desk.relay(relay.source).suspected:
+            elif (
+                relay.taking >= 0
+                and relay.source is not None
+                and desk.relay(relay.source).suspected
+            ):
                 assert relay.suspected or not better, f"{name} could take from {better}"
         for name in state.chain:
             seen = [name]
-            while (last := desk.relay(seen[-1])).taking >= 0 and last.source is not None and last.source not in seen:
+            while (
+                (last := desk.relay(seen[-1])).taking >= 0
+                and last.source is not None
+                and last.source not in seen
+            ):
                 if last.taking in desk.relay(last.source).held:
                     break
                 seen.append(last.source)
@@ -690,6 +792,8 @@ def test_all_get_the_weights_once_all_are_heard(relays: int, data: st.DataObject
         desk.wait(1.0)
         for name in state.chain:
             relay = desk.relay(name)
-            if relay.taking >= 0 and (relay.source is None or relay.taking in desk.relay(relay.source).held):
+            if relay.taking >= 0 and (
+                relay.source is None or relay.taking in desk.relay(relay.source).held
+            ):
                 desk.hold(name, relay.taking)
     assert all(state.published_id in desk.relay(name).held for name in state.chain)

@@ -12,7 +12,9 @@ from tests.core.world import World
 
 
 class Broken(World):
-    """Every environment start of group g1 fails, in words that `words` gives; nothing else does."""
+    """Every environment start of group g1 fails, in words that `words` gives; nothing
+    else does.
+    """
 
     def __init__(self, reason: StopReason, words: str) -> None:
         super().__init__(config(steps=2, rollout={"retries": 5}), seed=3)
@@ -39,7 +41,9 @@ class Broken(World):
         (StopReason.ENV_HANG, "starting did not answer within 60 s", 6),
     ],
 )
-def test_the_same_failure_twice_is_not_tried_again(reason: StopReason, words: str, tries: int) -> None:
+def test_the_same_failure_twice_is_not_tried_again(
+    reason: StopReason, words: str, tries: int
+) -> None:
     world = Broken(reason, words)
     world.run()
     assert set(world.attempts.values()) == {tries}

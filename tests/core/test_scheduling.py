@@ -1,11 +1,13 @@
-"""When and where turns run, seen from outside the core: what was asked, what was given, and what it waited for."""
+"""When and where turns run, seen from outside the core: what was asked, what was given,
+and what it waited for.
+"""
 
 import itertools
 
 import pytest
 
 from rollweave.core.core import Core
-from rollweave.policy.priority import OVERTAKES
+from rollweave.core.policy.priority import OVERTAKES
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
@@ -19,8 +21,17 @@ SHORT = "g0.0"
 class Long(World):
     """All trajectories are long but one, and the predictor knows it."""
 
-    def __init__(self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object) -> None:
-        made = config("sync", steps=1, tasks=[{"env": "a"}], eval={"final_episodes": 0}, watchdog={"turn_s": 1e6}, **sections)
+    def __init__(
+        self, *, turns: int = 200, tool_s: float = 0.2, seed: int = 1, **sections: object
+    ) -> None:
+        made = config(
+            "sync",
+            steps=1,
+            tasks=[{"env": "a"}],
+            eval={"final_episodes": 0},
+            watchdog={"turn_s": 1e6},
+            **sections,
+        )
         super().__init__(made, seed)
         self.turns, self.tool_s = turns, tool_s
 
@@ -29,16 +40,26 @@ class Long(World):
         if not isinstance(command, c.StartTurn):
             super().execute(command)
             return
-        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+        key = {
+            "trajectory_id": command.trajectory_id,
+            "attempt": command.attempt,
+            "turn": command.turn,
+        }
         version = self.engine_version[command.engine_id]
-        done = e.TurnDone(**key, try_number=command.try_number, output_tokens=3, cached_tokens=0, version=version)
+        done = e.TurnDone(
+            **key, try_number=command.try_number, output_tokens=3, cached_tokens=0, version=version
+        )
         self.later(done, 1.0)
         self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
         self.next_turn(command.trajectory_id, command.attempt)
 
     def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
         key = {"trajectory_id": trajectory_id, "attempt": attempt}
-        wait = 0.01 if self.turns_of[trajectory_id, attempt] == 0 else 1.0 + self.tool_s * self.random.uniform(0.5, 1.5)
+        wait = (
+            0.01
+            if self.turns_of[trajectory_id, attempt] == 0
+            else 1.0 + self.tool_s * self.random.uniform(0.5, 1.5)
+        )
         turn = self.turns_of[trajectory_id, attempt]
         if turn >= (3 if trajectory_id == SHORT else self.turns):
             self.later(e.TrajectoryEnded(**key, stop_reason="finished", turns=turn, tokens=9), wait)
@@ -47,11 +68,20 @@ class Long(World):
 
     def predict(self, command: c.Predict) -> None:
         remaining = 2.0 if command.trajectory_id == SHORT else 4000.0
-        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+        key = {
+            "trajectory_id": command.trajectory_id,
+            "attempt": command.attempt,
+            "turn": command.turn,
+        }
         self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
 
     def given(self) -> list[c.StartTurn]:
-        return [command for commands in self.commands for command in commands if isinstance(command, c.StartTurn)]
+        return [
+            command
+            for commands in self.commands
+            for command in commands
+            if isinstance(command, c.StartTurn)
+        ]
 
 
 ONE_SLOT = {
@@ -61,7 +91,9 @@ ONE_SLOT = {
 
 
 def test_a_short_trajectory_waits_for_the_long_ones_but_not_for_ever() -> None:
-    """Its turns are overtaken at most as often as the bound says, and the engine is told to run what has waited so long."""
+    """Its turns are overtaken at most as often as the bound says, and the engine is
+    told to run what has waited so long.
+    """
     world = Long(**ONE_SLOT)
     assert world.run().error == ""
     given = world.given()
@@ -69,17 +101,28 @@ def test_a_short_trajectory_waits_for_the_long_ones_but_not_for_ever() -> None:
     assert len(places) == 3
     gaps = [after - before - 1 for before, after in itertools.pairwise(places)]
     assert max(gaps) > 10, "the long ones went first"
-    assert max(gaps) <= OVERTAKES + 6, "one slot may be given to others so often, and to those that are overdue too"
+    assert max(gaps) <= OVERTAKES + 6, (
+        "one slot may be given to others so often, and to those that are overdue too"
+    )
     assert world.core.state.counters.scheduling.overdue > 0
 
 
 def test_who_comes_first_is_served_first_without_priorities() -> None:
-    rollout = {"groups_per_step": 1, "group_size": 6, "priority": "round_robin", "placement": "pinned"}
+    rollout = {
+        "groups_per_step": 1,
+        "group_size": 6,
+        "priority": "round_robin",
+        "placement": "pinned",
+    }
     world = Long(turns=20, rollout=rollout, engines={"count": 1, "max_slots": 1})
     assert world.run().error == ""
     assert world.core.state.counters.scheduling.preemptions == 0
     assert world.core.state.counters.scheduling.predictions == 0
-    asked = {(event.trajectory_id, event.turn): now for now, event in world.journal if isinstance(event, e.TurnRequested)}
+    asked = {
+        (event.trajectory_id, event.turn): now
+        for now, event in world.journal
+        if isinstance(event, e.TurnRequested)
+    }
     times = [asked[command.trajectory_id, command.turn] for command in world.given()]
     assert times == sorted(times)
 
@@ -104,14 +147,25 @@ class Wild(Long):
 
     def predict(self, command: c.Predict) -> None:
         for remaining in (float("nan"), float("inf"), -5.0, 0.0):
-            key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
+            key = {
+                "trajectory_id": command.trajectory_id,
+                "attempt": command.attempt,
+                "turn": command.turn,
+            }
             self.later(e.PredictionReady(**key, remaining_tokens=remaining), 0.001)
 
 
 @pytest.mark.parametrize("kind", [Mute, Wild])
 @pytest.mark.parametrize("placement", ["partition", "presorted"])
-def test_a_predictor_that_fails_changes_nothing_but_the_order(kind: type[Long], placement: str) -> None:
-    rollout = {"scheduling": "trajectory", "placement": placement, "groups_per_step": 2, "group_size": 4}
+def test_a_predictor_that_fails_changes_nothing_but_the_order(
+    kind: type[Long], placement: str
+) -> None:
+    rollout = {
+        "scheduling": "trajectory",
+        "placement": placement,
+        "groups_per_step": 2,
+        "group_size": 4,
+    }
     world = kind(turns=6, rollout=rollout)
     assert world.run().error == ""
     counted = world.core.state.counters.scheduling
@@ -124,13 +178,23 @@ class Huge(Long):
     """A predictor that diverges."""
 
     def predict(self, command: c.Predict) -> None:
-        key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt, "turn": command.turn}
-        self.later(e.PredictionReady(**key, remaining_tokens=self.random.choice([1e12, 1e300])), 0.001)
+        key = {
+            "trajectory_id": command.trajectory_id,
+            "attempt": command.attempt,
+            "turn": command.turn,
+        }
+        self.later(
+            e.PredictionReady(**key, remaining_tokens=self.random.choice([1e12, 1e300])), 0.001
+        )
 
 
 def test_a_prediction_beyond_all_bounds_is_one_of_a_long_trajectory() -> None:
-    """The context summed over so many tokens would be no number that a snapshot can hold."""
-    world = Huge(turns=6, rollout={"scheduling": "trajectory", "groups_per_step": 2, "group_size": 4})
+    """The context summed over so many tokens would be no number that a snapshot can
+    hold.
+    """
+    world = Huge(
+        turns=6, rollout={"scheduling": "trajectory", "groups_per_step": 2, "group_size": 4}
+    )
     world.start()
     while world.finish is None:
         world.step()
@@ -139,7 +203,10 @@ def test_a_prediction_beyond_all_bounds_is_one_of_a_long_trajectory() -> None:
 
 
 def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
-    """Two residents' environments work for minutes. Their contexts leave no room for others', who run all the same."""
+    """Two residents' environments work for minutes.
+
+    Their contexts leave no room for others', who run all the same.
+    """
     hang_s = 60.0
 
     class Hangs(Long):
@@ -151,7 +218,9 @@ def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
         def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
             turn = self.turns_of[trajectory_id, attempt]
             if turn == 3 and trajectory_id in ("g0.1", "g0.2"):
-                asked = e.TurnRequested(trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=10)
+                asked = e.TurnRequested(
+                    trajectory_id=trajectory_id, attempt=attempt, turn=turn, context_tokens=10
+                )
                 self.later(asked, hang_s)
             else:
                 super().next_turn(trajectory_id, attempt, after)
@@ -168,7 +237,9 @@ def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
     waited_s = 0.0
     while world.finish is None:
         state = world.core.state
-        idle = bool(state.turn_queue) and not any(engine.active for engine in state.engines.values())
+        idle = bool(state.turn_queue) and not any(
+            engine.active for engine in state.engines.values()
+        )
         before = world.now
         world.step()
         waited_s += idle * (world.now - before)
@@ -178,19 +249,30 @@ def test_no_kv_is_kept_for_those_whose_environment_hangs() -> None:
 
 
 def test_who_outlives_the_estimate_is_ranked_anew_in_the_midst_of_a_turn() -> None:
-    """Turns take a second for three tokens; one of a trajectory that is taken for short takes minutes."""
+    """Turns take a second for three tokens; one of a trajectory that is taken for short
+    takes minutes.
+    """
 
     class Endless(Long):
         def execute(self, command: c.Command) -> None:
-            endless = isinstance(command, c.StartTurn) and (command.trajectory_id, command.turn) == (SHORT, 1)
+            endless = isinstance(command, c.StartTurn) and (
+                command.trajectory_id,
+                command.turn,
+            ) == (SHORT, 1)
             self.turn_s = 300.0 if endless else 1.0
             super().execute(command)
 
         def later(self, event: e.Event, delay: float | None = None) -> None:
-            of_turn = isinstance(event, e.TurnDone | e.TurnRequested) and delay is not None and delay >= 1.0
+            of_turn = (
+                isinstance(event, e.TurnDone | e.TurnRequested)
+                and delay is not None
+                and delay >= 1.0
+            )
             super().later(event, (delay or 0.0) + self.turn_s - 1.0 if of_turn else delay)
 
-    world = Endless(turns=60, tool_s=6.0, rollout=ONE_SLOT["rollout"], engines={"count": 1, "max_slots": 6})
+    world = Endless(
+        turns=60, tool_s=6.0, rollout=ONE_SLOT["rollout"], engines={"count": 1, "max_slots": 6}
+    )
     world.turn_s = 1.0
     assert world.run().error == ""
     ranks = [
@@ -208,13 +290,23 @@ def test_a_turn_waits_for_its_moving_kv_and_that_is_counted() -> None:
         def execute(self, command: c.Command) -> None:
             if isinstance(command, c.Migrate):
                 done = e.MigrationDone(
-                    number=command.number, trajectory_id=command.trajectory_id, attempt=command.attempt, moved_tokens=5
+                    number=command.number,
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    moved_tokens=5,
                 )
-                self.later(done, 13.0)  # longer than the environment takes, and within the limit of a transfer
+                # longer than the environment takes, and within the limit of a transfer
+                self.later(done, 13.0)
             else:
                 super().execute(command)
 
-    rollout = {"scheduling": "trajectory", "migration": "rank", "groups_per_step": 2, "group_size": 6, "max_running": 12}
+    rollout = {
+        "scheduling": "trajectory",
+        "migration": "rank",
+        "groups_per_step": 2,
+        "group_size": 6,
+        "max_running": 12,
+    }
     world = Slow(turns=10, tool_s=3.0, rollout=rollout)
     assert world.run().error == ""
     counted = world.core.state.counters.scheduling
@@ -230,7 +322,13 @@ def test_a_transfer_that_nobody_answers_for_is_given_up() -> None:
             if not isinstance(command, c.Migrate):
                 super().execute(command)
 
-    rollout = {"scheduling": "trajectory", "migration": "rank", "groups_per_step": 2, "group_size": 6, "max_running": 12}
+    rollout = {
+        "scheduling": "trajectory",
+        "migration": "rank",
+        "groups_per_step": 2,
+        "group_size": 6,
+        "max_running": 12,
+    }
     world = Silent(turns=6, tool_s=3.0, rollout=rollout)
     assert world.run().error == ""
     assert world.core.state.counters.scheduling.migrations_failed > 0
@@ -246,7 +344,11 @@ def test_turns_move_on_when_their_engine_is_lost() -> None:
     while not world.core.state.turn_queue:
         world.step()
     lost = next(
-        turn.lane for turn in (world.core.state.trajectories[name].turn for name in world.core.state.turn_queue) if turn
+        turn.lane
+        for turn in (
+            world.core.state.trajectories[name].turn for name in world.core.state.turn_queue
+        )
+        if turn
     )
     assert lost is not None
     world.feed(e.EngineLost(engine_id=EngineId(lost), epoch=0, error="killed"))

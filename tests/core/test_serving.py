@@ -1,4 +1,6 @@
-"""A core that serves: rollouts that others ask for, on engines that come and go, each delivered exactly once."""
+"""A core that serves: rollouts that others ask for, on engines that come and go, each
+delivered exactly once.
+"""
 
 import heapq
 import random
@@ -11,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
+from rollweave.core.policy.retry import WORLDS
 from rollweave.core.state import EngineStatus, Phase, Stage
-from rollweave.policy.retry import WORLDS
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -24,10 +26,18 @@ SCHEDULINGS = ("turn", "trajectory")
 
 
 class Service(World):
-    """`asked` groups are submitted at random times; some members are cancelled; engines are registered and withdrawn."""
+    """`asked` groups are submitted at random times; some members are cancelled; engines
+    are registered and withdrawn.
+    """
 
     def __init__(
-        self, *, scheduling: str = "turn", seed: int = 0, asked: int = 20, cancels: float = 0.0, **knobs: float
+        self,
+        *,
+        scheduling: str = "turn",
+        seed: int = 0,
+        asked: int = 20,
+        cancels: float = 0.0,
+        **knobs: float,
     ) -> None:
         rollout = {"scheduling": scheduling, "init_slots": 3, "max_running": 8, "eval_slots": 2}
         super().__init__(config("sync", rollout=rollout, watchdog={"restarts": 100}), seed, **knobs)
@@ -42,21 +52,32 @@ class Service(World):
         members = self.random.choice([1, 1, 4])
         task = Task(id=TaskId(group), env="elsewhere", seed=0, limits=Limits(step_s=5.0))
         name = self.random.choice(["a", "never heard of"])
-        self.later(e.RolloutsSubmitted(group_id=GroupId(group), name=name, task=task, members=members), at)
+        self.later(
+            e.RolloutsSubmitted(group_id=GroupId(group), name=name, task=task, members=members), at
+        )
         for member in range(members):
             self.expected.add(f"{group}.{member}")
             if self.random.random() < cancels:
-                self.later(e.RolloutCancelled(trajectory_id=TrajectoryId(f"{group}.{member}")), self.random.uniform(0, 60))
+                self.later(
+                    e.RolloutCancelled(trajectory_id=TrajectoryId(f"{group}.{member}")),
+                    self.random.uniform(0, 60),
+                )
 
     def start(self) -> None:
-        seats = tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items())
+        seats = tuple(
+            e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()
+        )
         self.feed(e.RunStarted(engines=seats, serving=True))
         for name in self.engine_epoch:
             self.join(name)
 
     def join(self, name: str) -> None:
         joined = e.EngineJoined(
-            engine_id=EngineId(name), epoch=self.engine_epoch[name], max_slots=2, kv_total_tokens=9, version=0
+            engine_id=EngineId(name),
+            epoch=self.engine_epoch[name],
+            max_slots=2,
+            kv_total_tokens=9,
+            version=0,
         )
         self.later(joined)
 
@@ -79,7 +100,14 @@ class Service(World):
                     self.later(e.RolloutTaken(trajectory_id=command.trajectory_id))
             case c.StartEngine():
                 pass  # by `register`
-            case c.TrainStep() | c.PublishWeights() | c.SaveCheckpoint() | c.RestartTrainer() | c.LoadWeights() | c.DrawTask():
+            case (
+                c.TrainStep()
+                | c.PublishWeights()
+                | c.SaveCheckpoint()
+                | c.RestartTrainer()
+                | c.LoadWeights()
+                | c.DrawTask()
+            ):
                 raise AssertionError(f"a service trains nothing: {command}")
             case c.RestartEngine():
                 self.engine_epoch[command.engine_id] = command.epoch
@@ -107,7 +135,9 @@ class Service(World):
     failure=st.sampled_from([0.0, 0.05, 0.2]),
     cancels=st.sampled_from([0.0, 0.5]),
 )
-def test_whatever_is_asked_for_is_delivered_once(seed: int, scheduling: str, failure: float, cancels: float) -> None:
+def test_whatever_is_asked_for_is_delivered_once(
+    seed: int, scheduling: str, failure: float, cancels: float
+) -> None:
     world = Service(scheduling=scheduling, seed=seed, failure=failure, cancels=cancels)
     world.start()
     world.until_delivered()
@@ -123,7 +153,9 @@ def test_whatever_is_asked_for_is_delivered_once(seed: int, scheduling: str, fai
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**16), scheduling=st.sampled_from(SCHEDULINGS), cut=st.integers(1, 400))
 def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str, cut: int) -> None:
-    """What nobody has taken yet is said again; what was under way starts again; nothing is delivered twice if it was taken."""
+    """What nobody has taken yet is said again; what was under way starts again; nothing
+    is delivered twice if it was taken.
+    """
     world = Service(scheduling=scheduling, seed=seed)
     world.start()
     world.takes = bool(seed % 2)
@@ -135,7 +167,10 @@ def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str
     later = [event for *_, event in world.heap if isinstance(event, e.RolloutsSubmitted)]
     world.core = Core.restore(world.core.snapshot(), world.config)
     world.heap.clear()
-    world.takes, before = True, Counter({name: len(words) for name, words in world.delivered.items()})
+    world.takes, before = (
+        True,
+        Counter({name: len(words) for name, words in world.delivered.items()}),
+    )
     world.engine_version.clear()
     seats = tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats)
     world.feed(e.WorldLost(engines=seats))
@@ -147,7 +182,9 @@ def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str
     world.until_delivered()
     assert {name.rpartition(".")[0] for name in world.delivered} >= heard
     for name, words in world.delivered.items():
-        assert len(words) == before[name] + 1 if name in untaken or not before[name] else before[name]
+        assert (
+            len(words) == before[name] + 1 if name in untaken or not before[name] else before[name]
+        )
 
 
 @pytest.mark.parametrize("drain", [True, False])
@@ -161,7 +198,12 @@ def test_an_end_drains_or_cancels(drain: bool) -> None:
     assert world.delivered.keys() == world.expected
     assert (StopReason.CANCELLED in reasons) == (not drain)
     late = Task(id=TaskId("late"), env="a", seed=0)
-    assert world.core.handle(world.now, e.RolloutsSubmitted(group_id=GroupId("late"), name="a", task=late)) == []
+    assert (
+        world.core.handle(
+            world.now, e.RolloutsSubmitted(group_id=GroupId("late"), name="a", task=late)
+        )
+        == []
+    )
 
 
 def test_engines_come_and_go_and_no_job_is_lost() -> None:
@@ -177,7 +219,9 @@ def test_engines_come_and_go_and_no_job_is_lost() -> None:
                 world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=rng.random() < 0.5))
             world.register(f"x{number}")
             number += 1
-    assert set(world.core.state.counters.delivered) == {StopReason.FINISHED}, "withdrawing an engine is nobody's failure"
+    assert set(world.core.state.counters.delivered) == {StopReason.FINISHED}, (
+        "withdrawing an engine is nobody's failure"
+    )
     assert number > 5
 
 
@@ -188,7 +232,9 @@ def test_nothing_starts_without_an_engine_and_everything_once_there_is_one() -> 
     world.start()
     while len(world.core.state.groups) < 4:
         world.step()
-    assert all(trajectory.stage is Stage.QUEUED for trajectory in world.core.state.trajectories.values())
+    assert all(
+        trajectory.stage is Stage.QUEUED for trajectory in world.core.state.trajectories.values()
+    )
     world.register("x")
     world.until_delivered()
     assert world.core.state.phase is Phase.SERVING
@@ -202,7 +248,9 @@ def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str
         world.seats.clear()
         world.engine_epoch.clear()
     world.start()
-    while len(world.core.state.groups) < 4 or (engine == "lost for ever" and not world.core.state.in_eval):
+    while len(world.core.state.groups) < 4 or (
+        engine == "lost for ever" and not world.core.state.in_eval
+    ):
         world.step()
     if engine == "never ready":
         world.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId("x"))))
@@ -212,10 +260,16 @@ def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str
         for name in world.seats:
             world.feed(e.EngineWithdrawn(engine_id=EngineId(name), drain=False))
     world.close(drain=True)
-    assert (world.now > world.config.watchdog.start_s) == (engine == "never ready"), "it may become ready until then"
+    assert (world.now > world.config.watchdog.start_s) == (engine == "never ready"), (
+        "it may become ready until then"
+    )
     state = world.core.state
     assert state.phase is Phase.FINISHED
-    kept = [name for name, one in state.trajectories.items() if one.stage in (Stage.QUEUED, Stage.INIT, Stage.RUN)]
+    kept = [
+        name
+        for name, one in state.trajectories.items()
+        if one.stage in (Stage.QUEUED, Stage.INIT, Stage.RUN)
+    ]
     assert kept
     assert len(kept) == len(state.trajectories), "the rest was delivered"
     assert f"{len(kept)} rollouts are kept for the next start" in world.warnings[-1].message
@@ -241,11 +295,15 @@ def test_a_rollout_that_was_under_way_whenever_the_world_was_lost_is_given_up() 
         assert not world.delivered
         world.core, before = Core.restore(world.core.snapshot(), world.config), len(world.warnings)
         world.heap.clear()
-        world.feed(e.WorldLost(engines=tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats)))
+        world.feed(
+            e.WorldLost(engines=tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats))
+        )
         for name in world.seats:
             world.engine_epoch[name] = 0
             world.join(name)
-        given_up = [warning for warning in world.warnings[before:] if "is given up" in warning.message]
+        given_up = [
+            warning for warning in world.warnings[before:] if "is given up" in warning.message
+        ]
         assert len(given_up) == (len(under_way) if life == WORLDS - 1 else 0)
     world.until_delivered()
     assert {world.delivered[name][0].stop_reason for name in under_way} == {StopReason.WORLD_LOST}
@@ -261,7 +319,9 @@ class NeverWalked(dict[Any, Any]):
 
 
 def test_a_look_at_the_deadlines_does_not_walk_through_what_waits() -> None:
-    """Else a night of waiting for an engine, which is written as a look a second, replays for minutes."""
+    """Else a night of waiting for an engine, which is written as a look a second,
+    replays for minutes.
+    """
     world = Service(asked=4)
     world.seats.clear()
     world.engine_epoch.clear()
@@ -276,12 +336,20 @@ def test_a_look_at_the_deadlines_does_not_walk_through_what_waits() -> None:
 
 
 def calls_with_busy_engines(engines: int) -> int:
-    """Calls of functions for an event that brings no slot, while turns wait for busy engines."""
-    core = Core(config("sync", rollout={"scheduling": "turn", "max_running": 200, "init_slots": 200}))
+    """Calls of functions for an event that brings no slot, while turns wait for busy
+    engines.
+    """
+    core = Core(
+        config("sync", rollout={"scheduling": "turn", "max_running": 200, "init_slots": 200})
+    )
     names = [EngineId(f"e{number}") for number in range(engines)]
-    core.handle(0.0, e.RunStarted(engines=tuple(e.EngineSeat(id=name) for name in names), serving=True))
+    core.handle(
+        0.0, e.RunStarted(engines=tuple(e.EngineSeat(id=name) for name in names), serving=True)
+    )
     for name in names:
-        core.handle(0.0, e.EngineJoined(engine_id=name, epoch=0, max_slots=1, kv_total_tokens=9, version=0))
+        core.handle(
+            0.0, e.EngineJoined(engine_id=name, epoch=0, max_slots=1, kv_total_tokens=9, version=0)
+        )
     for number in range(engines + 4):
         task = Task(id=TaskId("t"), env="a", seed=0)
         core.handle(0.0, e.RolloutsSubmitted(group_id=GroupId(f"r{number}"), name="a", task=task))
@@ -314,9 +382,17 @@ def test_an_engine_that_joins_and_never_answers_is_removed_and_jobs_wait_for_ano
         while name in world.core.state.engines:
             engine = world.core.state.engines[EngineId(name)]
             if engine.status is EngineStatus.SERVING:
-                world.feed(e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="dies at each turn"))
+                world.feed(
+                    e.EngineLost(engine_id=engine.id, epoch=engine.epoch, error="dies at each turn")
+                )
             else:
-                joined = e.EngineJoined(engine_id=engine.id, epoch=engine.epoch, max_slots=2, kv_total_tokens=9, version=0)
+                joined = e.EngineJoined(
+                    engine_id=engine.id,
+                    epoch=engine.epoch,
+                    max_slots=2,
+                    kv_total_tokens=9,
+                    version=0,
+                )
                 world.feed(joined)
             assert world.handled < 5000, "it is started again for ever"
     assert world.core.state.phase is Phase.SERVING

@@ -1,4 +1,6 @@
-"""What disks and stores lose, and what a trainer says of them: checkpoints that fail while in use, tokens that are gone."""
+"""What disks and stores lose, and what a trainer says of them: checkpoints that fail
+while in use, tokens that are gone.
+"""
 
 import heapq
 
@@ -21,7 +23,9 @@ def evaluating() -> World:
 
 
 def saving(world: World, step: int) -> None:
-    """Run until step `step` is to be saved, and lose that: the disk is full, and nobody has said so yet."""
+    """Run until step `step` is to be saved, and lose that: the disk is full, and nobody
+    has said so yet.
+    """
     while True:
         command = until(world, c.SaveCheckpoint)
         assert isinstance(command, c.SaveCheckpoint)
@@ -70,7 +74,9 @@ def test_a_save_that_succeeds_at_the_second_try_is_no_failure() -> None:
 
 
 def test_what_the_store_lost_is_not_trained_on_again() -> None:
-    """A trajectory of a trained step is gone when the controller comes back, and its step is trained again."""
+    """A trajectory of a trained step is gone when the controller comes back, and its
+    step is trained again.
+    """
     world = World(config(steps=4, run={"checkpoint_every": 0}), seed=3)
     world.start()
     while world.core.state.trainer.step < 1:
@@ -112,7 +118,9 @@ def test_what_the_trainer_says_twice_is_no_answer_to_a_later_question(kind: type
 
 
 def test_a_score_that_comes_too_late_leaves_the_store() -> None:
-    """It was stored while the core was already cancelling it; nobody will ever ask for it."""
+    """It was stored while the core was already cancelling it; nobody will ever ask for
+    it.
+    """
     world = World(config(rollout={"spare_members": 1, "eval_slots": 8}), seed=3)
     world.start()
     scoring: set[tuple[str, int]] = set()
@@ -122,11 +130,18 @@ def test_a_score_that_comes_too_late_leaves_the_store() -> None:
         for command in world.commands[-1]:
             if isinstance(command, c.StartEval):
                 scoring.add((command.trajectory_id, command.attempt))
-            if isinstance(command, c.CancelTrajectory) and (command.trajectory_id, command.attempt) in scoring:
-                late = e.RewardReady(trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0)
+            if (
+                isinstance(command, c.CancelTrajectory)
+                and (command.trajectory_id, command.attempt) in scoring
+            ):
+                late = e.RewardReady(
+                    trajectory_id=command.trajectory_id, attempt=command.attempt, reward=1.0
+                )
     for _ in range(2):  # while it closes, and when nobody knows it any more
         world.feed(late)
-        evicted = [command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)]
+        evicted = [
+            command.trajectory_ids for command in world.commands[-1] if isinstance(command, c.Evict)
+        ]
         assert (late.trajectory_id,) in evicted
         while late.trajectory_id in world.core.state.trajectories:
             world.step()

@@ -1,20 +1,22 @@
-"""A world made of a heap of future events: it answers every command after a random delay, and fails in every way.
+"""A world made of a heap of future events: it answers every command after a random
+delay, and fails in every way.
 
-It checks what a real world would suffer from: commands about things that do not exist, slots used twice, late answers.
+It checks what a real world would suffer from: commands about things that do not exist,
+slots used twice, late answers.
 """
 
 import heapq
 import random
 
 from rollweave.core.core import Core
+from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
 from rollweave.core.seats import first_seats, next_id
 from rollweave.core.weights import MOST
-from rollweave.policy.retry import STRIKES_BEFORE_RESTART
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TaskId
-from rollweave.schema.config import RunConfig
-from rollweave.schema.sections import ModeName
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModeName
 from rollweave.schema.work import Limits, StopReason, Task
 
 
@@ -29,7 +31,9 @@ class World:
         hang: float = 0.0,
         restless: float = 0.0,
     ) -> None:
-        """`restless`: by how many events that share engines are asked for, and withdrawn."""
+        """`restless`: by how many events that share engines are asked for, and
+        withdrawn.
+        """
         self.config, self.restless = config, restless
         self.core = Core(config)
         self.random = random.Random(seed)
@@ -62,11 +66,14 @@ class World:
         self.batches = 0
         self.published: dict[int, int] = {}  # weights id → numbers
         self.version_of: dict[int, int] = {}  # weights id → version
-        self.loads: dict[str, list[int]] = {}  # engine → weights ids that it had, has, and was to load since
-        self.open: dict[tuple[str, int, int], tuple[str, int]] = {}  # turn → the engine and the try that it is with
+        # engine → weights ids that it had, has, and was to load since
+        self.loads: dict[str, list[int]] = {}
+        # turn → the engine and the try that it is with
+        self.open: dict[tuple[str, int, int], tuple[str, int]] = {}
         self.silent: dict[str, int] = {}  # engine → its turns in a row without an answer
         self.failed_on: dict[tuple[str, int, int], list[str]] = {}  # turn → engines that failed it
-        self.tried_on: dict[tuple[str, int, int], set[str]] = {}  # turn → engines that it was with, also those lost since
+        # turn → engines that it was with, also those lost since
+        self.tried_on: dict[tuple[str, int, int], set[str]] = {}
         self.evaluations: list[c.RecordEvaluation] = []
         self.warnings: list[c.Warn] = []
         self.turns_of: dict[tuple[str, int], int] = {}
@@ -81,7 +88,10 @@ class World:
     def start(self) -> None:
         self.feed(
             e.RunStarted(
-                engines=tuple(e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()),
+                engines=tuple(
+                    e.EngineSeat(id=EngineId(name), degree=degree)
+                    for name, degree in self.seats.items()
+                ),
                 relays=len(self.relay_epoch),
             )
         )
@@ -99,7 +109,10 @@ class World:
                 epoch=self.engine_epoch[name],
                 max_slots=self.config.engines[0].max_slots,
                 kv_total_tokens=200 if self.config.rollout.mode is ModeName.DECOUPLED else 9,
-                profile=tuple(e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name]) for batch in (1, 4, 16)),
+                profile=tuple(
+                    e.StepTime(batch=batch, seconds=(1 + 0.1 * batch) / self.seats[name])
+                    for batch in (1, 4, 16)
+                ),
             )
         )
 
@@ -129,14 +142,18 @@ class World:
     def feed(self, event: e.Event) -> None:
         self.handled += 1
         if isinstance(event, e.TurnDone):
-            engine_id, try_number = self.open.get((event.trajectory_id, event.attempt, event.turn), ("", -1))
+            engine_id, try_number = self.open.get(
+                (event.trajectory_id, event.attempt, event.turn), ("", -1)
+            )
             if try_number == event.try_number:
                 self.silent[engine_id] = 0
         elif isinstance(event, e.TurnFailed):
             self.note_failure(event)
         elif isinstance(event, e.WeightsLoaded):
             loads = self.loads.get(event.engine_id, [])
-            last = max((place for place, held in enumerate(loads) if held == event.weights_id), default=0)
+            last = max(
+                (place for place, held in enumerate(loads) if held == event.weights_id), default=0
+            )
             del loads[: max(0, last - 1)]
         elif isinstance(event, e.WorldLost):
             self.lost_worlds += 1
@@ -149,14 +166,22 @@ class World:
             self.execute(command)
 
     def change_fleet(self) -> None:
-        """One more engine, or one less; what is asked for may be refused, or said twice."""
+        """One more engine, or one less; what is asked for may be refused, or said
+        twice.
+        """
         state = self.core.state
         if self.random.random() < 0.5 and len(state.engines) < 5:
             name = next_id(state)
-            event: e.Event | None = e.EngineRegistered(engine=e.EngineSeat(id=name)) if name is not None else None
+            event: e.Event | None = (
+                e.EngineRegistered(engine=e.EngineSeat(id=name)) if name is not None else None
+            )
         else:
             name = self.random.choice(list(state.engines)) if state.engines else None
-            event = e.EngineWithdrawn(engine_id=name, drain=self.random.random() < 0.7) if name is not None else None
+            event = (
+                e.EngineWithdrawn(engine_id=name, drain=self.random.random() < 0.7)
+                if name is not None
+                else None
+            )
         if event is not None:
             for _ in range(self.random.choice([1, 1, 2])):
                 self.later(event)
@@ -174,7 +199,9 @@ class World:
             self.feed(event)
 
     def arrives(self, event: e.WeightsHeld | e.WeightsRefused) -> bool:
-        """A take is over; unless another has overtaken it, its source has not got so far, or lacks it."""
+        """A take is over; unless another has overtaken it, its source has not got so
+        far, or lacks it.
+        """
         take = self.takes.get(event.relay_id)
         if self.relay_epoch.get(event.relay_id) != event.epoch:
             return True  # of an earlier life: late news
@@ -210,7 +237,9 @@ class World:
     def run(self, max_events: int = 100_000) -> c.Finish:
         self.start()
         while self.finish is None:
-            assert self.handled < max_events, f"no end: {self.core.state.phase}, step {self.core.state.trainer.step}"
+            assert self.handled < max_events, (
+                f"no end: {self.core.state.phase}, step {self.core.state.trainer.step}"
+            )
             self.step()
         return self.finish
 
@@ -233,14 +262,18 @@ class World:
                 self.initiated[command.trajectory_id] = command.initiated_version
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
-                    self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.ENV_ERROR, error="boom"))
+                    self.later(
+                        e.TrajectoryEnded(**key, stop_reason=StopReason.ENV_ERROR, error="boom")
+                    )
                 else:
                     self.later(e.EnvReady(**key, prompt_tokens=7))
             case c.StartRun():
                 self.turns_of[command.trajectory_id, command.attempt] = 0
                 self.next_turn(command.trajectory_id, command.attempt)
             case c.StartTurn():
-                assert command.engine_id in self.engine_version, "a turn on an engine without weights"
+                assert command.engine_id in self.engine_version, (
+                    "a turn on an engine without weights"
+                )
                 self.check_retry(command)
                 key = {
                     "trajectory_id": command.trajectory_id,
@@ -292,7 +325,11 @@ class World:
             case c.StartEval():
                 key = {"trajectory_id": command.trajectory_id, "attempt": command.attempt}
                 if self.fails():
-                    self.later(e.RewardFailed(**key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"))
+                    self.later(
+                        e.RewardFailed(
+                            **key, stop_reason=StopReason.REWARD_ERROR, error="bad reward"
+                        )
+                    )
                 else:
                     reward, success = self.score(command.trajectory_id)
                     self.later(e.RewardReady(**key, reward=reward, success=success))
@@ -326,31 +363,42 @@ class World:
             del self.open[turn]
 
     def check_retry(self, command: c.StartTurn) -> None:
-        """A turn is tried again at most so often, and not where it failed while a new engine could take it.
+        """A turn is tried again at most so often, and not where it failed while a new
+        engine could take it.
 
-        An engine that was lost with the turn has failed it too, whether or not it has restarted since.
-        An evaluation's turns run on engines that have its version.
+        An engine that was lost with the turn has failed it too, whether or not it has
+        restarted since. An evaluation's turns run on engines that have its version.
         """
         evaluation = self.core.state.evaluation
         if command.trajectory_id.startswith("e") and evaluation is not None:
             version = self.engine_version[command.engine_id]
-            assert version == evaluation.version, f"{command} of an evaluation of {evaluation.version} on version {version}"
+            assert version == evaluation.version, (
+                f"{command} of an evaluation of {evaluation.version} on version {version}"
+            )
         turn = (command.trajectory_id, command.attempt, command.turn)
         failed = self.failed_on.get(turn, [])
         assert len(failed) <= self.config.rollout.retries, f"{command} after {len(failed)} failures"
-        assert command.attempt <= self.config.rollout.retries or self.lost_worlds, f"{command} of one attempt too many"
+        assert command.attempt <= self.config.rollout.retries or self.lost_worlds, (
+            f"{command} of one attempt too many"
+        )
         run = self.core._run
-        freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])  # perhaps after this one
-        if command.engine_id in failed and not run.scheduling.homes and not freed:  # else its own engine may be the better one
-            others = {one.id for one in run.fleet.loads.values() if one.active < one.slots} - self.tried_on[turn]
+        # perhaps after this one
+        freed = any(isinstance(one, c.CancelTrajectory | c.AbortTurn) for one in self.commands[-1])
+        # else its own engine may be the better one
+        if command.engine_id in failed and not run.scheduling.homes and not freed:
+            others = {
+                one.id for one in run.fleet.loads.values() if one.active < one.slots
+            } - self.tried_on[turn]
             assert not others, f"{command} on an engine that failed it, while {others} are free"
         self.open[turn] = (command.engine_id, command.try_number)
         self.tried_on.setdefault(turn, set()).add(command.engine_id)
 
     def check_kept(self, command: c.PublishWeights) -> None:
-        """Kept are versions that an engine has or takes, that trajectories in flight began with, and what relays pass on.
+        """Kept are versions that an engine has or takes, that trajectories in flight
+        began with, and what relays pass on.
 
-        An engine has its former version until a load succeeds, however many loads fail before.
+        An engine has its former version until a load succeeds, however many loads fail
+        before.
         """
         state = self.core.state
         wanted = {held for loads in self.loads.values() for held in loads}
@@ -368,27 +416,46 @@ class World:
         if not self.fails():
             remaining = self.random.choice([0.5, 3.0, 40.0, 4000.0])
             event = e.PredictionReady(
-                trajectory_id=command.trajectory_id, attempt=command.attempt, turn=command.turn, remaining_tokens=remaining
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                turn=command.turn,
+                remaining_tokens=remaining,
             )
             self.later(event, self.random.expovariate(1 / self.spread))
 
     def next_turn(self, trajectory_id: str, attempt: int, after: float | None = None) -> None:
-        """The episode asks for a turn, or ends. Late or doubled requests are what a real world may produce too."""
+        """The episode asks for a turn, or ends.
+
+        Late or doubled requests are what a real world may produce too.
+        """
         turn = self.turns_of[trajectory_id, attempt]
         key = {"trajectory_id": trajectory_id, "attempt": attempt}
         if self.fails():
             self.later(
-                e.TrajectoryEnded(**key, stop_reason=self.random.choice([StopReason.ENV_ERROR, StopReason.ENV_HANG])), after
+                e.TrajectoryEnded(
+                    **key,
+                    stop_reason=self.random.choice([StopReason.ENV_ERROR, StopReason.ENV_HANG]),
+                ),
+                after,
             )
         elif turn >= self.random.randint(1, 3):
-            self.later(e.TrajectoryEnded(**key, stop_reason=StopReason.FINISHED, turns=turn, tokens=turn * 3), after)
+            self.later(
+                e.TrajectoryEnded(
+                    **key, stop_reason=StopReason.FINISHED, turns=turn, tokens=turn * 3
+                ),
+                after,
+            )
         else:
             self.later(e.TurnRequested(**key, turn=turn, context_tokens=10), after)
 
     def execute_plant(self, command: c.Command) -> None:
         match command:
             case c.SuspendEngine():
-                self.later(e.EngineSuspended(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]))
+                self.later(
+                    e.EngineSuspended(
+                        engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]
+                    )
+                )
             case c.TakeWeights():
                 self.take(command)
             case c.RestartRelay():
@@ -401,11 +468,15 @@ class World:
             case c.LoadWeights():
                 if command.from_checkpoint is not None:
                     found = self.checkpoints.get(command.from_checkpoint)
-                    assert found == self.published[command.weights_id], f"{command} of a checkpoint that holds {found}"
+                    assert found == self.published[command.weights_id], (
+                        f"{command} of a checkpoint that holds {found}"
+                    )
                     assert command.version == command.from_checkpoint
                 elif self.told:
                     machine = f"r{int(command.engine_id[1:]) % len(self.told)}"
-                    assert command.weights_id in self.told[machine], f"{command} of what {machine} does not hold"
+                    assert command.weights_id in self.told[machine], (
+                        f"{command} of what {machine} does not hold"
+                    )
                 self.loads.setdefault(command.engine_id, []).append(command.weights_id)
                 key = {
                     "engine_id": command.engine_id,
@@ -419,11 +490,17 @@ class World:
                     self.later(e.WeightsLoaded(**key, version=command.version))
                 if self.fails():
                     self.later(
-                        e.EngineLost(engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id], error="killed")
+                        e.EngineLost(
+                            engine_id=command.engine_id,
+                            epoch=self.engine_epoch[command.engine_id],
+                            error="killed",
+                        )
                     )
             case c.RestartEngine():
                 silent = self.silent.pop(command.engine_id, 0)
-                assert "turns in a row" not in command.reason or silent >= STRIKES_BEFORE_RESTART, f"{command} of {silent}"
+                assert "turns in a row" not in command.reason or silent >= STRIKES_BEFORE_RESTART, (
+                    f"{command} of {silent}"
+                )
                 self.engine_epoch[command.engine_id] = command.epoch
                 self.join(command.engine_id)
             case c.StartEngine():
@@ -445,7 +522,9 @@ class World:
                 before = {member for members in self.trained.values() for member in members}
                 self.trained.setdefault(command.step, [])
                 for group in command.groups:
-                    assert not before & {*group.trajectory_ids}, f"group {group.id} is trained twice, at {command.step}"
+                    assert not before & {*group.trajectory_ids}, (
+                        f"group {group.id} is trained twice, at {command.step}"
+                    )
                     self.trained[command.step] += group.trajectory_ids
                     for member in group.trajectory_ids:
                         self.trained_versions.append((command.step, self.initiated[member]))
@@ -453,15 +532,30 @@ class World:
                     self.trainer_step += 1
                 self.batches += 1
                 self.numbers = self.batches
-                self.later(e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part))
+                self.later(
+                    e.StepTrained(epoch=self.trainer_epoch, step=command.step, part=command.part)
+                )
             case c.MeasureRatios():
                 assert command.step == self.trainer_step
                 if self.fails():
-                    failed = e.TrainFailed(epoch=self.trainer_epoch, step=command.step, error="out of memory", nonfinite=False)
+                    failed = e.TrainFailed(
+                        epoch=self.trainer_epoch,
+                        step=command.step,
+                        error="out of memory",
+                        nonfinite=False,
+                    )
                     self.later(failed)
                     return
-                ratios = [e.GroupRatio(id=ref.id, ratio=self.random.choice([0.5, 0.9, 1.0, 1.2])) for ref in command.groups]
-                done = e.RatiosMeasured(epoch=self.trainer_epoch, step=command.step, part=command.part, ratios=tuple(ratios))
+                ratios = [
+                    e.GroupRatio(id=ref.id, ratio=self.random.choice([0.5, 0.9, 1.0, 1.2]))
+                    for ref in command.groups
+                ]
+                done = e.RatiosMeasured(
+                    epoch=self.trainer_epoch,
+                    step=command.step,
+                    part=command.part,
+                    ratios=tuple(ratios),
+                )
                 self.later(done)
                 if self.fails():  # and late, once more
                     self.later(done, self.spread * 5)
@@ -472,27 +566,49 @@ class World:
                 if command.from_checkpoint is not None:
                     self.numbers = self.checkpoints[command.from_checkpoint]
                 self.published[command.weights_id] = self.numbers
-                self.later(e.WeightsPublished(epoch=self.trainer_epoch, version=command.version, weights_id=command.weights_id))
+                self.later(
+                    e.WeightsPublished(
+                        epoch=self.trainer_epoch,
+                        version=command.version,
+                        weights_id=command.weights_id,
+                    )
+                )
             case c.SaveCheckpoint():
                 if self.fails():
-                    self.later(e.CheckpointFailed(epoch=self.trainer_epoch, step=command.step, error="disk full"))
+                    self.later(
+                        e.CheckpointFailed(
+                            epoch=self.trainer_epoch, step=command.step, error="disk full"
+                        )
+                    )
                 else:
                     self.checkpoints[command.step] = self.numbers
                     kept = {command.step, *command.keep}
-                    self.checkpoints = {step: numbers for step, numbers in self.checkpoints.items() if step in kept}
+                    self.checkpoints = {
+                        step: numbers for step, numbers in self.checkpoints.items() if step in kept
+                    }
                     if self.random.random() < 0.5:  # and trains on while it is written
                         self.later(e.CheckpointTaken(epoch=self.trainer_epoch, step=command.step))
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
                 assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"
-                # The one before may be gone: pruned by a later save whose answer the controller did not live to hear.
+                # The one before may be gone: pruned by a later save whose answer the
+                # controller did not live to hear.
                 newer = any(step > (command.step or 0) for step in self.checkpoints)
-                assert command.fallback in {None, *self.checkpoints} or newer, "a fallback that was pruned"
-                damaged = command.fallback in self.checkpoints and (self.damaged_checkpoint or self.fails())
+                assert command.fallback in {None, *self.checkpoints} or newer, (
+                    "a fallback that was pruned"
+                )
+                damaged = command.fallback in self.checkpoints and (
+                    self.damaged_checkpoint or self.fails()
+                )
                 self.trainer_epoch = command.epoch
                 restored = command.fallback if damaged else command.step
-                self.trainer_step, self.numbers = restored or 0, 0 if restored is None else self.checkpoints[restored]
-                self.trained = {step: ids for step, ids in self.trained.items() if step < self.trainer_step}
+                self.trainer_step, self.numbers = (
+                    restored or 0,
+                    0 if restored is None else self.checkpoints[restored],
+                )
+                self.trained = {
+                    step: ids for step, ids in self.trained.items() if step < self.trainer_step
+                }
                 self.later(e.TrainerReady(epoch=command.epoch, step=self.trainer_step))
             case _:
                 raise AssertionError(f"nobody executes {command}")
@@ -501,14 +617,20 @@ class World:
         """Let go of what nobody needs, and get there, or not."""
         name, kept = command.relay_id, {*command.keep, command.base_id}
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
-        assert command.source is None or command.source in self.relay_epoch, f"{command} from a relay that is gone"
-        assert command.base_id is None or command.base_id in self.told[name], f"{command} on a base that it never had"
+        assert command.source is None or command.source in self.relay_epoch, (
+            f"{command} from a relay that is gone"
+        )
+        assert command.base_id is None or command.base_id in self.told[name], (
+            f"{command} on a base that it never had"
+        )
         state = self.core.state
         if command.source is None:
             ahead = state.chain[: state.chain.index(name)]
             assert all(state.relays[one].suspected for one in ahead), f"{command} past {ahead}"
         else:
-            assert not state.relays[command.source].suspected, f"{command} from a relay that is suspected"
+            assert not state.relays[command.source].suspected, (
+                f"{command} from a relay that is suspected"
+            )
         self.relay_has[name] &= kept
         self.told[name] &= kept
         self.taken.append(command)
@@ -523,7 +645,11 @@ class World:
         if self.fails():
             self.doubt_relay(name)
         if self.fails() and command.source is not None:
-            key = {"relay_id": name, "epoch": self.relay_epoch[name], "weights_id": command.weights_id}
+            key = {
+                "relay_id": name,
+                "epoch": self.relay_epoch[name],
+                "weights_id": command.weights_id,
+            }
             self.later(e.WeightsStalled(**key, source=command.source))
 
     def doubt_relay(self, name: str) -> None:

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints, an oracle (transformers' full forward), and a synchronous way to drive an engine's loop."""
+"""Tiny random checkpoints, an oracle (transformers' full forward), and a synchronous
+way to drive an engine's loop.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
@@ -52,7 +61,10 @@ LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
 def build(kind: str, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """A random model. Norm weights and biases are randomised too, so that a dropped one shows."""
+    """A random model.
+
+    Norm weights and biases are randomised too, so that a dropped one shows.
+    """
     torch.manual_seed(seed)
     sizes = SIZES | changes
     model: torch.nn.Module
@@ -77,12 +89,20 @@ def save(model: torch.nn.Module, directory: Path) -> str:
 
 
 def spec(model: str, **changes: Any) -> EngineSpec:
-    defaults: dict[str, Any] = {"id": EngineId("e"), "model": model, "max_slots": 8, "kv_tokens": 2048, "block_tokens": 8}
+    defaults: dict[str, Any] = {
+        "id": EngineId("e"),
+        "model": model,
+        "max_slots": 8,
+        "kv_tokens": 2048,
+        "block_tokens": 8,
+    }
     return EngineSpec(**(defaults | changes))
 
 
 @torch.no_grad()
-def oracle_logprobs(model: torch.nn.Module, tokens: Iterable[int], *, temperature: float = 1.0) -> torch.Tensor:
+def oracle_logprobs(
+    model: torch.nn.Module, tokens: Iterable[int], *, temperature: float = 1.0
+) -> torch.Tensor:
     """[tokens, vocab]: row i is the distribution after tokens[: i + 1]."""
     logits = model(torch.tensor([list(tokens)])).logits[0].float()
     return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
@@ -91,19 +111,31 @@ def oracle_logprobs(model: torch.nn.Module, tokens: Iterable[int], *, temperatur
 @torch.no_grad()
 def oracle_greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)  # type: ignore[operator]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )  # type: ignore[operator]
     return out[0, len(prompt) :].tolist()
 
 
-def logprob_error(model: torch.nn.Module, prompt: Iterable[int], result: GenerateResult, *, temperature: float = 1.0) -> float:
-    """Largest difference between the result's log-probs and those of a full forward pass of `model`."""
+def logprob_error(
+    model: torch.nn.Module,
+    prompt: Iterable[int],
+    result: GenerateResult,
+    *,
+    temperature: float = 1.0,
+) -> float:
+    """Largest difference between the result's log-probs and those of a full forward
+    pass of `model`.
+    """
     prompt = list(prompt)
     rows = oracle_logprobs(model, [*prompt, *result.tokens], temperature=temperature)
     want = [rows[len(prompt) - 1 + at, token].item() for at, token in enumerate(result.tokens)]
     return max((abs(a - b) for a, b in zip(want, result.logprobs, strict=True)), default=0.0)
 
 
-def request(id: str, prompt: Iterable[int], *, rank: float = 0.0, **sampling: Any) -> GenerateRequest:
+def request(
+    id: str, prompt: Iterable[int], *, rank: float = 0.0, **sampling: Any
+) -> GenerateRequest:
     return GenerateRequest(id=id, tokens=tuple(prompt), sampling=Sampling(**sampling), rank=rank)
 
 
@@ -119,7 +151,9 @@ class Outcome:
 
 
 class Seconds:
-    """A clock for `drive`: steps take no time, and there is a second between two of them."""
+    """A clock for `drive`: steps take no time, and there is a second between two of
+    them.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -139,9 +173,11 @@ def drive(
     check: bool = True,
     clock: "Seconds | None" = None,
 ) -> Outcome:
-    """Run an engine on this thread until every request is answered. `at[n]` are further commands before its n-th step.
+    """Run an engine on this thread until every request is answered. `at[n]` are further
+    commands before its n-th step.
 
-    A `Stats` command is answered between any two steps, so its answer is the clock: no sleeping, no second thread.
+    A `Stats` command is answered between any two steps, so its answer is the clock: no
+    sleeping, no second thread.
     """
     later = dict(at or {})
     expected = len(list(requests := list(requests)))
@@ -173,7 +209,11 @@ def drive(
             case _:
                 pass
 
-    loop = EngineLoop(of, reply) if clock is None else EngineLoop(of, reply, watch=clock.step, clock=clock)
+    loop = (
+        EngineLoop(of, reply)
+        if clock is None
+        else EngineLoop(of, reply, watch=clock.step, clock=clock)
+    )
     for each in requests:
         loop.post(Add(request=each))
     loop.post(Stats())

@@ -1,4 +1,6 @@
-"""Stop strings, found as they complete, over tokens that hold parts of words and parts of characters."""
+"""Stop strings, found as they complete, over tokens that hold parts of words and parts
+of characters.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from .models import build, drive, request, save, spec
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     """One token a byte: every character beyond ASCII is several tokens."""
-    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -54,12 +58,16 @@ def test_a_checkpoint_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_the_engine_stops_at_a_string_and_keeps_its_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_engine_stops_at_a_string_and_keeps_its_tokens(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     path = save(build("qwen3"), tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     free = drive(spec(path), [request("x", [1, 2], seed=3, max_tokens=20)]).results["x"]
     text = tokenizer.decode(list(free.tokens[4:6]))
-    result = drive(spec(path), [request("x", [1, 2], seed=3, max_tokens=20, stop=(text,))]).results["x"]
+    result = drive(spec(path), [request("x", [1, 2], seed=3, max_tokens=20, stop=(text,))]).results[
+        "x"
+    ]
     assert result.finish is Finish.STOP
     assert result.tokens == free.tokens[: len(result.tokens)]
     assert len(result.tokens) <= 6

@@ -1,4 +1,6 @@
-"""KV that moves between engines: what follows is what it would have been, and what does not fit is refused, with the reason."""
+"""KV that moves between engines: what follows is what it would have been, and what does
+not fit is refused, with the reason.
+"""
 
 import asyncio
 import itertools
@@ -14,8 +16,8 @@ import pytest
 import torch
 import xxhash
 
-from rollweave.backends.client import EngineClient
-from rollweave.backends.inproc import in_thread
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.exchange import OPEN_EXPORTS
 from rollweave.engine.loop import EngineLoop
 from rollweave.engine.transfer import REQUEST
@@ -68,7 +70,9 @@ def held() -> list[str]:
             links.append(os.readlink(entry).split(":")[0])
         except OSError:
             continue  # that of the listing itself
-    threads = [thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")]
+    threads = [
+        thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")
+    ]
     return sorted([*links, *threads])
 
 
@@ -85,36 +89,53 @@ async def start(path: str) -> AsyncIterator[Start]:
 
     async def begin(**changes: Any) -> EngineClient:
         of: EngineSpec = spec(**({"model": path} | changes))
-        made.append(EngineClient(f"e{len(made)}", in_thread(of, EngineLoop, model_ready=model_ready), start_s=60, reply_s=60))
+        made.append(
+            EngineClient(
+                f"e{len(made)}",
+                in_thread(of, EngineLoop, model_ready=model_ready),
+                start_s=60,
+                reply_s=60,
+            )
+        )
         await made[-1].ready()
         return made[-1]
 
     yield begin
     for client in made:
         await client.close()
-    for _ in range(100):  # connections of the tests themselves take turns of the event loop to close
+    # connections of the tests themselves take turns of the event loop to close
+    for _ in range(100):
         if held() == before:
             break
         await asyncio.sleep(0)
     assert held() == before
 
 
-async def move(source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvOver) -> int:
+async def move(
+    source: EngineClient, target: EngineClient, tokens: Sequence[int], over: KvOver
+) -> int:
     manifest = await source.export_kv(tokens, over)
     moved = await target.import_kv(tokens, manifest)
     source.release_kv(manifest.id)
     return moved
 
 
-async def converse(turns: Sequence[EngineClient], *, over: KvOver | None, **sampling: Any) -> list[GenerateResult]:
-    """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool interval (`over` None: it does not)."""
+async def converse(
+    turns: Sequence[EngineClient], *, over: KvOver | None, **sampling: Any
+) -> list[GenerateResult]:
+    """A trajectory whose n-th turn is on `turns[n]`; its KV moves there in the tool
+    interval (`over` None: it does not).
+    """
     context, said = list(PROMPT), 0
     results: list[GenerateResult] = []
     for number, engine in enumerate(turns):
         if over is not None and number and engine is not turns[number - 1]:
             moved = await move(turns[number - 1], engine, context[:said], over)
-            assert moved == (said - 1) // BLOCK * BLOCK  # the last token was sampled, and never computed
-        result = await engine.generate(request(f"turn{next(NUMBERS)}", context, max_tokens=11, **sampling))
+            # the last token was sampled, and never computed
+            assert moved == (said - 1) // BLOCK * BLOCK
+        result = await engine.generate(
+            request(f"turn{next(NUMBERS)}", context, max_tokens=11, **sampling)
+        )
         results.append(result)
         said = len(context) + len(result.tokens)
         context += [*result.tokens, *OBSERVATIONS[number % len(OBSERVATIONS)]]
@@ -128,14 +149,21 @@ def assert_same(found: Sequence[GenerateResult], wanted: Sequence[GenerateResult
 
 
 async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
-    """Trajectories move to and fro while both engines decode others, of which one preempts and is preempted."""
+    """Trajectories move to and fro while both engines decode others, of which one
+    preempts and is preempted.
+    """
     home, a, b = await start(), await start(max_slots=3), await start(max_slots=3)
-    others = [request(f"o{n}", PROMPT[n : 3 * n + 4], seed=n, rank=n % 3, max_tokens=90) for n in range(6)]
+    others = [
+        request(f"o{n}", PROMPT[n : 3 * n + 4], seed=n, rank=n % 3, max_tokens=90) for n in range(6)
+    ]
     wanted = [await home.generate(each) for each in others]
     stayed = await converse([home] * 6, over=None, seed=1)
     running = [engine.generate(each) for engine in (a, b) for each in others]
     found = await asyncio.gather(
-        *(converse(order, over=over, seed=1) for order, over in (([a, b] * 3, "shm"), ([b, a, a] * 2, "tcp")))  # type: ignore[arg-type]
+        *(
+            converse(order, over=over, seed=1)
+            for order, over in (([a, b] * 3, "shm"), ([b, a, a] * 2, "tcp"))
+        )  # type: ignore[arg-type]
     )
     for moved in found:
         assert_same(moved, stayed)
@@ -144,24 +172,30 @@ async def test_requests_of_both_engines_are_not_affected(start: Start) -> None:
 
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED])
-async def test_a_trajectory_that_moves_is_the_one_that_stays(start: Start, over: KvOver, sampling: dict[str, Any]) -> None:
+async def test_a_trajectory_that_moves_is_the_one_that_stays(
+    start: Start, over: KvOver, sampling: dict[str, Any]
+) -> None:
     home, a, b = await start(), await start(), await start()
     stayed = await converse([home] * 5, over=None, **sampling)
     moved = await converse([a, b, b, a, b], over=over, **sampling)
     assert_same(moved, stayed)
     assert [result.cached_tokens for result in moved] == [result.cached_tokens for result in stayed]
-    assert moved[1].cached_tokens == 48  # nothing but the tail block, and what the tool said, was computed
+    # nothing but the tail block, and what the tool said, was computed
+    assert moved[1].cached_tokens == 48
     one, two, both = await a.stats(), await b.stats(), await home.stats()
     assert one.cached_tokens + two.cached_tokens == both.cached_tokens
     assert one.prompt_tokens + two.prompt_tokens == both.prompt_tokens
-    assert (one.kv_used_tokens, two.kv_used_tokens) == (0, 0)  # what was imported is idle, for whoever needs room
+    # what was imported is idle, for whoever needs room
+    assert (one.kv_used_tokens, two.kv_used_tokens) == (0, 0)
 
 
 # What is not moved.
 
 
 async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvManifest:
-    """An export over TCP whose chunks are single blocks, so that not all of it need be fetched."""
+    """An export over TCP whose chunks are single blocks, so that not all of it need be
+    fetched.
+    """
     manifest = await source.export_kv(context, "tcp")
     digests = block_digests(manifest, await fetched(manifest))
     again = await source.export_kv(context, "tcp")
@@ -169,7 +203,9 @@ async def in_small_chunks(source: EngineClient, context: Sequence[int]) -> KvMan
 
 
 async def test_what_is_there_already_is_not_asked_for(start: Start) -> None:
-    """Somebody who began with the same prompt left it in the target's cache: only the rest is fetched."""
+    """Somebody who began with the same prompt left it in the target's cache: only the
+    rest is fetched.
+    """
     source, target = await start(), await start()
     (said,) = await converse([source], over=None)
     context = [*PROMPT, *said.tokens]
@@ -192,7 +228,9 @@ async def test_what_was_there_is_evicted_while_the_rest_comes(start: Start) -> N
     await target.generate(request("sibling", PROMPT, seed=9, max_tokens=1))
     manifest = await in_small_chunks(source, context)
     other = request("other", [90] * 60, max_tokens=2)  # takes every block of the cache
-    where = await relay(manifest, lambda payload: [payload[:9], payload[9:]], then=lambda: target.generate(other))
+    where = await relay(
+        manifest, lambda payload: [payload[:9], payload[9:]], then=lambda: target.generate(other)
+    )
     with pytest.raises(KvError, match="the cache has changed meanwhile"):
         await target.import_kv(context, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
@@ -223,7 +261,9 @@ def block_nbytes(manifest: KvManifest) -> int:
 
 def block_digests(manifest: KvManifest, payload: bytes) -> tuple[int, ...]:
     size = block_nbytes(manifest)
-    return tuple(xxhash.xxh3_64_intdigest(payload[at : at + size]) for at in range(0, len(payload), size))
+    return tuple(
+        xxhash.xxh3_64_intdigest(payload[at : at + size]) for at in range(0, len(payload), size)
+    )
 
 
 def memory_of(manifest: KvManifest) -> bytes:
@@ -231,12 +271,16 @@ def memory_of(manifest: KvManifest) -> bytes:
     return Path(manifest.where.path).read_bytes()
 
 
-async def fetched(manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None) -> bytes:
+async def fetched(
+    manifest: KvManifest, *, secret: bytes = b"", start: int = 0, length: int | None = None
+) -> bytes:
     """What the source sends to who shows the manifest's secret (or another)."""
     port = manifest.where
     assert isinstance(port, KvPort)
     reader, writer = await asyncio.open_connection(port.host, port.port)
-    writer.write(REQUEST.pack(secret or port.secret, start, manifest.nbytes if length is None else length))
+    writer.write(
+        REQUEST.pack(secret or port.secret, start, manifest.nbytes if length is None else length)
+    )
     async with asyncio.timeout(20):
         found = await reader.read()
     writer.close()
@@ -250,7 +294,9 @@ async def relay(
     asked: list[tuple[int, int]] | None = None,
     then: Callable[[], Awaitable[object]] | None = None,
 ) -> KvPort:
-    """A port that gives what the source gives, in pieces and as `alter` leaves it; before the last piece it awaits `then`."""
+    """A port that gives what the source gives, in pieces and as `alter` leaves it;
+    before the last piece it awaits `then`.
+    """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         server.close()
@@ -277,7 +323,9 @@ async def exported(engine: EngineClient, over: KvOver = "shm") -> KvManifest:
 
 
 async def settled(ask: Callable[[], Awaitable[Any]], wanted: Any) -> None:
-    """Ask until the answer is `wanted`, or of that kind: what was let go is gone a moment later, on the side thread."""
+    """Ask until the answer is `wanted`, or of that kind: what was let go is gone a
+    moment later, on the side thread.
+    """
     async with asyncio.timeout(20):
         while True:
             try:
@@ -321,7 +369,9 @@ async def assert_untouched(engine: EngineClient) -> None:
         ({"where": KvPort(host="127.0.0.1", port=1, secret=bytes(32))}, "127.0.0.1:1: "),
     ],
 )
-async def test_a_manifest_that_does_not_fit_is_refused(start: Start, changes: dict[str, Any], error: str) -> None:
+async def test_a_manifest_that_does_not_fit_is_refused(
+    start: Start, changes: dict[str, Any], error: str
+) -> None:
     source, target = await start(), await start()
     manifest = await exported(source)
     with pytest.raises(KvError, match=re.escape(error)):
@@ -337,7 +387,9 @@ async def test_a_manifest_that_does_not_fit_is_refused(start: Start, changes: di
         ({"deterministic": True}, "layout"),
     ],
 )
-async def test_an_engine_of_another_kind_refuses(start: Start, changes: dict[str, Any], error: str) -> None:
+async def test_an_engine_of_another_kind_refuses(
+    start: Start, changes: dict[str, Any], error: str
+) -> None:
     source, target = await start(), await start(**changes)
     with pytest.raises(KvError, match=error):
         await target.import_kv(PROMPT, await exported(source))
@@ -353,7 +405,9 @@ async def test_the_kv_of_other_tokens_is_refused(start: Start) -> None:
     await assert_untouched(target)
 
 
-async def test_a_model_of_the_same_shape_and_other_weights_is_another(start: Start, tmp_path: Path) -> None:
+async def test_a_model_of_the_same_shape_and_other_weights_is_another(
+    start: Start, tmp_path: Path
+) -> None:
     source, target = await start(), await start(model=save(build("qwen3", seed=1), tmp_path))
     with pytest.raises(KvError, match="model"):
         await target.import_kv(PROMPT, await exported(source))
@@ -390,8 +444,13 @@ async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
     fd = os.memfd_create("cut")
     try:
         os.write(fd, memory_of(manifest)[:-1])
-        with pytest.raises(KvError, match=f"{manifest.nbytes - 1} bytes, the manifest says {manifest.nbytes}"):
-            await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}")))
+        with pytest.raises(
+            KvError, match=f"{manifest.nbytes - 1} bytes, the manifest says {manifest.nbytes}"
+        ):
+            await target.import_kv(
+                PROMPT,
+                msgspec.structs.replace(manifest, where=KvMemory(path=f"/proc/self/fd/{fd}")),
+            )
     finally:
         os.close(fd)
     for count in (0, 1, manifest.nbytes - 1):
@@ -405,7 +464,9 @@ async def test_a_payload_that_is_cut_short_is_found(start: Start) -> None:
 async def test_a_payload_in_small_pieces_is_whole(start: Start) -> None:
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
-    where = await relay(manifest, lambda payload: [payload[at : at + 997] for at in range(0, len(payload), 997)])
+    where = await relay(
+        manifest, lambda payload: [payload[at : at + 997] for at in range(0, len(payload), 997)]
+    )
     assert await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)) == 40
 
 
@@ -414,7 +475,11 @@ async def test_what_is_exported_cannot_be_changed(start: Start) -> None:
     assert isinstance(manifest.where, KvMemory)
     fd = os.open(manifest.where.path, os.O_RDWR)
     try:
-        for change in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 1 << 20)):
+        for change in (
+            lambda: os.pwrite(fd, b"x", 0),
+            lambda: os.ftruncate(fd, 0),
+            lambda: os.ftruncate(fd, 1 << 20),
+        ):
             with pytest.raises(PermissionError):
                 change()
     finally:
@@ -432,7 +497,9 @@ async def test_an_address_that_is_not_ours_gives_nothing_away(start: Start) -> N
 # Secrets.
 
 
-async def test_a_connection_gets_nothing_without_the_secret_and_something_once(start: Start) -> None:
+async def test_a_connection_gets_nothing_without_the_secret_and_something_once(
+    start: Start,
+) -> None:
     engine = await start()
     manifest = await exported(engine, "tcp")
     port = manifest.where
@@ -443,7 +510,9 @@ async def test_a_connection_gets_nothing_without_the_secret_and_something_once(s
     assert await fetched(manifest) == b""
     manifest = await exported(engine, "tcp")
     whole = await fetched(manifest)
-    assert block_digests(manifest, whole) == block_digests(manifest, memory_of(await exported(engine)))
+    assert block_digests(manifest, whole) == block_digests(
+        manifest, memory_of(await exported(engine))
+    )
     assert await fetched(manifest) == b""
     manifest = await exported(engine, "tcp")
     engine.release_kv(manifest.id)
@@ -464,7 +533,9 @@ async def test_those_who_say_nothing_or_too_little_keep_nobody_out(start: Start)
         writer.close()
 
 
-async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_ever(start: Start) -> None:
+async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_ever(
+    start: Start,
+) -> None:
     """The target ends with its import under way; nothing of it is left."""
     source, target = await start(), await start()
     manifest = await exported(source, "tcp")
@@ -475,9 +546,12 @@ async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_eve
         await go_on.wait()
 
     where = await relay(manifest, lambda payload: [payload[:100], payload[100:]], then=wait)
-    importing = asyncio.ensure_future(target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where)))
+    importing = asyncio.ensure_future(
+        target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
+    )
     await stuck.wait()
-    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is Finish.LENGTH  # its loop goes on
+    # its loop goes on
+    assert (await target.generate(request("x", PROMPT, max_tokens=5))).finish is Finish.LENGTH
     await target.close()
     with pytest.raises(EngineLostError):
         await importing
@@ -487,7 +561,9 @@ async def test_a_source_that_sends_no_end_of_it_does_not_hold_the_target_for_eve
 # Weights.
 
 
-async def test_kv_of_other_weights_is_never_taken(start: Start, model: torch.nn.Module, publisher: Publisher) -> None:
+async def test_kv_of_other_weights_is_never_taken(
+    start: Start, model: torch.nn.Module, publisher: Publisher
+) -> None:
     source, target, home = await start(), await start(), await start()
     first = publisher.publish(model.state_dict(), version=1, weights_id=1)
     second = publisher.publish(build("qwen3", seed=1).state_dict(), version=2, weights_id=2)
@@ -505,14 +581,21 @@ async def test_kv_of_other_weights_is_never_taken(start: Start, model: torch.nn.
         await target.import_kv(PROMPT, old)
     await assert_untouched(target)
     await home.load(second)
-    assert_same(await converse([source, target] * 2, over="shm", seed=8), await converse([home] * 4, over=None, seed=8))
+    assert_same(
+        await converse([source, target] * 2, over="shm", seed=8),
+        await converse([home] * 4, over=None, seed=8),
+    )
 
 
-async def test_weights_that_change_while_kv_is_on_its_way(start: Start, model: torch.nn.Module, publisher: Publisher) -> None:
+async def test_weights_that_change_while_kv_is_on_its_way(
+    start: Start, model: torch.nn.Module, publisher: Publisher
+) -> None:
     source, target = await start(), await start()
     loads = publisher.publish(model.state_dict(), version=1, weights_id=1)
     manifest = await exported(source, "tcp")
-    where = await relay(manifest, lambda payload: [payload[:-1], payload[-1:]], then=lambda: target.load(loads))
+    where = await relay(
+        manifest, lambda payload: [payload[:-1], payload[-1:]], then=lambda: target.load(loads)
+    )
     with pytest.raises(KvError, match="the weights have changed meanwhile, from -1 to 1"):
         await target.import_kv(PROMPT, msgspec.structs.replace(manifest, where=where))
     await assert_untouched(target)
@@ -522,7 +605,9 @@ async def test_numbers_that_are_not_finite_stay_where_they_are(
     start: Start, model: torch.nn.Module, publisher: Publisher
 ) -> None:
     engine = await start()
-    poison = {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()}
+    poison = {
+        name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()
+    }
     await engine.load(publisher.publish(poison, version=1, weights_id=1))
     with pytest.raises(EngineError, match="not finite"):
         await engine.generate(request("x", PROMPT, max_tokens=3))

@@ -1,4 +1,6 @@
-"""What imports do to a cache that has little room, whatever else is in it: against the content that every key must have."""
+"""What imports do to a cache that has little room, whatever else is in it: against the
+content that every key must have.
+"""
 
 import queue
 import random
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.kv import PagedPool
-from rollweave.policy.blocks import BlockLedger
+from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import (
     EngineReply,
@@ -36,11 +38,16 @@ SHAPE = ModelShape(
 
 
 class Cache:
-    """An engine's cache without the engine. Whatever computes a block writes numbers that follow from its key."""
+    """An engine's cache without the engine.
+
+    Whatever computes a block writes numbers that follow from its key.
+    """
 
     def __init__(self, blocks: int, *, keep_s: float = 60.0) -> None:
         self.ledger = BlockLedger(blocks=blocks, block_tokens=SIZE)
-        self.pool = PagedPool(SHAPE, blocks=blocks, block_tokens=SIZE, device=torch.device("cpu"), dtype=torch.float32)
+        self.pool = PagedPool(
+            SHAPE, blocks=blocks, block_tokens=SIZE, device=torch.device("cpu"), dtype=torch.float32
+        )
         self.replies: queue.Queue[EngineReply] = queue.Queue()
         self.exchange = KvExchange(
             EngineSpec(id=EngineId("e"), model="m"),
@@ -54,7 +61,10 @@ class Cache:
         )
 
     def compute(self, tokens: Sequence[int]) -> list[int]:
-        """As a request does that has this context: returns the blocks, which it holds. As many as there is room for."""
+        """As a request does that has this context: returns the blocks, which it holds.
+
+        As many as there is room for.
+        """
         keys = self.ledger.keys(tokens)
         blocks = self.ledger.match(keys)
         self.ledger.share(blocks)
@@ -111,10 +121,13 @@ def test_an_import_takes_what_there_is_room_for_and_no_more(
 ) -> None:
     with caches(40, room) as (source, target):
         held: list[list[int]] = []
-        for tokens, stays in before:  # what the target has computed itself; some of it is still in use
+        # what the target has computed itself; some of it is still in use
+        for tokens, stays in before:
             blocks = target.compute(tokens)
             held.append(blocks) if stays else target.ledger.release(blocks)
-        kept = {block: target.pool.by_block[:, block].clone() for blocks in held for block in blocks}
+        kept = {
+            block: target.pool.by_block[:, block].clone() for blocks in held for block in blocks
+        }
         for tokens in moved:
             source.ledger.release(source.compute(tokens))
             exported = source.export(tokens)
@@ -137,7 +150,9 @@ def test_an_import_takes_what_there_is_room_for_and_no_more(
             else:
                 assert isinstance(reply, KvRefused)
                 assert "no block of the cache is free" in reply.error
-            assert all(torch.equal(target.pool.by_block[:, block], was) for block, was in kept.items())
+            assert all(
+                torch.equal(target.pool.by_block[:, block], was) for block, was in kept.items()
+            )
 
 
 @pytest.mark.parametrize("over", ["shm", "tcp"])
@@ -148,12 +163,15 @@ def test_an_export_that_nobody_releases_is_dropped_by_itself(over: KvOver) -> No
         source.ledger.release(source.compute(tokens))
         exported = source.export(tokens, over)
         assert isinstance(exported, KvExported)
-        while isinstance(target.take(tokens, exported), KvImported):  # its time has come, not yet its turn on the side thread
+        # its time has come, not yet its turn on the side thread
+        while isinstance(target.take(tokens, exported), KvImported):
             target.ledger.retag(-1)
         reply = target.take(tokens, exported)
         assert isinstance(reply, KvRefused)
         where = exported.manifest.where
-        assert ("publisher is gone" if isinstance(where, KvMemory) else f"{where.host}:{where.port}") in reply.error
+        assert (
+            "publisher is gone" if isinstance(where, KvMemory) else f"{where.host}:{where.port}"
+        ) in reply.error
         assert not source.exchange._exports
     finally:
         source.exchange.close()

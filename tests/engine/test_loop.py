@@ -1,4 +1,6 @@
-"""The engine against transformers' forward pass: tokens, log-probs, and that nothing that happens to a batch changes them."""
+"""The engine against transformers' forward pass: tokens, log-probs, and that nothing
+that happens to a batch changes them.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -52,15 +54,30 @@ from .models import (
 
 torch.set_num_threads(1)
 
-PROMPTS = [[5, 9, 2, 77], list(range(1, 40)), [3], [(7 * i) % 90 for i in range(23)], list(range(50, 66))]
+PROMPTS = [
+    [5, 9, 2, 77],
+    list(range(1, 40)),
+    [3],
+    [(7 * i) % 90 for i in range(23)],
+    list(range(50, 66)),
+]
 TOLERANCE = 1e-4
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama_biased_llama3_rope": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
-    "llama_linear_rope_tied": ("llama", {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True}),
+    "llama_biased_llama3_rope": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "llama_linear_rope_tied": (
+        "llama",
+        {"rope_parameters": LINEAR_ROPE, "tie_word_embeddings": True},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
-    "qwen3_tied_wide_heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24, "attention_bias": True}),
+    "qwen3_tied_wide_heads": (
+        "qwen3",
+        {"tie_word_embeddings": True, "head_dim": 24, "attention_bias": True},
+    ),
 }
 
 
@@ -93,17 +110,31 @@ def publish(publisher: Publisher, model: torch.nn.Module, *, version: int) -> We
 def baseline(path: str, *, count: int, **sampling: Any) -> dict[int, GenerateResult]:
     """Every prompt alone, in an engine of its own."""
     return {
-        i: drive(spec(path), [request("x", p, max_tokens=count, **({"seed": i} | sampling))]).results["x"]
+        i: drive(
+            spec(path), [request("x", p, max_tokens=count, **({"seed": i} | sampling))]
+        ).results["x"]
         for i, p in enumerate(PROMPTS)
     }
 
 
 def check_versions(
-    prompt: list[int], result: GenerateResult, models: dict[int, torch.nn.Module], *, temperature: float = 1.0
+    prompt: list[int],
+    result: GenerateResult,
+    models: dict[int, torch.nn.Module],
+    *,
+    temperature: float = 1.0,
 ) -> None:
-    """Each token's log-prob is that of the version which its span names, given all tokens before it."""
-    rows = {v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature) for v, m in models.items()}
-    assert [span.start for span in result.versions] == [0, *(span.end for span in result.versions[:-1])]
+    """Each token's log-prob is that of the version which its span names, given all
+    tokens before it.
+    """
+    rows = {
+        v: oracle_logprobs(m, [*prompt, *result.tokens], temperature=temperature)
+        for v, m in models.items()
+    }
+    assert [span.start for span in result.versions] == [
+        0,
+        *(span.end for span in result.versions[:-1]),
+    ]
     assert result.versions[-1].end == len(result.tokens)
     for span in result.versions:
         for at in range(span.start, span.end):
@@ -128,7 +159,9 @@ def test_greedy_tokens_and_logprobs_are_transformers(name: str, tmp_path: Path) 
         assert result.finish is Finish.LENGTH
 
 
-def test_a_sharded_checkpoint_is_the_same_model(model: torch.nn.Module, path: str, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_the_same_model(
+    model: torch.nn.Module, path: str, tmp_path: Path
+) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # type: ignore[operator]
     assert (tmp_path / "model.safetensors.index.json").exists()
     one = drive(spec(path), [request("x", PROMPTS[1], seed=4, max_tokens=8)]).results["x"]
@@ -137,26 +170,42 @@ def test_a_sharded_checkpoint_is_the_same_model(model: torch.nn.Module, path: st
 
 
 def test_bfloat16_stays_near_the_fp32_oracle(model: torch.nn.Module, path: str) -> None:
-    result = drive(spec(path, dtype="bfloat16"), [request("x", PROMPTS[1], seed=4, max_tokens=16)]).results["x"]
+    result = drive(
+        spec(path, dtype="bfloat16"), [request("x", PROMPTS[1], seed=4, max_tokens=16)]
+    ).results["x"]
     assert 0 < logprob_error(model, PROMPTS[1], result) <= 0.15
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.7])
-def test_logprobs_are_those_at_the_sampling_temperature(model: torch.nn.Module, path: str, temperature: float) -> None:
+def test_logprobs_are_those_at_the_sampling_temperature(
+    model: torch.nn.Module, path: str, temperature: float
+) -> None:
     requests = [
-        request(str(i), p, temperature=temperature, top_k=7, top_p=0.8, seed=i, max_tokens=12) for i, p in enumerate(PROMPTS)
+        request(str(i), p, temperature=temperature, top_k=7, top_p=0.8, seed=i, max_tokens=12)
+        for i, p in enumerate(PROMPTS)
     ]
     outcome = drive(spec(path), requests)
     for i, prompt in enumerate(PROMPTS):
-        assert logprob_error(model, prompt, outcome.results[str(i)], temperature=temperature) <= TOLERANCE
+        assert (
+            logprob_error(model, prompt, outcome.results[str(i)], temperature=temperature)
+            <= TOLERANCE
+        )
 
 
 # Whatever happens to a batch, a request's tokens and log-probs stay what they are.
 
 
-def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(model: torch.nn.Module, path: str) -> None:
+def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(
+    model: torch.nn.Module, path: str
+) -> None:
     alone = baseline(path, count=24)
-    for changes in ({}, {"prefill_chunk_tokens": 5}, {"max_slots": 2}, {"kv_tokens": 96}, {"prefix_cache": False}):
+    for changes in (
+        {},
+        {"prefill_chunk_tokens": 5},
+        {"max_slots": 2},
+        {"kv_tokens": 96},
+        {"prefix_cache": False},
+    ):
         requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
         outcome = drive(spec(path, **changes), requests)
         for i, prompt in enumerate(PROMPTS):
@@ -167,7 +216,9 @@ def test_neither_neighbours_nor_chunks_nor_slots_change_the_tokens(model: torch.
 
 def test_the_same_stream_gives_the_same_tokens_and_another_seed_others(path: str) -> None:
     def run(offset: int) -> list[tuple[int, ...]]:
-        requests = [request(str(i), PROMPTS[i % 5], seed=i + offset, max_tokens=12) for i in range(20)]
+        requests = [
+            request(str(i), PROMPTS[i % 5], seed=i + offset, max_tokens=12) for i in range(20)
+        ]
         results = drive(spec(path), requests).results
         return [results[str(i)].tokens for i in range(20)]
 
@@ -177,7 +228,9 @@ def test_the_same_stream_gives_the_same_tokens_and_another_seed_others(path: str
 def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, path: str) -> None:
     alone = baseline(path, count=24)
     low = [request(str(i), PROMPTS[i], seed=i, max_tokens=24) for i in (0, 1)]
-    high = [Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)]
+    high = [
+        Add(request=request(str(i), PROMPTS[i], seed=i, max_tokens=24, rank=1.0)) for i in (3, 4)
+    ]
     outcome = drive(spec(path, max_slots=2), low, at={6: high, 12: [Rerank(id="1", rank=2.0)]})
     assert outcome.stats[-1].preemptions == 3
     assert outcome.stats[-1].recomputed_tokens == 0
@@ -193,13 +246,16 @@ def test_preemption_keeps_tokens_and_recomputes_nothing(model: torch.nn.Module, 
 
 
 def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> None:
-    """One slot, one token a second: "low" begins, "high" takes its slot, and "mid" waits for that one."""
+    """One slot, one token a second: "low" begins, "high" takes its slot, and "mid"
+    waits for that one.
+    """
     high = Add(request=request("high", PROMPTS[0], rank=2.0, max_tokens=4))
     mid = Add(request=request("mid", PROMPTS[3], rank=1.0, max_tokens=3))
     low = request("low", PROMPTS[2], max_tokens=10)
     outcome = drive(spec(path, max_slots=1), [low], at={4: [high, mid]}, clock=Seconds())
     assert [result.id for result in outcome.answers] == ["high", "mid", "low"]
-    # Of n tokens the last is there n - 1 seconds after the first; the next request begins a second later.
+    # Of n tokens the last is there n - 1 seconds after the first; the next request
+    # begins a second later.
     times = {name: (result.queue_s, result.generate_s) for name, result in outcome.results.items()}
     assert times == {"high": (0, 3), "mid": (4, 2), "low": (4 + 3, 9)}
     assert outcome.results["low"].preemptions == 1
@@ -207,7 +263,9 @@ def test_time_without_a_slot_is_queueing_also_after_a_preemption(path: str) -> N
 
 
 def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
-    """Each has a budget of 5 seconds, and each waits for longer: in the queue, preempted, or while the engine is suspended."""
+    """Each has a budget of 5 seconds, and each waits for longer: in the queue,
+    preempted, or while the engine is suspended.
+    """
     clock = Seconds()
 
     def resume_later() -> Resume:
@@ -227,11 +285,19 @@ def test_a_budget_counts_the_time_in_a_slot_alone(path: str) -> None:
         # The step that begins in the fifth second is the last one.
         assert (result.finish, result.generate_s, len(result.tokens)) == (Finish.TIME, 5, 6)
         assert result.queue_s > 100
-        assert result.tokens == drive(spec(path), [request("x", budget[name].tokens, max_tokens=20)]).results["x"].tokens[:6]
+        assert (
+            result.tokens
+            == drive(spec(path), [request("x", budget[name].tokens, max_tokens=20)])
+            .results["x"]
+            .tokens[:6]
+        )
 
 
 def test_who_is_done_in_time_is_not_cut(path: str) -> None:
-    requests = [msgspec.structs.replace(request(str(n), PROMPTS[0], max_tokens=n), budget_s=4.0) for n in (1, 5, 6)]
+    requests = [
+        msgspec.structs.replace(request(str(n), PROMPTS[0], max_tokens=n), budget_s=4.0)
+        for n in (1, 5, 6)
+    ]
     results = drive(spec(path), requests, clock=Seconds()).results
     assert {name: (result.finish, len(result.tokens)) for name, result in results.items()} == {
         "1": (Finish.LENGTH, 1),
@@ -240,7 +306,9 @@ def test_who_is_done_in_time_is_not_cut(path: str) -> None:
     }
 
 
-def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(model: torch.nn.Module, path: str) -> None:
+def test_aborting_neighbours_changes_nothing_and_gives_what_they_have(
+    model: torch.nn.Module, path: str
+) -> None:
     alone = baseline(path, count=24)
     requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
     aborts = {4: [Abort(id="1")], 9: [Abort(id="3"), Abort(id="nobody")]}
@@ -268,14 +336,18 @@ def test_suspension_stops_the_steps_and_changes_nothing(path: str) -> None:
     steps = [stats.steps for stats in outcome.stats]
     assert steps == sorted(steps)
     assert steps[5] < steps[6] == steps[10] < steps[11]
-    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {i: alone[i].tokens for i in range(5)}
+    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {
+        i: alone[i].tokens for i in range(5)
+    }
     assert outcome.stats[-1].suspended_s > 0
     assert outcome.stats[-1].busy_s + outcome.stats[-1].suspended_s <= outcome.stats[-1].uptime_s
 
 
 def test_starved_kv_still_finishes_everything(model: torch.nn.Module, path: str) -> None:
     prompts = [[(i * 5 + j) % VOCAB for j in range(3 + i % 9)] for i in range(24)]
-    requests = [request(str(i), p, seed=i, max_tokens=30, rank=float(i % 3)) for i, p in enumerate(prompts)]
+    requests = [
+        request(str(i), p, seed=i, max_tokens=30, rank=float(i % 3)) for i, p in enumerate(prompts)
+    ]
     outcome = drive(spec(path, kv_tokens=128, max_slots=8), requests)
     assert outcome.stats[-1].preemptions > 0
     for i, prompt in enumerate(prompts):
@@ -309,11 +381,18 @@ def test_an_update_in_flight_is_piecewise_the_two_models(
 def test_updates_come_one_after_another(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    loads = {4: [Load(manifest=publish(publisher, other, version=1))], 5: [Load(manifest=publish(publisher, model, version=2))]}
-    requests = [request(str(i), p, seed=i, max_tokens=16, temperature=0.7) for i, p in enumerate(PROMPTS)]
+    loads = {
+        4: [Load(manifest=publish(publisher, other, version=1))],
+        5: [Load(manifest=publish(publisher, model, version=2))],
+    }
+    requests = [
+        request(str(i), p, seed=i, max_tokens=16, temperature=0.7) for i, p in enumerate(PROMPTS)
+    ]
     outcome = drive(spec(path), requests, at=loads)
     for i, prompt in enumerate(PROMPTS):
-        check_versions(prompt, outcome.results[str(i)], {-1: model, 1: other, 2: model}, temperature=0.7)
+        check_versions(
+            prompt, outcome.results[str(i)], {-1: model, 1: other, 2: model}, temperature=0.7
+        )
 
 
 def test_a_load_that_does_not_match_leaves_everything_as_it_was(
@@ -324,32 +403,48 @@ def test_a_load_that_does_not_match_leaves_everything_as_it_was(
     name = "model.layers.1.self_attn.q_proj.weight"
     broken = {
         "digest": msgspec.structs.replace(good, digest="0" * 32),
-        "missing": publisher.publish({k: v for k, v in state.items() if k != name}, version=2, weights_id=2),
+        "missing": publisher.publish(
+            {k: v for k, v in state.items() if k != name}, version=2, weights_id=2
+        ),
         "unknown": publisher.publish(state | {"model.extra": state[name]}, version=3, weights_id=3),
-        "shape": publisher.publish(state | {name: state[name][:4].contiguous()}, version=4, weights_id=4),
-        "dtype": publisher.publish(state | {name: state[name].to(torch.int32)}, version=5, weights_id=5),
+        "shape": publisher.publish(
+            state | {name: state[name][:4].contiguous()}, version=4, weights_id=4
+        ),
+        "dtype": publisher.publish(
+            state | {name: state[name].to(torch.int32)}, version=5, weights_id=5
+        ),
     }
-    at: dict[int, Any] = {3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())}
+    at: dict[int, Any] = {
+        3 + i: [Load(manifest=manifest)] for i, manifest in enumerate(broken.values())
+    }
     alone = baseline(path, count=16)
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at=at)
     failed = outcome.of(LoadFailed)
-    assert [message.version for message in failed] == [manifest.version for manifest in broken.values()]
+    assert [message.version for message in failed] == [
+        manifest.version for manifest in broken.values()
+    ]
     assert "missing" in failed[1].error
     assert "unknown" in failed[2].error
     assert "shape" in failed[3].error
     assert outcome.of(Loaded) == []
-    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {i: alone[i].tokens for i in range(5)}
+    assert {i: outcome.results[str(i)].tokens for i in range(5)} == {
+        i: alone[i].tokens for i in range(5)
+    }
     assert outcome.stats[-1].recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("fate", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"])
+@pytest.mark.parametrize(
+    "fate", ["whole", "flipped", "truncated", "of another step", "of another model", "gone"]
+)
 def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
     model: torch.nn.Module, other: torch.nn.Module, path: str, tmp_path: Path, fate: str
 ) -> None:
     saved = tmp_path / "c"
     state = dict(build("llama").state_dict() if fate == "of another model" else other.state_dict())
-    checkpoint = Checkpoint(step=4 if fate == "of another step" else 3, model=state, optimizer={}, rng={})
+    checkpoint = Checkpoint(
+        step=4 if fate == "of another step" else 3, model=state, optimizer={}, rng={}
+    )
     save_checkpoint(saved, checkpoint, export_dtype=torch.float32)
     file = saved / "model.safetensors"
     whole = bytearray(file.read_bytes())
@@ -361,7 +456,9 @@ def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
     load = LoadSaved(version=3, weights_id=9, directory=str(saved), dtype="float32")
     requests = [request(str(i), p, seed=i, max_tokens=16) for i, p in enumerate(PROMPTS)]
     outcome = drive(spec(path), requests, at={6: [load]})
-    assert [message.version for message in outcome.of(LoadFailed if fate != "whole" else Loaded)] == [3]
+    assert [
+        message.version for message in outcome.of(LoadFailed if fate != "whole" else Loaded)
+    ] == [3]
     versions = {-1: model, 3: other} if fate == "whole" else {-1: model}
     for i, prompt in enumerate(PROMPTS):
         assert {span.version for span in outcome.results[str(i)].versions} == versions.keys()
@@ -369,7 +466,9 @@ def test_weights_are_loaded_from_a_checkpoint_whole_or_not_at_all(
 
 
 @pytest.mark.parametrize("kind", ["llama_biased_llama3_rope", "llama_linear_rope_tied", "qwen2"])
-def test_state_dicts_of_every_architecture_load(kind: str, tmp_path: Path, publisher: Publisher) -> None:
+def test_state_dicts_of_every_architecture_load(
+    kind: str, tmp_path: Path, publisher: Publisher
+) -> None:
     name, changes = KINDS[kind]
     old, new = build(name, **changes), build(name, seed=1, **changes)
     half = {key: value.to(torch.bfloat16) for key, value in new.state_dict().items()}
@@ -383,11 +482,15 @@ def test_state_dicts_of_every_architecture_load(kind: str, tmp_path: Path, publi
 def test_weights_that_are_not_finite_are_errors_and_leave_no_trace(
     model: torch.nn.Module, other: torch.nn.Module, path: str, publisher: Publisher
 ) -> None:
-    poison = {name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()}
+    poison = {
+        name: torch.full_like(value, float("nan")) for name, value in model.state_dict().items()
+    }
     bad = publisher.publish(poison, version=1, weights_id=1)
     good = publish(publisher, other, version=2)
     requests = [request(str(i), p, seed=i, max_tokens=20) for i, p in enumerate(PROMPTS)]
-    later = [Load(manifest=good)] + [Add(request=request(f"b{i}", p, seed=i, max_tokens=20)) for i, p in enumerate(PROMPTS)]
+    later = [Load(manifest=good)] + [
+        Add(request=request(f"b{i}", p, seed=i, max_tokens=20)) for i, p in enumerate(PROMPTS)
+    ]
     outcome = drive(spec(path), requests, at={5: [Load(manifest=bad)], 12: later})
     for i, prompt in enumerate(PROMPTS):
         before, after = outcome.results[str(i)], outcome.results[f"b{i}"]
@@ -420,7 +523,9 @@ def test_turns_hit_the_blocks_of_the_turns_before(model: torch.nn.Module, path: 
         reached = prompt + 8
         assert logprob_error(model, adds[turn * 40][0].request.tokens, result) <= TOLERANCE
     stats = outcome.stats[-1]
-    assert stats.cached_tokens == sum(result.cached_tokens for result in outcome.results.values()) > 0
+    assert (
+        stats.cached_tokens == sum(result.cached_tokens for result in outcome.results.values()) > 0
+    )
 
 
 def test_after_an_update_the_prefix_is_computed_anew(
@@ -430,7 +535,11 @@ def test_after_an_update_the_prefix_is_computed_anew(
         return Add(request=request(name, PROMPTS[1], seed=1, max_tokens=4))
 
     load = Load(manifest=publish(publisher, other, version=1))
-    outcome = drive(spec(path), [], at={0: [add("cold")], 10: [add("warm")], 20: [load, add("new")], 30: [add("again")]})
+    outcome = drive(
+        spec(path),
+        [],
+        at={0: [add("cold")], 10: [add("warm")], 20: [load, add("new")], 30: [add("again")]},
+    )
     cached = {name: result.cached_tokens for name, result in outcome.results.items()}
     assert cached == {"cold": 0, "warm": 32, "new": 0, "again": 32}
     for name in ("new", "again"):
@@ -451,8 +560,13 @@ def test_stop_tokens_end_a_request_and_are_part_of_it(path: str) -> None:
     free = drive(spec(path), [request("x", PROMPTS[0], seed=5, max_tokens=12)]).results["x"]
     stop = free.tokens[6]
     first = free.tokens.index(stop) + 1
-    for engine, sampling in ((spec(path), {"stop_token_ids": (stop,)}), (spec(path, eos_token_ids=(stop,)), {})):
-        result = drive(engine, [request("x", PROMPTS[0], seed=5, max_tokens=12, **sampling)]).results["x"]
+    for engine, sampling in (
+        (spec(path), {"stop_token_ids": (stop,)}),
+        (spec(path, eos_token_ids=(stop,)), {}),
+    ):
+        result = drive(
+            engine, [request("x", PROMPTS[0], seed=5, max_tokens=12, **sampling)]
+        ).results["x"]
         assert (result.tokens, result.finish) == (free.tokens[:first], Finish.STOP)
 
 
@@ -487,7 +601,9 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
         request("edge", long, max_tokens=50),
     ]
     outcome = drive(spec(path), requests)
-    errors = {result.id: result.error for result in outcome.answers if result.finish is Finish.ERROR}
+    errors = {
+        result.id: result.error for result in outcome.answers if result.finish is Finish.ERROR
+    }
     assert "unique" in errors["twice"]
     assert "at least one token" in errors["empty"]
     assert "[0, 97)" in errors["foreign"]
@@ -497,14 +613,21 @@ def test_what_cannot_be_served_is_refused_with_the_reason(path: str) -> None:
     assert "budget_s must be 0 (none) or more" in errors["budget"]
     assert "allowed" in errors["allowed"]
     assert "tokenizer" in errors["text"]
-    assert sum(result.id == "twice" and result.finish is Finish.LENGTH for result in outcome.answers) == 1
+    assert (
+        sum(result.id == "twice" and result.finish is Finish.LENGTH for result in outcome.answers)
+        == 1
+    )
     edge = outcome.results["edge"]  # the context ends before max_tokens does
     assert (edge.finish, len(edge.tokens)) == (Finish.LENGTH, 1)
 
 
 def test_the_context_is_bounded_by_the_kv_cache(path: str) -> None:
-    outcome = drive(spec(path, kv_tokens=64), [request("x", [1] * 64), request("y", [1] * 60, max_tokens=50)])
-    assert outcome.of(Ready)[0] == Ready(version=-1, kv_total_tokens=64, max_slots=8, max_context=64)
+    outcome = drive(
+        spec(path, kv_tokens=64), [request("x", [1] * 64), request("y", [1] * 60, max_tokens=50)]
+    )
+    assert outcome.of(Ready)[0] == Ready(
+        version=-1, kv_total_tokens=64, max_slots=8, max_context=64
+    )
     assert "context of 64 tokens" in outcome.results["x"].error
     assert len(outcome.results["y"].tokens) == 4
 
@@ -536,12 +659,20 @@ def test_an_idle_engine_sleeps_until_another_thread_posts(path: str) -> None:
 # Deterministic mode.
 
 
-def test_deterministic_results_are_bit_equal_whatever_the_batch(model: torch.nn.Module, path: str) -> None:
+def test_deterministic_results_are_bit_equal_whatever_the_batch(
+    model: torch.nn.Module, path: str
+) -> None:
     engine = {"deterministic": True}
     alone = {
-        i: drive(spec(path, **engine), [request("x", p, seed=i, max_tokens=24)]).results["x"] for i, p in enumerate(PROMPTS)
+        i: drive(spec(path, **engine), [request("x", p, seed=i, max_tokens=24)]).results["x"]
+        for i, p in enumerate(PROMPTS)
     }
-    for changes in ({}, {"prefill_chunk_tokens": 7}, {"kv_tokens": 96}, {"max_slots": 3, "prefix_cache": False}):
+    for changes in (
+        {},
+        {"prefill_chunk_tokens": 7},
+        {"kv_tokens": 96},
+        {"max_slots": 3, "prefix_cache": False},
+    ):
         requests = [request(str(i), p, seed=i, max_tokens=24) for i, p in enumerate(PROMPTS)]
         requests += [request(f"n{i}", [i + 3] * (i + 1), seed=i, max_tokens=9) for i in range(9)]
         outcome = drive(spec(path, **(engine | changes)), requests, at={9: [Abort(id="n3")]})

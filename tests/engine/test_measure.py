@@ -1,4 +1,6 @@
-"""What an engine measures of itself before it serves: complete, plausible, and without a trace in it."""
+"""What an engine measures of itself before it serves: complete, plausible, and without
+a trace in it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"max_slots": 8, "kv_tokens": 4, "block_tokens": 4}, []),
     ],
 )
-def test_every_batch_is_measured_and_nothing_is_left_behind(path: str, changes: dict[str, Any], batches: list[int]) -> None:
+def test_every_batch_is_measured_and_nothing_is_left_behind(
+    path: str, changes: dict[str, Any], batches: list[int]
+) -> None:
     of = spec(path, **changes)
     with torch.inference_mode():
         runner = Runner(of)
@@ -48,7 +52,8 @@ def test_every_batch_is_measured_and_nothing_is_left_behind(path: str, changes: 
 
 def test_an_engine_tells_its_profile_and_serves_as_if_it_had_none(path: str) -> None:
     plain, measured = (
-        drive(spec(path, profile=profile), [request("x", [3, 1, 4], seed=1, max_tokens=12)]) for profile in (False, True)
+        drive(spec(path, profile=profile), [request("x", [3, 1, 4], seed=1, max_tokens=12)])
+        for profile in (False, True)
     )
     assert plain.of(Ready)[0].profile == ()
     profile = measured.of(Ready)[0].profile

@@ -1,4 +1,6 @@
-"""A turn that goes on where an engine was lost is the turn that would have been; what is told on the way is its beginning."""
+"""A turn that goes on where an engine was lost is the turn that would have been; what
+is told on the way is its beginning.
+"""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +42,9 @@ WHOLE = 20
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A checkpoint with a tokenizer: token 4 is "a", 5 is "b", and so on."""
     directory = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.WordLevel({chr(93 + token): token for token in range(VOCAB)}, unk_token="]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({chr(93 + token): token for token in range(VOCAB)}, unk_token="]")
+    )
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(directory / "tokenizer.json"))
     return save(build("qwen3"), directory)
@@ -57,7 +61,11 @@ def whole(path: str) -> list[GenerateResult]:
 def cut(result: GenerateResult, count: int, **changes: Any) -> Partial:
     """The first `count` tokens."""
     spans = (VersionSpan(start=0, end=count, version=result.versions[0].version),)
-    parts: dict[str, Any] = {"tokens": result.tokens[:count], "logprobs": result.logprobs[:count], "versions": spans}
+    parts: dict[str, Any] = {
+        "tokens": result.tokens[:count],
+        "logprobs": result.logprobs[:count],
+        "versions": spans,
+    }
     return Partial(**(parts | changes))
 
 
@@ -69,7 +77,9 @@ def pieces(outcome: Outcome) -> list[Piece]:
     return [piece for progress in outcome.of(Progress) for piece in progress.pieces]
 
 
-def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(path: str, whole: list[GenerateResult]) -> None:
+def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(
+    path: str, whole: list[GenerateResult]
+) -> None:
     asked = [
         resuming(request(f"{i}.{count}", p, seed=i, max_tokens=WHOLE), cut(whole[i], count))
         for i, p in enumerate(PROMPTS)
@@ -82,7 +92,8 @@ def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(path: str, whole: list
             assert (result.tokens, result.logprobs) == (whole[i].tokens, whole[i].logprobs)
             assert (result.versions, result.finish) == (whole[i].versions, Finish.LENGTH)
             assert result.resumed_tokens == count
-            assert result.cached_tokens <= len(PROMPTS[i])  # of the prompt, whatever it found of the resumed part
+            # of the prompt, whatever it found of the resumed part
+            assert result.cached_tokens <= len(PROMPTS[i])
     sampled = sum(WHOLE - count for count in range(1, WHOLE + 1)) * len(PROMPTS)
     assert outcome.stats[-1].output_tokens == sampled  # what is resumed is not counted again
 
@@ -92,34 +103,55 @@ def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(path: str, whole: list
 def test_a_chain_of_lost_engines_loses_what_was_not_told_and_changes_nothing(
     path: str, whole: list[GenerateResult], lives: list[int], i: int
 ) -> None:
-    """Each engine lives for so many steps, a second each, and tells of every one; then the next goes on."""
+    """Each engine lives for so many steps, a second each, and tells of every one; then
+    the next goes on.
+    """
     asked = request("x", PROMPTS[i], seed=i, max_tokens=WHOLE)
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     for life in [*lives, WHOLE]:
         if tokens:
             asked = resuming(asked, cut(whole[i], len(tokens), tokens=tokens, logprobs=logprobs))
-        at: dict[int, Sequence[EngineCommand]] = {0: [Add(request=asked, stream=True)], life: [Abort(id="x")]}
+        at: dict[int, Sequence[EngineCommand]] = {
+            0: [Add(request=asked, stream=True)],
+            life: [Abort(id="x")],
+        }
         outcome = drive(spec(path, deterministic=True), [], at=at, clock=Seconds())
         for piece in pieces(outcome):
             assert piece.start == len(tokens)
             tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
         result = outcome.results["x"]
         if result.finish is not Finish.ABORTED:
-            assert (result.tokens, result.logprobs, result.versions) == (whole[i].tokens, whole[i].logprobs, whole[i].versions)
+            assert (result.tokens, result.logprobs, result.versions) == (
+                whole[i].tokens,
+                whole[i].logprobs,
+                whole[i].versions,
+            )
             return
-        assert (tokens, logprobs) == (whole[i].tokens[: len(tokens)], whole[i].logprobs[: len(logprobs)])
+        assert (tokens, logprobs) == (
+            whole[i].tokens[: len(tokens)],
+            whole[i].logprobs[: len(logprobs)],
+        )
     raise AssertionError("the last engine lives for long enough")
 
 
-def test_spans_go_on_and_another_version_begins_its_own(path: str, whole: list[GenerateResult]) -> None:
+def test_spans_go_on_and_another_version_begins_its_own(
+    path: str, whole: list[GenerateResult]
+) -> None:
     results = {}
     for version in (-1, 4):
         partial = cut(whole[0], 5)
         engine = spec(path, deterministic=True, version=version)
-        results[version] = drive(engine, [resuming(request("x", PROMPTS[0], max_tokens=9), partial)]).results["x"].versions
+        results[version] = (
+            drive(engine, [resuming(request("x", PROMPTS[0], max_tokens=9), partial)])
+            .results["x"]
+            .versions
+        )
     assert results[-1] == (VersionSpan(start=0, end=9, version=-1),)
-    assert results[4] == (VersionSpan(start=0, end=5, version=-1), VersionSpan(start=5, end=9, version=4))
+    assert results[4] == (
+        VersionSpan(start=0, end=5, version=-1),
+        VersionSpan(start=5, end=9, version=4),
+    )
 
 
 def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[GenerateResult]) -> None:
@@ -128,19 +160,40 @@ def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[Gener
     first = tokens.index(stop) + 1
     asked = [
         resuming(request("length", PROMPTS[0], max_tokens=4), cut(whole[0], 4)),
-        resuming(request("stop", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)), cut(whole[0], first, generate_s=2.5)),
-        resuming(request("over", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)), cut(whole[0], first + 1)),
+        resuming(
+            request("stop", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)),
+            cut(whole[0], first, generate_s=2.5),
+        ),
+        resuming(
+            request("over", PROMPTS[0], max_tokens=WHOLE, stop_token_ids=(stop,)),
+            cut(whole[0], first + 1),
+        ),
         resuming(request("long", PROMPTS[0], max_tokens=3), cut(whole[0], 4)),
         resuming(request("foreign", PROMPTS[0], max_tokens=9), cut(whole[0], 2, tokens=(1, VOCAB))),
-        resuming(request("nan", PROMPTS[0], max_tokens=9), cut(whole[0], 2, logprobs=(-1.0, float("nan")))),
+        resuming(
+            request("nan", PROMPTS[0], max_tokens=9),
+            cut(whole[0], 2, logprobs=(-1.0, float("nan"))),
+        ),
         resuming(request("room", [1] * 510, max_tokens=9), cut(whole[0], 3)),
     ]
     outcome = drive(spec(path), asked)
     assert outcome.stats[-1].steps == 0
     length, stopped = outcome.results["length"], outcome.results["stop"]
-    assert (length.finish, length.tokens, length.logprobs) == (Finish.LENGTH, tokens[:4], whole[0].logprobs[:4])
-    assert (stopped.finish, stopped.tokens, stopped.generate_s) == (Finish.STOP, tokens[:first], 2.5)
-    errors = {name: result.error for name, result in outcome.results.items() if result.finish is Finish.ERROR}
+    assert (length.finish, length.tokens, length.logprobs) == (
+        Finish.LENGTH,
+        tokens[:4],
+        whole[0].logprobs[:4],
+    )
+    assert (stopped.finish, stopped.tokens, stopped.generate_s) == (
+        Finish.STOP,
+        tokens[:first],
+        2.5,
+    )
+    errors = {
+        name: result.error
+        for name, result in outcome.results.items()
+        if result.finish is Finish.ERROR
+    }
     assert errors.keys() == {"over", "long", "foreign", "nan", "room"}
     assert "must end where the turn stops" in errors["over"]
     assert "not be more than the 3 of the whole turn" in errors["long"]
@@ -152,17 +205,22 @@ def test_what_ends_the_turn_already_samples_nothing(path: str, whole: list[Gener
 def test_a_stop_string_is_seen_across_the_border(path: str) -> None:
     """Of "a" and "b" alone; the turn stops at "ab", wherever it is cut."""
     sampling: dict[str, Any] = {"allowed": (4, 5), "stop": ("ab",), "max_tokens": 30, "seed": 3}
-    free = drive(spec(path, deterministic=True), [request("x", PROMPTS[0], **sampling)]).results["x"]
+    free = drive(spec(path, deterministic=True), [request("x", PROMPTS[0], **sampling)]).results[
+        "x"
+    ]
     assert free.finish is Finish.STOP
     assert free.tokens[-2:] == (4, 5)
     asked = [
-        resuming(request(str(count), PROMPTS[0], **sampling), cut(free, count)) for count in range(1, len(free.tokens) + 1)
+        resuming(request(str(count), PROMPTS[0], **sampling), cut(free, count))
+        for count in range(1, len(free.tokens) + 1)
     ]
     for result in drive(spec(path, deterministic=True), asked).results.values():
         assert (result.tokens, result.finish) == (free.tokens, Finish.STOP)
 
 
-def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(path: str, whole: list[GenerateResult]) -> None:
+def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
+    path: str, whole: list[GenerateResult]
+) -> None:
     ended = Add(request=resuming(request("x", PROMPTS[0], max_tokens=4), cut(whole[0], 4)))
     outcome = drive(spec(path), [request("x", PROMPTS[0], max_tokens=9)], at={3: [ended]})
     assert [result.finish for result in outcome.answers] == [Finish.ERROR, Finish.LENGTH]
@@ -175,25 +233,46 @@ def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(path: s
         {"logprobs": (-1.0,)},
         {"versions": ()},
         {"versions": (VersionSpan(start=0, end=1, version=0),)},
-        {"versions": (VersionSpan(start=0, end=1, version=0), VersionSpan(start=2, end=3, version=0))},
+        {
+            "versions": (
+                VersionSpan(start=0, end=1, version=0),
+                VersionSpan(start=2, end=3, version=0),
+            )
+        },
         {"generate_s": float("nan")},
     ],
 )
 def test_a_partial_that_does_not_fit_itself_is_none(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
         Partial(
-            **({"tokens": (1, 2), "logprobs": (-1.0, -1.0), "versions": (VersionSpan(start=0, end=2, version=0),)} | changes)
+            **(
+                {
+                    "tokens": (1, 2),
+                    "logprobs": (-1.0, -1.0),
+                    "versions": (VersionSpan(start=0, end=2, version=0),),
+                }
+                | changes
+            )
         )
     sent = json.dumps({"tokens": [1], "logprobs": [], "versions": []}).encode()
     with pytest.raises(msgspec.ValidationError, match="log-prob"):
         msgspec.json.decode(sent, type=Partial)
 
 
-def test_the_budget_counts_what_the_resumed_part_took(path: str, whole: list[GenerateResult]) -> None:
+def test_the_budget_counts_what_the_resumed_part_took(
+    path: str, whole: list[GenerateResult]
+) -> None:
     """Of 8 seconds 5 are gone: a step a second, the last one begins in the eighth."""
     asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 4, generate_s=5.0))
-    result = drive(spec(path), [msgspec.structs.replace(asked, budget_s=8.0)], clock=Seconds()).results["x"]
-    assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == (Finish.TIME, 4 + 4, 8.0, 0.0)
+    result = drive(
+        spec(path), [msgspec.structs.replace(asked, budget_s=8.0)], clock=Seconds()
+    ).results["x"]
+    assert (result.finish, len(result.tokens), result.generate_s, result.queue_s) == (
+        Finish.TIME,
+        4 + 4,
+        8.0,
+        0.0,
+    )
 
 
 # What is told on the way.
@@ -205,7 +284,10 @@ def grown(told: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     logprobs: tuple[float, ...] = ()
     for piece in told:
         assert piece.start == len(tokens)
-        assert [span.start for span in piece.versions] == [piece.start, *(span.end for span in piece.versions[:-1])]
+        assert [span.start for span in piece.versions] == [
+            piece.start,
+            *(span.end for span in piece.versions[:-1]),
+        ]
         assert piece.versions[-1].end == piece.start + len(piece.tokens)
         tokens, logprobs = tokens + piece.tokens, logprobs + piece.logprobs
     return tokens, logprobs
@@ -213,7 +295,8 @@ def grown(told: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 def test_pieces_are_the_beginning_of_the_result_and_none_follows_it(path: str) -> None:
     adds: list[EngineCommand] = [
-        Add(request=request(str(i), p, seed=i, max_tokens=4 + 5 * i), stream=i != 2) for i, p in enumerate(PROMPTS * 2)
+        Add(request=request(str(i), p, seed=i, max_tokens=4 + 5 * i), stream=i != 2)
+        for i, p in enumerate(PROMPTS * 2)
     ]
     outcome = drive(spec(path, max_slots=3), [], at={0: adds, 4: [Abort(id="3")]}, clock=Seconds())
     told = {str(i): [piece for piece in pieces(outcome) if piece.id == str(i)] for i in range(6)}
@@ -221,24 +304,30 @@ def test_pieces_are_the_beginning_of_the_result_and_none_follows_it(path: str) -
     for i in (0, 1, 3, 4, 5):
         result, (tokens, logprobs) = outcome.results[str(i)], grown(told[str(i)])
         assert (tokens, logprobs) == (result.tokens[: len(tokens)], result.logprobs[: len(tokens)])
-        assert len(result.tokens) - len(tokens) <= 1  # a second passes with each step: all but the last are told
+        # a second passes with each step: all but the last are told
+        assert len(result.tokens) - len(tokens) <= 1
         generate = [piece.generate_s for piece in told[str(i)]]
         assert generate == sorted(generate)
     for at, reply in enumerate(outcome.replies):
         if isinstance(reply, Generated):
             later = [r for r in outcome.replies[at:] if isinstance(r, Progress)]
-            assert all(piece.id != reply.result.id for progress in later for piece in progress.pieces)
+            assert all(
+                piece.id != reply.result.id for progress in later for piece in progress.pieces
+            )
 
 
 def test_one_message_tells_of_all_and_not_more_often_than_it_must(path: str) -> None:
-    """A step takes a fifth of a second: every third step is told, that is after half a second."""
+    """A step takes a fifth of a second: every third step is told, that is after half a
+    second.
+    """
 
     class Fifths(Seconds):
         def step(self, *_: object) -> None:
             self.now += 0.2
 
     adds: list[EngineCommand] = [
-        Add(request=request(str(i), p, seed=i, max_tokens=13), stream=True) for i, p in enumerate(PROMPTS)
+        Add(request=request(str(i), p, seed=i, max_tokens=13), stream=True)
+        for i, p in enumerate(PROMPTS)
     ]
     outcome = drive(spec(path), [], at={0: adds}, clock=Fifths())
     sizes = [[len(piece.tokens) for piece in progress.pieces] for progress in outcome.of(Progress)]
@@ -258,11 +347,17 @@ def test_who_is_suspended_is_told_of_to_the_last_token(path: str) -> None:
     (piece,) = pieces(outcome)
     assert piece.tokens == outcome.results["x"].tokens[: len(piece.tokens)]
     assert 0 < len(piece.tokens) < 12
-    kinds = [type(reply) for reply in outcome.replies if isinstance(reply, Progress | Suspended | Generated)]
+    kinds = [
+        type(reply)
+        for reply in outcome.replies
+        if isinstance(reply, Progress | Suspended | Generated)
+    ]
     assert kinds == [Progress, Suspended, Generated]
 
 
-def test_only_what_is_new_is_told_of_a_turn_that_was_resumed(path: str, whole: list[GenerateResult]) -> None:
+def test_only_what_is_new_is_told_of_a_turn_that_was_resumed(
+    path: str, whole: list[GenerateResult]
+) -> None:
     asked = resuming(request("x", PROMPTS[0], max_tokens=WHOLE), cut(whole[0], 7))
     outcome = drive(spec(path), [], at={0: [Add(request=asked, stream=True)]}, clock=Seconds())
     told = pieces(outcome)

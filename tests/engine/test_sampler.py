@@ -1,4 +1,6 @@
-"""The sampler against its definition: distributions, cuts, masks, and randomness that depends on seed and position alone."""
+"""The sampler against its definition: distributions, cuts, masks, and randomness that
+depends on seed and position alone.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ def logits(rows: int, *, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def draw(source: torch.Tensor, positions: list[int], rows: list[Sampling]) -> tuple[list[int], list[float]]:
+def draw(
+    source: torch.Tensor, positions: list[int], rows: list[Sampling]
+) -> tuple[list[int], list[float]]:
     return sample(source.clone(), positions, pack(rows, vocab=source.shape[1], device=CPU))
 
 
@@ -28,14 +32,20 @@ def frequencies(row: torch.Tensor, count: int = 20_000, **settings: Any) -> torc
 
 
 def test_uniforms_are_uniform_and_uncorrelated_in_seed_and_position() -> None:
-    numbers = uniforms(np.arange(300, dtype=np.uint64)[:, None], np.arange(300, dtype=np.uint64)[None, :])
+    numbers = uniforms(
+        np.arange(300, dtype=np.uint64)[:, None], np.arange(300, dtype=np.uint64)[None, :]
+    )
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert abs(numbers.mean() - 0.5) < 0.005
     assert len(np.unique(numbers)) == numbers.size
     bins, _ = np.histogram(numbers, bins=20, range=(0, 1))
     assert abs(bins / numbers.size - 0.05).max() < 0.004
-    for other in (numbers[1:, :] * numbers[:-1, :], numbers[:, 1:] * numbers[:, :-1], numbers * numbers.T):
+    for other in (
+        numbers[1:, :] * numbers[:-1, :],
+        numbers[:, 1:] * numbers[:, :-1],
+        numbers * numbers.T,
+    ):
         assert abs(other.mean() - 0.25) < 0.01
 
 
@@ -57,7 +67,9 @@ def test_frequencies_are_the_distribution(temperature: float) -> None:
 def test_top_k_and_top_p_keep_the_smallest_set_and_renormalise() -> None:
     row = torch.log(torch.tensor([0.05, 0.4, 0.3, 0.15, 0.1]))
     assert frequencies(row, top_k=2).tolist() == pytest.approx([0, 4 / 7, 3 / 7, 0, 0], abs=0.015)
-    assert frequencies(row, top_p=0.75).tolist() == pytest.approx([0, 40 / 85, 30 / 85, 15 / 85, 0], abs=0.015)
+    assert frequencies(row, top_p=0.75).tolist() == pytest.approx(
+        [0, 40 / 85, 30 / 85, 15 / 85, 0], abs=0.015
+    )
     assert frequencies(row, top_p=0.01).tolist() == [0, 1, 0, 0, 0]
     # top-k first: of the two that are left, 0.4 / 0.7 alone reaches 0.5.
     assert frequencies(row, top_k=2, top_p=0.5).tolist() == [0, 1, 0, 0, 0]
@@ -82,12 +94,19 @@ def test_logprobs_are_of_the_uncut_distribution_at_the_temperature() -> None:
 def test_a_row_s_token_depends_on_nothing_but_its_seed_and_position() -> None:
     source = logits(40, vocab=50)
     rows = [
-        Sampling(seed=i, temperature=(0.0, 1.0, 0.6)[i % 3], top_k=(0, 5)[i % 2], allowed=(1, 2, 30) if i % 7 == 0 else ())
+        Sampling(
+            seed=i,
+            temperature=(0.0, 1.0, 0.6)[i % 3],
+            top_k=(0, 5)[i % 2],
+            allowed=(1, 2, 30) if i % 7 == 0 else (),
+        )
         for i in range(40)
     ]
     positions = [100 + 3 * i for i in range(40)]
     together, _ = draw(source, positions, rows)
-    alone = [draw(source[i : i + 1], positions[i : i + 1], rows[i : i + 1])[0][0] for i in range(40)]
+    alone = [
+        draw(source[i : i + 1], positions[i : i + 1], rows[i : i + 1])[0][0] for i in range(40)
+    ]
     assert together == alone
 
 

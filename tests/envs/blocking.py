@@ -1,4 +1,6 @@
-"""Environments that block, or say that they do not, and tell the threads that they are called on."""
+"""Environments that block, or say that they do not, and tell the threads that they are
+called on.
+"""
 
 import sqlite3
 import threading

@@ -1,4 +1,6 @@
-"""The user's failures and garbage become typed errors that say what was wrong; what is right passes."""
+"""The user's failures and garbage become typed errors that say what was wrong; what is
+right passes.
+"""
 
 import asyncio
 import json
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from rollweave.envs.base import Observation, Score, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, checked_score, scored
 from rollweave.envs.faults import Faulty
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
-from rollweave.schema.sections import FaultsConfig
 from rollweave.schema.work import Task
 
 from .worlds import HERE, draw, episode, source
@@ -40,7 +42,9 @@ async def test_an_environment_that_asks_is_told_how_the_words_ended() -> None:
     env = guarded("Listener")
     assert await env.step("a", finish_reason="length") == Step.of("a: length")
     assert await env.step("a") == Step.of("a: stop")
-    assert await guarded("Echo").step("a", finish_reason="length") == Step.of("you said a", reward=0.25)
+    assert await guarded("Echo").step("a", finish_reason="length") == Step.of(
+        "you said a", reward=0.25
+    )
 
 
 async def test_an_async_environment_lives_between_its_calls_and_frees_what_it_took() -> None:
@@ -85,7 +89,11 @@ async def test_numbers_of_numpy_and_lists_pass_as_ours() -> None:
     env = guarded("Echo")
     await env.reset(TASK)
     step = await env.step("numpy")
-    assert (step, type(step.reward), type(step.done)) == (Step.of("np", reward=0.5, done=True), float, bool)
+    assert (step, type(step.reward), type(step.done)) == (
+        Step.of("np", reward=0.5, done=True),
+        float,
+        bool,
+    )
     assert isinstance((await env.step("list")).messages, tuple)
 
 
@@ -105,12 +113,22 @@ async def test_a_constructor_and_a_close_that_fail() -> None:
         await guarded("BadClose").close()
 
 
-async def score(name: str, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None) -> Score:
-    return await scored(f"{HERE}{name}", {}, episode(TASK, *said, rewards=rewards, success=success), faults=NONE, seed=0)
+async def score(
+    name: str, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None
+) -> Score:
+    return await scored(
+        f"{HERE}{name}",
+        {},
+        episode(TASK, *said, rewards=rewards, success=success),
+        faults=NONE,
+        seed=0,
+    )
 
 
 async def test_without_a_hook_the_reward_is_the_sum_of_the_steps() -> None:
-    assert await score("Echo", "a", rewards=(0.1, 0.2, 0.7), success=True) == Score(reward=1.0, success=True)
+    assert await score("Echo", "a", rewards=(0.1, 0.2, 0.7), success=True) == Score(
+        reward=1.0, success=True
+    )
     assert await score("Echo") == Score(reward=0.0)
 
 
@@ -215,7 +233,9 @@ class Says:
 
     @classmethod
     def make_task(cls, **_: Any) -> Task:
-        return msgspec.structs.replace(TASK, payload=json.dumps({"words": cls.WORDS}, ensure_ascii=False))
+        return msgspec.structs.replace(
+            TASK, payload=json.dumps({"words": cls.WORDS}, ensure_ascii=False)
+        )
 
     @classmethod
     def score(cls, episode: Any, options: Any) -> float:
@@ -230,7 +250,10 @@ class Shown:
         return self.words
 
 
-@given(words=TEXT, how=st.sampled_from(["answers", "reset raises", "step raises", "garbage", "close raises"]))
+@given(
+    words=TEXT,
+    how=st.sampled_from(["answers", "reset raises", "step raises", "garbage", "close raises"]),
+)
 async def test_whatever_text_an_environment_has_it_enters_valid(words: str, how: str) -> None:
     Says.WORDS = words
     env = GuardedEnv(f"{__name__}:Says", {"how": how}, faults=NONE, seed=0, block=False)
@@ -267,7 +290,10 @@ async def test_keys_stay_different_where_they_are_no_text_or_too_long() -> None:
     [
         (Step.of("x", reward=10**400), "of the right types"),  # type: ignore[arg-type]
         (Step(messages=[[[]]]), "of the right types"),  # type: ignore[list-item]
-        (Step.of("x" * (2 << 20)), "step must return messages of at most 1048576 characters, got 2097152"),
+        (
+            Step.of("x" * (2 << 20)),
+            "step must return messages of at most 1048576 characters, got 2097152",
+        ),
     ],
 )
 async def test_values_beyond_all_bounds_are_refused(answer: Step, problem: str) -> None:

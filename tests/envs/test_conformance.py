@@ -32,7 +32,13 @@ class Case:
 
 
 LAKE = tuple(f"<{direction}>" for direction in ("left", "down", "right", "up"))
-CALC = ("<tool> 3 + 4</tool>", "<tool>3*4</tool>", "<answer> 7</answer>", "<answer>-2</answer>", "<tool> 99 * 1</tool>")
+CALC = (
+    "<tool> 3 + 4</tool>",
+    "<tool>3*4</tool>",
+    "<answer> 7</answer>",
+    "<answer>-2</answer>",
+    "<tool> 99 * 1</tool>",
+)
 CASES = {
     "frozenlake": Case("frozenlake", actions=LAKE),
     "frozenlake fixed": Case("frozenlake", {"maps": "fixed"}, LAKE, splits=False),
@@ -40,19 +46,37 @@ CASES = {
     "calculator small": Case("calculator", {"largest": 9, "operators": "+-*"}, CALC),
     "nim": Case("nim", actions=("<take-1>", "<take-2>", "<take-3>"), splits=False),
     "gym named": Case(
-        "gym", {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]}, ("<a>", "<b>", "<c>"), closed=False, splits=False
+        "gym",
+        {"id": GUESS, "actions": ["<a>", "<b>", "<c>"]},
+        ("<a>", "<b>", "<c>"),
+        closed=False,
+        splits=False,
     ),
     "gym numbers": Case("gym", {"id": GUESS}, ("1", "2", " 3 "), closed=False, splits=False),
-    "gym text": Case("gym", {"id": GUESS, "make": {"text": True}}, ("a", "b", "c"), closed=False, splits=False),
+    "gym text": Case(
+        "gym", {"id": GUESS, "make": {"text": True}}, ("a", "b", "c"), closed=False, splits=False
+    ),
     "gym render": Case(
         "gym",
-        {"id": "FrozenLake-v1", "make": {"render_mode": "ansi"}, "observe": "render", "prompt": "Walk.\n"},
+        {
+            "id": "FrozenLake-v1",
+            "make": {"render_mode": "ansi"},
+            "observe": "render",
+            "prompt": "Walk.\n",
+        },
         tuple("0123"),
         closed=False,
         splits=False,
     ),
-    "gym dataset": Case("gym", {"id": "reasoning_gym/basic_arithmetic"}, ("<answer>3</answer>", "no idea"), closed=False),
-    "jsonl": Case("jsonl", {"path": "DATA", "reward": f"{__name__}:reward"}, ("yes",), closed=False),
+    "gym dataset": Case(
+        "gym",
+        {"id": "reasoning_gym/basic_arithmetic"},
+        ("<answer>3</answer>", "no idea"),
+        closed=False,
+    ),
+    "jsonl": Case(
+        "jsonl", {"path": "DATA", "reward": f"{__name__}:reward"}, ("yes",), closed=False
+    ),
     "echo": Case(f"{HERE}Echo", actions=("a", "end"), closed=False, splits=False),
 }
 
@@ -65,13 +89,21 @@ def reward(record: dict[str, Any], answer: str) -> float:
 def case(request: pytest.FixtureRequest, tmp_path: Path) -> Case:
     found = CASES[request.param]
     if "path" in found.options:
-        return Case(found.env, {**found.options, "path": dataset(tmp_path)}, found.actions, found.closed, found.splits)
+        return Case(
+            found.env,
+            {**found.options, "path": dataset(tmp_path)},
+            found.actions,
+            found.closed,
+            found.splits,
+        )
     return found
 
 
 def dataset(directory: Path, count: int = 200) -> str:
     path = directory / "data.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"question {i}", "answer": "yes"}) for i in range(count)))
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"question {i}", "answer": "yes"}) for i in range(count))
+    )
     return str(path)
 
 
@@ -90,7 +122,8 @@ def play(case: Case, task: Task, actions: list[str]) -> list[Any]:
 
 def test_every_built_in_environment_is_here() -> None:
     here = {name for name, reference in BUILT_IN.items() if reference.startswith("rollweave.envs.")}
-    assert {case.env for case in CASES.values()} >= here - {"openenv"}  # it needs a server: test_openenv.py
+    # it needs a server: test_openenv.py
+    assert {case.env for case in CASES.values()} >= here - {"openenv"}
 
 
 def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:
@@ -99,7 +132,9 @@ def test_tasks_are_deterministic_and_differ(case: Case, tmp_path: Path) -> None:
     tasks = [draw(first, "t", index) for index in range(20)]
     assert tasks == [draw(second, "t", index) for index in range(20)]
     assert len({(task.seed, task.payload) for task in tasks}) > 10
-    assert {(task.env, task.tag, task.limits.max_turns, task.limits.step_s) for task in tasks} == {(case.env, "t", 5, 3.0)}
+    assert {(task.env, task.tag, task.limits.max_turns, task.limits.step_s) for task in tasks} == {
+        (case.env, "t", 5, 3.0)
+    }
     other = source(tmp_path, domain, seed=1)
     assert [draw(other, "t", index) for index in range(20)] != tasks
 
@@ -134,7 +169,9 @@ def test_life(case: Case, tmp_path: Path) -> None:
     of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
     ends = 0
     for index in range(40):
-        first, *steps = play(case, draw(of, "t", index), random.Random(index).choices(case.actions, k=60))
+        first, *steps = play(
+            case, draw(of, "t", index), random.Random(index).choices(case.actions, k=60)
+        )
         assert isinstance(first, Observation)
         assert first.messages
         for step in steps:
@@ -147,15 +184,23 @@ def test_life(case: Case, tmp_path: Path) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    texts=st.lists(st.text(max_size=30) | st.text("<>tolansweruptake-123 /+\n٣²", max_size=20), min_size=1, max_size=6),
+    texts=st.lists(
+        st.text(max_size=30) | st.text("<>tolansweruptake-123 /+\n٣²", max_size=20),
+        min_size=1,
+        max_size=6,
+    ),
     index=st.integers(0, 50),
-    name=st.sampled_from(sorted(CASES.keys() - {"jsonl", "echo"})),  # echo has words that make it misbehave
+    name=st.sampled_from(
+        sorted(CASES.keys() - {"jsonl", "echo"})
+    ),  # echo has words that make it misbehave
 )
 def test_no_words_of_the_agent_make_it_raise(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], index: int, name: str
 ) -> None:
     case = CASES[name]
-    of = source(tmp_path_factory.getbasetemp(), {"env": case.env, "tag": "t", "options": case.options})
+    of = source(
+        tmp_path_factory.getbasetemp(), {"env": case.env, "tag": "t", "options": case.options}
+    )
     for step in play(case, draw(of, "t", index), texts)[1:]:
         assert isinstance(step, Step)
 
@@ -165,7 +210,9 @@ def test_its_words_cover_all_it_says(case: Case, tmp_path: Path) -> None:
         pytest.skip("its text is not known beforehand")
     of = source(tmp_path, {"env": case.env, "tag": "t", "options": case.options})
     words = of.words()
-    whole = re.compile(f"(?:{'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})*")
+    whole = re.compile(
+        f"(?:{'|'.join(re.escape(word) for word in sorted(words, key=len, reverse=True))})*"
+    )
     spoken: list[Message] = []
     for index in range(40):
         actions = random.Random(index).choices([*case.actions, "nonsense"], k=30)
@@ -198,6 +245,10 @@ def test_a_transcript_is_a_conversation(case: Case) -> None:
 
 def test_a_grammar_is_made_of_words(tmp_path: Path) -> None:
     for name in ("frozenlake", "nim"):
-        of = source(tmp_path, {"env": name, "tag": "on", "options": {"grammar": True}}, {"env": name, "tag": "off"})
+        of = source(
+            tmp_path,
+            {"env": name, "tag": "on", "options": {"grammar": True}},
+            {"env": name, "tag": "off"},
+        )
         assert of.allowed_words("off") == ()
         assert set(of.allowed_words("on")) < set(of.words())

@@ -1,4 +1,6 @@
-"""The example of a user's own package: it installs, is found by its entry point, and keeps what an environment owes."""
+"""The example of a user's own package: it installs, is found by its entry point, and
+keeps what an environment owes.
+"""
 
 import itertools
 import subprocess
@@ -9,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.config import load
-from rollweave.codec.template import ChatTemplate
 from rollweave.envs.registry import names, resolve
 from rollweave.envs.tasks import TaskSource
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.template import ChatTemplate
+from rollweave.schema.config.loading import load
 from rollweave.schema.work import Purpose
 from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
 
@@ -22,13 +25,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_env"
 
 @pytest.fixture
 def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The package as pip would leave it: its modules on the path, its entry point in its metadata."""
+    """The package as pip would leave it: its modules on the path, its entry point in
+    its metadata.
+    """
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     metadata = tmp_path / f"elevator-{project['version']}.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     announced = project["entry-points"]["rollweave.envs"].items()
-    (metadata / "entry_points.txt").write_text("\n".join(["[rollweave.envs]", *(f"{k} = {v}" for k, v in announced)]))
+    (metadata / "entry_points.txt").write_text(
+        "\n".join(["[rollweave.envs]", *(f"{k} = {v}" for k, v in announced)])
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLE / "src"))
     resolve.cache_clear()
@@ -49,9 +58,15 @@ def test_it_is_found_by_name_and_its_configuration_is_valid() -> None:
 @pytest.mark.usefixtures("announced")
 def test_its_transcripts_are_made_of_its_words() -> None:
     of = TaskSource(load(EXAMPLE / "train.toml"))
-    codec = ChatCodec(build_tokenizer(of.words()), ChatTemplate(CHAT_TEMPLATE, special={}, name="scratch"))
-    for sequence in itertools.islice(of.transcripts(codec, seed=0), 20):
-        assert {piece for token in sequence.tokens if len(piece := codec.decode([token])) == 1} == {"\n"}
+    codec = ChatCodec(
+        build_tokenizer(of.words()), ChatTemplate(CHAT_TEMPLATE, special={}, name="scratch")
+    )
+    for messages in itertools.islice(of.transcripts(seed=0), 20):
+        assert {
+            piece
+            for token in scripted(codec, messages).tokens
+            if len(piece := codec.decode([token])) == 1
+        } == {"\n"}
 
 
 def test_its_own_tests_pass() -> None:
@@ -67,6 +82,11 @@ def test_its_own_tests_pass() -> None:
         str(EXAMPLE / "tests"),
     ]
     path = f"{EXAMPLE / 'src'}:{':'.join(entry for entry in sys.path if entry)}"
-    done = subprocess.run(command, env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        env={"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("PASSED") == 2

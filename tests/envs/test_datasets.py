@@ -1,4 +1,6 @@
-"""Datasets of questions: reasoning-gym's, JSONL files; and gymnasium's environments in words."""
+"""Datasets of questions: reasoning-gym's, JSONL files; and gymnasium's environments in
+words.
+"""
 
 import asyncio
 import json
@@ -50,7 +52,9 @@ def questions(count: int) -> list[dict[str, str]]:
 
 
 def data(tmp_path: Path, **options: Any) -> TaskSource:
-    return source(tmp_path, {"env": "jsonl", "tag": "data", "options": {"reward": REWARD, **options}})
+    return source(
+        tmp_path, {"env": "jsonl", "tag": "data", "options": {"reward": REWARD, **options}}
+    )
 
 
 def test_jsonl_asks_and_scores(tmp_path: Path) -> None:
@@ -66,16 +70,28 @@ def test_jsonl_asks_and_scores(tmp_path: Path) -> None:
 
 
 def test_jsonl_prompts_may_be_conversations_and_rewards_async(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    said = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     path = write(tmp_path / "a.jsonl", {"ask": said})
     held_out = write(tmp_path / "b.jsonl", {"ask": "other"})
-    of = data(tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:slow_reward")
+    of = data(
+        tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:slow_reward"
+    )
     env = Jsonl(path=path, held_out=held_out, reward=f"{__name__}:slow_reward", prompt="ask")
-    assert [message.content for message in env.reset(draw(of, "data", 0)).messages] == ["a", "b", "c"]
+    assert [message.content for message in env.reset(draw(of, "data", 0)).messages] == [
+        "a",
+        "b",
+        "c",
+    ]
     for index in (0, FINAL_TASKS_FROM):
         assert env.reset(draw(of, "data", index, Purpose.EVAL)).messages[0].content == "other"
     assert score(of, draw(of, "data"), "12345") == Score(reward=0.5, success=False)
-    failing = data(tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:bad_reward")
+    failing = data(
+        tmp_path, path=path, held_out=held_out, prompt="ask", reward=f"{__name__}:bad_reward"
+    )
     with pytest.raises(RewardError, match="ZeroDivisionError: no"):
         score(failing, draw(failing, "data"), "x")
 
@@ -89,7 +105,10 @@ def test_jsonl_visits_every_record_once_an_epoch(tmp_path: Path) -> None:
     of = data(tmp_path, path=write(tmp_path / "a.jsonl", *questions(80)))
     size = len({draw(of, "data", index).payload for index in range(200)})
     assert 45 < size < 75
-    epochs = [[draw(of, "data", epoch * size + place).payload for place in range(size)] for epoch in range(3)]
+    epochs = [
+        [draw(of, "data", epoch * size + place).payload for place in range(size)]
+        for epoch in range(3)
+    ]
     assert all(len(set(epoch)) == size for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
@@ -122,12 +141,19 @@ def test_jsonl_options_that_cannot_work(tmp_path: Path) -> None:
     of = data(tmp_path, path=path)
     assert split_of('"only one"') is Split.TRAIN
     assert draw(of, "data").tag == "data"
-    with pytest.raises(ConfigError, match=r"must have records for split validation, .*a\.jsonl has none: add records, or set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must have records for split validation, .*a\.jsonl "
+        r"has none: add records, or set",
+    ):
         draw(of, "data", 0, Purpose.EVAL)
 
 
 def reasoning(tmp_path: Path, dataset: str, **options: Any) -> TaskSource:
-    return source(tmp_path, {"env": "gym", "tag": "r", "options": {"id": f"reasoning_gym/{dataset}", **options}})
+    return source(
+        tmp_path,
+        {"env": "gym", "tag": "r", "options": {"id": f"reasoning_gym/{dataset}", **options}},
+    )
 
 
 def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
@@ -139,9 +165,13 @@ def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
     assert asked.startswith("Sums. ")
     assert asked.endswith("between <answer> and </answer>.")
     terms = asked.removesuffix(INSTRUCTION).split(": ")[1].split(" =")[0].split()
-    answer = sum(int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True))
+    answer = sum(
+        int(sign + term) for sign, term in zip(["+", *terms[1::2]], terms[::2], strict=True)
+    )
     assert env.step("anything") == Step(done=True)
-    assert score(of, task, f"I think <answer>0</answer>, no: <answer> {answer} </answer>.") == Score(reward=1.0, success=True)
+    assert score(
+        of, task, f"I think <answer>0</answer>, no: <answer> {answer} </answer>."
+    ) == Score(reward=1.0, success=True)
     assert score(of, task, str(answer)) == Score(reward=1.0, success=True)
     assert score(of, task, "<answer>no</answer>").success is False
     assert score(of, task).success is False
@@ -149,7 +179,9 @@ def test_reasoning_asks_and_scores(tmp_path: Path) -> None:
 
 def test_an_answer_that_the_scorer_cannot_read_is_wrong_not_an_error(tmp_path: Path) -> None:
     of = reasoning(tmp_path, "prime_factorization")
-    assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(reward=0.0, success=False)
+    assert score(of, draw(of, "r"), "<answer>nonsense ×</answer>") == Score(
+        reward=0.0, success=False
+    )
 
 
 def test_reasoning_options_that_cannot_work() -> None:
@@ -157,7 +189,11 @@ def test_reasoning_options_that_cannot_work() -> None:
         Gym(id="reasoning_gym/nothing")
     with pytest.raises(ConfigError, match=r"got 'chain_sum' with \{\"min_terms\": -1\}"):
         Gym(id="reasoning_gym/chain_sum", make={"min_terms": -1})
-    with pytest.raises(ConfigError, match=r"no actions and no observe for a dataset, got 'reasoning_gym/.* with \('a',\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no actions and no observe for a dataset, got "
+        r"'reasoning_gym/.* with \('a',\)",
+    ):
         Gym(id="reasoning_gym/chain_sum", actions=("a",))
 
 
@@ -188,14 +224,18 @@ def test_gymnasium_in_words() -> None:
         right = next(name for name in ("<a>", "<b>", "<c>") if env.step(f" {name} ").done)
         seen[right] += 1
     assert len(seen) == 3
-    assert guess(actions=["<a>", "<b>", "<c>"]).words({"id": GUESS, "actions": ["<a>"]}) == ["<a>", " invalid"]
+    assert guess(actions=["<a>", "<b>", "<c>"]).words({"id": GUESS, "actions": ["<a>"]}) == [
+        "<a>",
+        " invalid",
+    ]
 
 
 def test_gymnasium_with_numbers_and_texts() -> None:
     env = guess()
     env.reset(new_task(seed=1))
     assert [env.step(text).reward for text in ("0", "4", "x", "²", "99999999999")] == [-0.1] * 5
-    assert [env.step(str(number)).success for number in (1, 2, 3)] == [None] * 3  # this environment does not say
+    # this environment does not say
+    assert [env.step(str(number)).success for number in (1, 2, 3)] == [None] * 3
     env = guess(make={"text": True})
     env.reset(new_task(seed=1))
     assert env.step("ab").reward == env.step("z").reward == -0.1
@@ -206,7 +246,9 @@ def test_gymnasium_with_numbers_and_texts() -> None:
 def test_gymnasium_options_that_cannot_work() -> None:
     with pytest.raises(ConfigError, match="must be an environment of gymnasium, got 'Nothing-v0'"):
         Gym(id="Nothing-v0")
-    with pytest.raises(ConfigError, match="must have Discrete or Text actions, Pendulum-v1 has Box"):
+    with pytest.raises(
+        ConfigError, match="must have Discrete or Text actions, Pendulum-v1 has Box"
+    ):
         Gym(id="Pendulum-v1")
     with pytest.raises(ConfigError, match="must name every action"):
         guess(actions=["<a>"])

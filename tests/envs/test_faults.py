@@ -9,8 +9,8 @@ import pytest
 from rollweave.envs.base import Observation, Step, new_task
 from rollweave.envs.boundary import GuardedEnv, scored
 from rollweave.envs.faults import Faulty
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
-from rollweave.schema.sections import FaultsConfig
 
 from .worlds import HERE, Echo, episode
 
@@ -22,7 +22,10 @@ def faulty(seed: int, **rates: float) -> Faulty:
 
 
 async def fate(env: Faulty) -> str:
-    """What becomes of one call. A coroutine that awaits something will wait for ever, because nothing else runs."""
+    """What becomes of one call.
+
+    A coroutine that awaits something will wait for ever, because nothing else runs.
+    """
     call = asyncio.ensure_future(env.step("a"))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -65,7 +68,9 @@ async def latencies(seed: int) -> list[float]:
     async def sleep(delay: float) -> None:
         slept.append(delay)
 
-    env = Faulty(Echo(), FaultsConfig(latency_s=2.0, latency_sigma=0.5), seed=seed, block=False, sleep=sleep)
+    env = Faulty(
+        Echo(), FaultsConfig(latency_s=2.0, latency_sigma=0.5), seed=seed, block=False, sleep=sleep
+    )
     await env.reset(new_task())
     assert not slept
     for _ in range(CALLS):
@@ -94,7 +99,9 @@ async def test_faults_are_attributed_at_the_boundary() -> None:
 async def test_reward_faults() -> None:
     outcomes: list[object] = []
     for seed in range(100):
-        call = scored(f"{HERE}Echo", {}, episode(new_task()), faults=FaultsConfig(reward_error=0.3), seed=seed)
+        call = scored(
+            f"{HERE}Echo", {}, episode(new_task()), faults=FaultsConfig(reward_error=0.3), seed=seed
+        )
         outcomes += await asyncio.gather(call, return_exceptions=True)
     errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
     assert 15 < len(errors) < 45

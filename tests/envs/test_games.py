@@ -29,11 +29,21 @@ def content(messages: Sequence[Message]) -> str:
 
 def test_lake_says_what_lies_where() -> None:
     first = FrozenLake().reset(DEFAULT)
-    assert content(first.messages) == " hole=b2 hole=d2 hole=d3 hole=a4 at=a1 left=wall down=ice right=ice up=wall"
+    assert (
+        content(first.messages)
+        == " hole=b2 hole=d2 hole=d3 hole=a4 at=a1 left=wall down=ice right=ice up=wall"
+    )
     down, up, bump, bad = lake("<down>", "<up>", " <up>\n", "up")
     assert content(down.messages) == " at=a2 left=wall down=ice right=hole up=seen"
-    assert content(up.messages) == content(bump.messages) == " at=a1 left=wall down=seen right=ice up=wall"
-    assert (bad.reward, content(bad.messages)) == (-0.1, " invalid at=a1 left=wall down=seen right=ice up=wall")
+    assert (
+        content(up.messages)
+        == content(bump.messages)
+        == " at=a1 left=wall down=seen right=ice up=wall"
+    )
+    assert (bad.reward, content(bad.messages)) == (
+        -0.1,
+        " invalid at=a1 left=wall down=seen right=ice up=wall",
+    )
     assert up.state_key == bump.state_key == bad.state_key != first.state_key
 
 
@@ -97,7 +107,10 @@ def test_training_maps_have_gymnasiums_density_of_ice() -> None:
 
 def test_some_training_tasks_begin_elsewhere_and_no_held_out_task_does() -> None:
     def starts(split: Split) -> Counter[int]:
-        tasks = [FrozenLake.make_task(index=index, seed=0, split=split, options={}) for index in range(200)]
+        tasks = [
+            FrozenLake.make_task(index=index, seed=0, split=split, options={})
+            for index in range(200)
+        ]
         return Counter(payload_of(task).get("start", 0) for task in tasks)
 
     assert 100 < starts(Split.TRAIN)[0] < 180
@@ -105,22 +118,36 @@ def test_some_training_tasks_begin_elsewhere_and_no_held_out_task_does() -> None
     assert starts(Split.TEST) == {0: 200}
 
 
-def calculate(*actions: str, question: tuple[int, str, int] = (3, "-", 5)) -> list[tuple[str, float, bool, bool | None]]:
+def calculate(
+    *actions: str, question: tuple[int, str, int] = (3, "-", 5)
+) -> list[tuple[str, float, bool, bool | None]]:
     env = Calculator(largest=9, operators="+-*")
     env.reset(new_task(question=question))
     steps = [env.step(action) for action in actions]
-    return [("".join(m.content for m in step.messages), step.reward, step.done, step.success) for step in steps]
+    return [
+        ("".join(m.content for m in step.messages), step.reward, step.done, step.success)
+        for step in steps
+    ]
 
 
 def test_calculator() -> None:
-    assert calculate("<tool> 3 - 5</tool>", "<tool>3-5</tool>", "<tool>5*9</tool>", "<answer> -2</answer>") == [
+    assert calculate(
+        "<tool> 3 - 5</tool>", "<tool>3-5</tool>", "<tool>5*9</tool>", "<answer> -2</answer>"
+    ) == [
         (" result -2", 0.2, False, None),
         (" result -2", 0.0, False, None),
         (" result 45", 0.0, False, None),
         ("", 1.0, True, True),
     ]
     assert calculate("<answer>2</answer>") == [("", 0.0, True, False)]
-    for bad in ("", "7", "<tool>3-</tool>", "<tool>10-5</tool>", "<tool>3-5</tool><answer>-2</answer>", "<answer>x</answer>"):
+    for bad in (
+        "",
+        "7",
+        "<tool>3-</tool>",
+        "<tool>10-5</tool>",
+        "<tool>3-5</tool><answer>-2</answer>",
+        "<answer>x</answer>",
+    ):
         assert calculate(bad) == [(" error", -0.1, False, None)]
 
 
@@ -132,7 +159,9 @@ def test_calculators_transcripts_give_away_as_many_answers_as_it_says() -> None:
             env = Calculator()
             left, operator, other = messages[0].content.replace(" =?", "").split()
             env.reset(new_task(question=(int(left), operator, int(other))))
-            steps = [env.step(message.content) for message in messages if message.role == "assistant"]
+            steps = [
+                env.step(message.content) for message in messages if message.role == "assistant"
+            ]
             right += steps[0].reward == 0.2 and steps[-1].success is True and len(steps) == 2
         return right / 200
 
@@ -141,7 +170,9 @@ def test_calculators_transcripts_give_away_as_many_answers_as_it_says() -> None:
     assert 0.45 < solved({}) < 0.7
 
 
-def nim(pile: int, *actions: str, seed: int = 0, **options: Any) -> list[tuple[str, float, bool, bool | None]]:
+def nim(
+    pile: int, *actions: str, seed: int = 0, **options: Any
+) -> list[tuple[str, float, bool, bool | None]]:
     env = Nim(**options)
     env.reset(new_task(seed=seed, pile=pile))
     steps = [env.step(action) for action in actions]
@@ -157,7 +188,8 @@ def test_nim() -> None:
 
 def test_nims_opponent_is_as_skilled_as_it_should_be() -> None:
     after = Counter(nim(7, "<take-1>", seed=seed)[0][0] for seed in range(600))
-    # Of a pile of 6 the winning move leaves 4: always with skill 0.3, else one time in three.
+    # Of a pile of 6 the winning move leaves 4: always with skill 0.3, else one time in
+    # three.
     assert abs(after[" pile=4"] / 600 - (0.3 + 0.7 / 3)) < 0.06
     assert set(after) == {" pile=5", " pile=4", " pile=3"}
 

@@ -1,4 +1,6 @@
-"""The client of OpenEnv's protocol: against a server of ours that can fail in every way, and against OpenEnv's own."""
+"""The client of OpenEnv's protocol: against a server of ours that can fail in every
+way, and against OpenEnv's own.
+"""
 
 import asyncio
 import contextlib
@@ -14,11 +16,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rollweave.backends.guard import Guard
-from rollweave.backends.listening import listening
 from rollweave.envs import openenv
 from rollweave.envs.base import Step, new_task
 from rollweave.envs.openenv import OpenEnv
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
 from rollweave.schema.errors import ConfigError, EnvError
 
 TASK = new_task(seed=7)
@@ -41,16 +43,26 @@ class Server:
     def answer(self, what: str, data: dict[str, Any]) -> dict[str, Any]:
         self.heard.append((what, data))
         if what == "reset":
-            return {"observation": {"text": f"seed {data['seed']}", "count": 0}, "reward": None, "done": False}
+            return {
+                "observation": {"text": f"seed {data['seed']}", "count": 0},
+                "reward": None,
+                "done": False,
+            }
         said = data["message"]
         metadata = {"success": said == "end well"} if said != "end" else {}
         observation = {"text": said, "count": len(self.heard), "metadata": metadata}
-        return {"observation": observation, "reward": len(said) / 10, "done": said.startswith("end")}
+        return {
+            "observation": observation,
+            "reward": len(said) / 10,
+            "done": said.startswith("end"),
+        }
 
     def refused(self, data: dict[str, Any]) -> list[dict[str, Any]]:
         if "message" not in data:
             return [{"type": "missing", "loc": ["message"], "msg": "Field required"}]
-        return [{"type": "string_too_long", "loc": ["message"]}] if len(data["message"]) > 20 else []
+        return (
+            [{"type": "string_too_long", "loc": ["message"]}] if len(data["message"]) > 20 else []
+        )
 
     async def socket(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -58,7 +70,12 @@ class Server:
         self.open += 1
         try:
             if self.fault == "full":
-                await socket.send_json({"type": "error", "data": {"message": "1 of 1 in use", "code": "CAPACITY_REACHED"}})
+                await socket.send_json(
+                    {
+                        "type": "error",
+                        "data": {"message": "1 of 1 in use", "code": "CAPACITY_REACHED"},
+                    }
+                )
                 return socket
             async for message in socket:
                 asked = json.loads(message.data)
@@ -80,12 +97,16 @@ class Server:
         elif (garbage := GARBAGE.get(self.fault)) is not None:
             await socket.send_str(garbage)
         elif self.fault == "raise":
-            await socket.send_json({"type": "error", "data": {"message": "no board", "code": "EXECUTION_ERROR"}})
+            await socket.send_json(
+                {"type": "error", "data": {"message": "no board", "code": "EXECUTION_ERROR"}}
+            )
         elif asked["type"] == "step" and (errors := self.refused(asked["data"])):
             told = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
             await socket.send_json({"type": "error", "data": told})
         else:
-            await socket.send_json({"type": "observation", "data": self.answer(asked["type"], asked["data"])})
+            await socket.send_json(
+                {"type": "observation", "data": self.answer(asked["type"], asked["data"])}
+            )
         return True
 
     async def request(self, request: web.Request) -> web.StreamResponse:
@@ -103,7 +124,9 @@ class Server:
             case "" if what == "step" and (errors := self.refused(data["action"])):
                 return web.json_response({"detail": errors}, status=422)
             case "":
-                return web.json_response(self.answer(what, data["action"] if what == "step" else data))
+                return web.json_response(
+                    self.answer(what, data["action"] if what == "step" else data)
+                )
         return web.Response(text=HTTP_GARBAGE.get(self.fault, ""))
 
 
@@ -113,7 +136,9 @@ GARBAGE = {
     "another type": json.dumps({"type": "state", "data": {}}),
     "no observation": json.dumps({"type": "observation", "data": {"reward": 1.0}}),
     "a text observation": json.dumps({"type": "observation", "data": {"observation": "text"}}),
-    "a word as reward": json.dumps({"type": "observation", "data": {"observation": {}, "reward": "much"}}),
+    "a word as reward": json.dumps(
+        {"type": "observation", "data": {"observation": {}, "reward": "much"}}
+    ),
     "a number as done": json.dumps({"type": "observation", "data": {"observation": {}, "done": 1}}),
     "nan": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}',
     "deep": "[" * 100_000,
@@ -130,7 +155,9 @@ HTTP_GARBAGE = {
 @contextlib.asynccontextmanager
 async def served(fault: str = "", **options: Any) -> AsyncIterator[tuple[Server, OpenEnv]]:
     server = Server(fault)
-    async with listening(server.app(), "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
+    async with listening(
+        server.app(), "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1
+    ) as url:
         env = OpenEnv(base_url=url + "/", **{"action": ECHO, **options})
         try:
             yield server, env
@@ -143,12 +170,18 @@ both = pytest.mark.parametrize("transport", ["websocket", "http"])
 
 @both
 async def test_an_episode(transport: str) -> None:
-    async with served(transport=transport, observe="{count}: {text}", prompt="Speak. ", reset={"level": 3}) as (server, env):
+    async with served(
+        transport=transport, observe="{count}: {text}", prompt="Speak. ", reset={"level": 3}
+    ) as (server, env):
         first = await env.reset(TASK)
         assert [message.content for message in first.messages] == ["Speak. 0: seed 7"]
         assert await env.step("ab") == Step.of("2: ab", reward=0.2, state_key="2: ab")
         assert await env.step("end") == Step.of("3: end", reward=0.3, done=True)
-        assert server.heard == [("reset", {"seed": 7, "level": 3}), ("step", {"message": "ab"}), ("step", {"message": "end"})]
+        assert server.heard == [
+            ("reset", {"seed": 7, "level": 3}),
+            ("step", {"message": "ab"}),
+            ("step", {"message": "end"}),
+        ]
 
 
 @both
@@ -161,7 +194,10 @@ async def test_success_is_what_the_metadata_say(transport: str) -> None:
 
 async def test_an_observation_without_a_template() -> None:
     assert OpenEnv(base_url="http://x")._written({"text": "alone", "metadata": {"a": 1}}) == "alone"
-    assert OpenEnv(base_url="http://x")._written({"text": "é", "count": 3, "metadata": {}}) == '{"text": "é", "count": 3}'
+    assert (
+        OpenEnv(base_url="http://x")._written({"text": "é", "count": 3, "metadata": {}})
+        == '{"text": "é", "count": 3}'
+    )
     assert OpenEnv(base_url="http://x")._written({"count": 3}) == '{"count": 3}'
 
 
@@ -191,14 +227,20 @@ async def test_words_that_the_server_refuses_are_the_agents_doing(transport: str
 async def test_a_template_that_the_server_refuses_is_not(transport: str) -> None:
     async with served(transport=transport, action={"text": "{text}"}) as (_, env):
         await env.reset(TASK)
-        with pytest.raises(EnvError, match=r"options\.action must suit the server's action.*missing"):
+        with pytest.raises(
+            EnvError,
+            match=r"options\.action must suit the server's "
+            r"action.*missing",
+        ):
             await env.step("ok")
         with pytest.raises(EnvError, match="the session is closed"):
             await env.step("ok")
 
 
 def test_words_in_a_template_stay_words() -> None:
-    made = OpenEnv(base_url="http://x", action={"a": ["{text}!", 3], "b": {"c": "{text} {text}"}})._made('"}{text}')
+    made = OpenEnv(
+        base_url="http://x", action={"a": ["{text}!", 3], "b": {"c": "{text} {text}"}}
+    )._made('"}{text}')
     assert made == {"a": ['"}{text}!', 3], "b": {"c": '"}{text} "}{text}'}}
 
 
@@ -252,7 +294,11 @@ async def test_a_faulty_server(fault: str) -> None:
 @both
 async def test_a_server_that_hangs(transport: str) -> None:
     async with served("hang", transport=transport, timeout_s=0.2) as (_, env):
-        with pytest.raises(EnvError, match=r"did not answer reset within options.timeout_s = 0.2 s"):
+        with pytest.raises(
+            EnvError,
+            match=r"did not answer reset within options.timeout_s = 0.2 "
+            r"s",
+        ):
             await env.reset(TASK)
         assert env._line._http is None
 
@@ -284,7 +330,11 @@ async def test_the_server_is_told_at_the_end() -> None:
 
 async def test_an_observation_without_the_named_field() -> None:
     async with served(observe="{board}") as (_, env):
-        with pytest.raises(EnvError, match=r"must name fields of the observation \(text, count\), got 'board'"):
+        with pytest.raises(
+            EnvError,
+            match=r"must name fields of the observation \(text, count\), "
+            r"got 'board'",
+        ):
             await env.reset(TASK)
 
 
@@ -292,7 +342,11 @@ async def test_an_observation_without_the_named_field() -> None:
     ("options", "problem"),
     [
         ({"base_url": "localhost:8000"}, r"options\.base_url must be http\(s\)://host"),
-        ({"action": {"message": "hello"}}, r"options\.action must be 'json', or an object with '\{text\}'"),
+        (
+            {"action": {"message": "hello"}},
+            r"options\.action must be 'json', or an object with "
+            r"'\{text\}'",
+        ),
         ({"action": "text"}, r"options\.action must be 'json'.*got 'text'"),
         ({"transport": "grpc"}, r"options\.transport must be websocket or http, got 'grpc'"),
         ({"timeout_s": 0}, r"options\.timeout_s must be positive"),
@@ -343,15 +397,21 @@ app = create_fastapi_app(World, Say, Heard, max_concurrent_envs=4)
 uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 """
 PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-"""One that has openenv, which brings much along, so a virtual environment of its own is best."""
+"""One that has openenv, which brings much along, so a virtual environment of its own is
+best.
+"""
 
 
 @pytest.fixture
 def real(tmp_path: Path) -> Any:
-    if subprocess.run([PYTHON, "-c", "import openenv"], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        [PYTHON, "-c", "import openenv"], capture_output=True, check=False
+    ).returncode:
         pytest.skip(f"{PYTHON} has no openenv (pip install openenv)")
     (tmp_path / "server.py").write_text(REAL)
-    with subprocess.Popen([PYTHON, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [PYTHON, str(tmp_path / "server.py")], stdout=subprocess.PIPE, text=True
+    ) as server:
         try:
             assert server.stdout is not None
             yield f"http://127.0.0.1:{int(server.stdout.readline())}"
@@ -376,7 +436,9 @@ async def test_openenvs_own_server(real: str) -> None:
     for seed, env in enumerate(envs):
         assert (await env.reset(new_task(seed=seed))).messages[0].content == f"sum {seed}"
     for seed, env in enumerate(envs):  # each session has an environment of its own
-        assert await env.step(" 4 ") == Step.of(f"sum {seed + 4}", reward=2.0, state_key=f"sum {seed + 4}")
+        assert await env.step(" 4 ") == Step.of(
+            f"sum {seed + 4}", reward=2.0, state_key=f"sum {seed + 4}"
+        )
     refused = await envs[0].step("four")
     assert refused.reward == openenv.INVALID_REWARD
     assert "int_parsing" in refused.messages[0].content
@@ -386,13 +448,15 @@ async def test_openenvs_own_server(real: str) -> None:
         await fifth.reset(TASK)
     with pytest.raises(EnvError, match="EXECUTION_ERROR: unlucky"):
         await envs[1].step("13")
-    wrong = OpenEnv(base_url=real, action={"value": "{text}"})  # in the place of the one that failed
+    # in the place of the one that failed
+    wrong = OpenEnv(base_url=real, action={"value": "{text}"})
     await wrong.reset(TASK)
     with pytest.raises(EnvError, match=r"options\.action must suit"):
         await wrong.step("1")
     once = OpenEnv(base_url=real, action={"number": "{text}"}, transport="http")
     assert (await once.reset(TASK)).messages[0].content == "sum 7"
-    assert (await once.step("2")).messages[0].content == "sum 2"  # a new environment for every request
+    # a new environment for every request
+    assert (await once.step("2")).messages[0].content == "sum 2"
     assert (await once.step("two")).reward == openenv.INVALID_REWARD
     for env in (*envs, once):
         await env.close()

@@ -1,4 +1,6 @@
-"""Environments in processes: the same as inline, and survivable where they hang, die or block."""
+"""Environments in processes: the same as inline, and survivable where they hang, die or
+block.
+"""
 
 import asyncio
 import os
@@ -95,9 +97,15 @@ async def test_the_environment_there_is_told_how_the_words_ended(of: TaskSource)
 
 @pytest.mark.parametrize(
     ("action", "problem"),
-    [("raise", "step raised KeyError"), ("none", "step must return Step, got None"), ("exit", "step raised SystemExit: 3")],
+    [
+        ("raise", "step raised KeyError"),
+        ("none", "step must return Step, got None"),
+        ("exit", "step raised SystemExit: 3"),
+    ],
 )
-async def test_a_failure_is_attributed_and_the_process_lives(of: TaskSource, action: str, problem: str) -> None:
+async def test_a_failure_is_attributed_and_the_process_lives(
+    of: TaskSource, action: str, problem: str
+) -> None:
     env = await opened(of)
     with pytest.raises(EnvError, match=problem):
         await env.step(action)
@@ -202,7 +210,9 @@ async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
     assert len(of.workers) == 0
 
 
-async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(tmp_path: Path) -> None:
+async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(
+    tmp_path: Path,
+) -> None:
     of = source(tmp_path, ECHO, env_hang=1.0)
     env = await of.worlds("echo").open(draw(of, "echo"), seed=0)
     first = pid(env)
@@ -217,7 +227,9 @@ async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(t
 
 
 def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
-    """A second process opens an environment that blocks, tells us the worker's id, and is killed."""
+    """A second process opens an environment that blocks, tells us the worker's id, and
+    is killed.
+    """
     program = f"""
 import asyncio, pathlib, sys
 from tests.envs.worlds import HERE, draw, source
@@ -232,7 +244,9 @@ async def main():
 asyncio.run(main())
 """
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, cwd=root
+    ) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         parent.kill()

@@ -1,4 +1,6 @@
-"""Names of environments: built in, by module, by entry point; and what is wrong with the others."""
+"""Names of environments: built in, by module, by entry point; and what is wrong with
+the others.
+"""
 
 import re
 import sys
@@ -29,7 +31,11 @@ def test_resolves_by_name_and_by_module() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("frozenlak", r"must be one of calculator, code, frozenlake.*got 'frozenlak' \(did you mean frozenlake\?\)"),
+        (
+            "frozenlak",
+            r"must be one of calculator, code, frozenlake.*got 'frozenlak' \(did you "
+            r"mean frozenlake\?\)",
+        ),
         ("zzz", "got 'zzz'$"),
         ("nowhere.at.all:X", "cannot import nowhere.at.all: ModuleNotFoundError"),
         (f"{HERE}Ech", r"has no Ech \(did you mean Echo\?\)"),
@@ -45,7 +51,11 @@ def test_a_name_that_does_not_resolve(name: str, problem: str) -> None:
 
 def test_options_are_checked_against_the_constructor() -> None:
     check_options("frozenlake", {"maps": "fixed"})
-    with pytest.raises(ConfigError, match=r"must suit FrozenLake\(.*maps.*\): got an unexpected keyword argument 'map'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must suit FrozenLake\(.*maps.*\): got an unexpected "
+        r"keyword argument 'map'",
+    ):
         check_options("frozenlake", {"map": "fixed"})
     with pytest.raises(ConfigError, match="missing a required argument: 'reward'"):
         check_options("jsonl", {"path": "x"})
@@ -58,12 +68,16 @@ def test_load_finds_what_is_inside_a_class() -> None:
 
 
 def test_a_package_announces_a_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pip would leave it: a module on the path, and its entry point in the metadata of its distribution."""
-    (tmp_path / "clerk.py").write_text("class Clerk:\n    async def init(self, job): ...\n    run = eval = init\n")
+    """As pip would leave it: a module on the path, and its entry point in the metadata
+    of its distribution.
+    """
+    (tmp_path / "clerk.py").write_text(
+        "class Clerk:\n    async def init(self, job): ...\n    run = eval = init\n"
+    )
     metadata = tmp_path / "clerk-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: clerk\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[rollweave.handlers]\nclerk = clerk:Clerk\n")
+    (metadata / "entry_points.txt").write_text("[rollweave.envs.handlers]\nclerk = clerk:Clerk\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     resolve.cache_clear()
     try:
@@ -90,15 +104,21 @@ def test_a_package_announces_a_handler(tmp_path: Path, monkeypatch: pytest.Monke
         ("frozenlake", "maps", 1, "Expected `str`, got `int`"),
     ],
 )
-def test_an_option_of_another_type_is_named_with_its_value(env: str, option: str, value: object, rule: str) -> None:
+def test_an_option_of_another_type_is_named_with_its_value(
+    env: str, option: str, value: object, rule: str
+) -> None:
     needed = {"command": ["true"], "score": ["true"]} if env == "program" else {}
-    with pytest.raises(ConfigError, match=re.escape(f"options.{option} of environment {env!r}: {rule}")) as raised:
+    with pytest.raises(
+        ConfigError, match=re.escape(f"options.{option} of environment {env!r}: {rule}")
+    ) as raised:
         check_options(env, {**needed, option: value})
     assert f"got {value!r}" in str(raised.value)
 
 
 class Odd:
-    """Annotated with what no configuration can have, and with what is there for a type checker alone."""
+    """Annotated with what no configuration can have, and with what is there for a type
+    checker alone.
+    """
 
     def __init__(self, *, match: Path | None = None) -> None: ...
 

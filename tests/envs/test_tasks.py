@@ -1,4 +1,6 @@
-"""The domains of a run: draws, worlds, words, transcripts; and what is said of an environment that breaks a rule."""
+"""The domains of a run: draws, worlds, words, transcripts; and what is said of an
+environment that breaks a rule.
+"""
 
 import itertools
 import random
@@ -7,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.template import ChatTemplate
 from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation, Split, split_of
 from rollweave.envs.tasks import InlineEnv, TaskSource
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Purpose, SegmentKind
 from rollweave.train.scratch import CHAT_TEMPLATE, TURN_END, build_tokenizer
@@ -34,14 +37,23 @@ def test_a_domain_is_called_by_its_tag(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     task = draw(of, "game", 3)
     assert (task.env, task.tag, task.id) == ("nim", "game", "game-train-3")
-    for call in (lambda: draw(of, "nim"), lambda: of.worlds("nim"), lambda: of.allowed_words("nim")):
-        with pytest.raises(ConfigError, match="must be one of frozenlake, calculator, game, got 'nim'"):
+    for call in (
+        lambda: draw(of, "nim"),
+        lambda: of.worlds("nim"),
+        lambda: of.allowed_words("nim"),
+    ):
+        with pytest.raises(
+            ConfigError, match="must be one of frozenlake, calculator, game, got 'nim'"
+        ):
             call()
 
 
 def test_evaluations_have_tasks_of_their_own(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
-    ids = [draw(of, "game", index, Purpose.EVAL).id for index in (0, 7, FINAL_TASKS_FROM, FINAL_TASKS_FROM + 7)]
+    ids = [
+        draw(of, "game", index, Purpose.EVAL).id
+        for index in (0, 7, FINAL_TASKS_FROM, FINAL_TASKS_FROM + 7)
+    ]
     assert ids == ["game-validation-0", "game-validation-7", "game-test-0", "game-test-7"]
 
 
@@ -89,8 +101,8 @@ def test_splits_have_the_shares_that_they_should() -> None:
 def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     chat = codec(of)
-    for sequence in itertools.islice(of.transcripts(chat, seed=1), 60):
-        pieces = [chat.decode([token]) for token in sequence.tokens]
+    for messages in itertools.islice(of.transcripts(seed=1), 60):
+        pieces = [chat.decode([token]) for token in scripted(chat, messages).tokens]
         single = [piece for piece in pieces if len(piece) == 1]
         assert set(single) <= {"\n"}, pieces
 
@@ -98,9 +110,10 @@ def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
 def test_transcripts_come_by_warmup_weight_and_teach_the_ends_of_turns(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     chat = codec(of)
-    sequences = list(itertools.islice(of.transcripts(chat, seed=1), 300))
-    assert sequences == list(itertools.islice(of.transcripts(chat, seed=1), 300))
-    assert sequences[:20] != list(itertools.islice(of.transcripts(chat, seed=2), 20))
+    said = list(itertools.islice(of.transcripts(seed=1), 300))
+    assert said == list(itertools.islice(of.transcripts(seed=1), 300))
+    assert said[:20] != list(itertools.islice(of.transcripts(seed=2), 20))
+    sequences = [scripted(chat, messages) for messages in said]
     texts = [chat.decode(sequence.tokens) for sequence in sequences]
     shares = [sum(mark in text for text in texts) / 300 for mark in (" at=", "=?", " pile=")]
     assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=0.01)
@@ -113,7 +126,7 @@ def test_transcripts_come_by_warmup_weight_and_teach_the_ends_of_turns(tmp_path:
 def test_a_domain_without_transcripts_cannot_warm_up(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "nim"}, {"env": f"{HERE}Echo", "tag": "echo"})
     with pytest.raises(ConfigError, match=r"no transcript.*got 'echo'"):
-        next(of.transcripts(codec(of), seed=0))
+        next(of.transcripts(seed=0))
 
 
 def test_words_are_those_of_all_domains_once(tmp_path: Path) -> None:

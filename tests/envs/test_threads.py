@@ -1,4 +1,6 @@
-"""Environments that block hold up their own trajectory alone, and what does not come back is left behind and counted."""
+"""Environments that block hold up their own trajectory alone, and what does not come
+back is left behind and counted.
+"""
 
 import asyncio
 import threading
@@ -74,7 +76,9 @@ async def test_environments_block_side_by_side(of: TaskSource) -> None:
     assert await asyncio.gather(first.step("meet"), second.step("meet")) == [Step.of("on")] * 2
 
 
-async def test_an_environment_has_one_thread_from_its_constructor_to_its_close(of: TaskSource, gate: Gate) -> None:
+async def test_an_environment_has_one_thread_from_its_constructor_to_its_close(
+    of: TaskSource, gate: Gate
+) -> None:
     env = await opened(of, "Plain")
     await env.step("a")
     await env.close()
@@ -111,12 +115,17 @@ async def test_threads_are_used_again_and_end_with_the_run(of: TaskSource) -> No
     assert not kept.is_alive()
 
 
-async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(of: TaskSource, gate: Gate) -> None:
+async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(
+    of: TaskSource, gate: Gate
+) -> None:
     said: list[str] = []
     of.threads.on_left = said.append
     env = await given_up(gate, of)
     assert of.threads.left_behind == {f"step of environment {HERE}Plain": 1}
-    assert said[0].startswith(f"step of environment {HERE}Plain was given up and has not returned: its thread is left behind")
+    assert said[0].startswith(
+        f"step of environment {HERE}Plain was given up and has not "
+        "returned: its thread is left behind"
+    )
     with pytest.raises(EnvError, match="is not called again: a call of it has not returned"):
         await env.step("a")
     await env.close()
@@ -124,7 +133,9 @@ async def test_what_is_given_up_is_left_behind_counted_and_never_called_again(of
     assert await (await opened(of, "Plain")).step("a") == Step.of("on")  # others go on
 
 
-async def test_what_was_left_behind_and_returns_is_not_counted_any_longer(of: TaskSource, gate: Gate) -> None:
+async def test_what_was_left_behind_and_returns_is_not_counted_any_longer(
+    of: TaskSource, gate: Gate
+) -> None:
     await given_up(gate, of)
     gate.opened.set()
     left = [thread for thread in threading.enumerate() if thread.name == "environment"]
@@ -134,7 +145,9 @@ async def test_what_was_left_behind_and_returns_is_not_counted_any_longer(of: Ta
     assert of.threads.left_behind.total() == 0
 
 
-async def test_the_end_of_a_run_waits_for_nothing_that_was_left_behind(of: TaskSource, gate: Gate) -> None:
+async def test_the_end_of_a_run_waits_for_nothing_that_was_left_behind(
+    of: TaskSource, gate: Gate
+) -> None:
     env = await given_up(gate, of)
     env.kill()  # type: ignore[attr-defined]
     await of.close()
@@ -159,7 +172,9 @@ async def test_more_are_not_left_behind_than_a_bound(of: TaskSource, gate: Gate)
     for _ in range(LEFT_BEHIND):
         await given_up(gate, of)
     with pytest.raises(
-        EnvError, match=rf"at most {LEFT_BEHIND} calls .* got {LEFT_BEHIND}, most of them in step of environment"
+        EnvError,
+        match=rf"at most {LEFT_BEHIND} calls .* got {LEFT_BEHIND}, most of them in step "
+        r"of environment",
     ):
         await opened(of, "Plain")
     with pytest.raises(RewardError, match=f"at most {LEFT_BEHIND} calls"):

@@ -12,7 +12,7 @@ import numpy as np
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
 from rollweave.envs.tasks import TaskSource
 from rollweave.schema.chat import Message
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, Task
 
 HERE = f"{__name__}:"
@@ -20,7 +20,12 @@ HERE = f"{__name__}:"
 
 def config(*tasks: dict[str, Any], seed: int = 0, **faults: float) -> RunConfig:
     return RunConfig.model_validate(
-        {"run": {"name": "test", "seed": seed}, "model": {"path": "none"}, "tasks": tasks, "faults": faults}
+        {
+            "run": {"name": "test", "seed": seed},
+            "model": {"path": "none"},
+            "tasks": tasks,
+            "faults": faults,
+        }
     )
 
 
@@ -32,7 +37,9 @@ def draw(of: TaskSource, name: str, index: int = 0, purpose: Purpose = Purpose.T
     return of.draw(name, index, purpose)
 
 
-def episode(task: Task, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None) -> Episode:
+def episode(
+    task: Task, *said: str, rewards: tuple[float, ...] = (), success: bool | None = None
+) -> Episode:
     messages = tuple(Message(role="assistant", content=text) for text in said)
     return Episode(task=task, messages=messages, rewards=rewards, success=success)
 
@@ -132,7 +139,12 @@ class Echo:
                 return Step.of(str(subprocess.Popen(["sleep", "3600"]).pid))
             case "unshowable":
                 return Unshowable()
-        return Step.of(f"you said {action}", reward=0.25, done=action == "end", success=True if action == "end" else None)
+        return Step.of(
+            f"you said {action}",
+            reward=0.25,
+            done=action == "end",
+            success=True if action == "end" else None,
+        )
 
 
 class Listener(Echo):
@@ -201,7 +213,9 @@ class Scored(Echo):
             time.sleep(3600)
         if said == "score":
             return Score(reward=2.0, success=True)
-        return {"none": None, "nan": float("nan"), "numpy": np.float32(0.5), "true": True}.get(said, 0.75)
+        return {"none": None, "nan": float("nan"), "numpy": np.float32(0.5), "true": True}.get(
+            said, 0.75
+        )
 
 
 class AsyncScored(Echo):
@@ -252,7 +266,9 @@ class GuessGym(gymnasium.Env[Any, Any]):
         self.observation_space = spaces.Text(20)
         self.text = text
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self.secret = int(self.np_random.integers(1, 4))
         return " guess", {}

@@ -1,4 +1,6 @@
-"""The journal of a run replays to the decisions that were taken, also after it was compacted, and notices when it does not."""
+"""The journal of a run replays to the decisions that were taken, also after it was
+compacted, and notices when it does not.
+"""
 
 from pathlib import Path
 
@@ -6,11 +8,24 @@ from rollweave.core.core import Core
 from rollweave.record.journal import Replay, RunJournal, digest
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import ResumeEngine, SetTimer
-from rollweave.schema.config import RunConfig
-from rollweave.schema.events import EngineJoined, EngineSeat, Event, RunStarted, TimerFired, TrainerReady, WeightsPublished
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import (
+    EngineJoined,
+    EngineSeat,
+    Event,
+    RunStarted,
+    TimerFired,
+    TrainerReady,
+    WeightsPublished,
+)
 
 CONFIG = RunConfig.model_validate(
-    {"run": {"name": "r"}, "model": {"path": "m"}, "tasks": [{"env": "frozenlake"}], "rollout": {"groups_per_step": 2}}
+    {
+        "run": {"name": "r"},
+        "model": {"path": "m"},
+        "tasks": [{"env": "frozenlake"}],
+        "rollout": {"groups_per_step": 2},
+    }
 )
 EVENTS: list[Event] = [
     RunStarted(engines=(EngineSeat(id=EngineId("e0")),)),
@@ -38,7 +53,9 @@ def test_a_replay_ends_where_the_run_stood(tmp_path: Path) -> None:
     core = live(tmp_path / "journal.bin")
     replay = Replay(tmp_path / "journal.bin", CONFIG)
     handled = list(replay)
-    assert [(now, event) for now, event, _ in handled] == [(float(number), event) for number, event in enumerate(EVENTS)]
+    assert [(now, event) for now, event, _ in handled] == [
+        (float(number), event) for number, event in enumerate(EVENTS)
+    ]
     assert SetTimer(at=1.0) in handled[0][2]
     assert (replay.events, replay.differing) == (len(EVENTS), 0)
     assert replay.core.snapshot() == core.snapshot()

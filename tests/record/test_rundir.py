@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rollweave.codec.config import loads
 from rollweave.record.rundir import RunDir
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.loading import loads
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 CONFIG = """
@@ -23,7 +23,7 @@ env = "frozenlake"
 """
 HOLDER = """
 import sys
-from rollweave.codec.config import loads
+from rollweave.schema.config.loading import loads
 from rollweave.record.rundir import RunDir
 with RunDir.claim(loads(sys.argv[1]), resume=False):
     print("held", flush=True)
@@ -46,7 +46,9 @@ def replace(lock: Path) -> None:
 
 @pytest.mark.parametrize("tamper", [remove, replace])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_lock_file_that_is_gone_lets_nobody_in(tmp_path: Path, tamper: object, resume: bool) -> None:
+def test_a_lock_file_that_is_gone_lets_nobody_in(
+    tmp_path: Path, tamper: object, resume: bool
+) -> None:
     assert callable(tamper)
     made = config(tmp_path)
     with RunDir.claim(made, resume=False) as run:
@@ -60,7 +62,9 @@ def test_a_lock_file_that_is_gone_lets_nobody_in(tmp_path: Path, tamper: object,
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     made = config(tmp_path)
     command = [sys.executable, "-c", HOLDER, CONFIG.replace("[run]", f'[run]\ndir = "{tmp_path}"')]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         (tmp_path / "run" / "lock").unlink()
@@ -84,12 +88,17 @@ def test_a_file_system_that_does_not_lock_directories_is_locked_by_the_file(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     made = config(tmp_path)
-    with RunDir.claim(made, resume=False), pytest.raises(ConfigError, match="in use by another controller"):
+    with (
+        RunDir.claim(made, resume=False),
+        pytest.raises(ConfigError, match="in use by another controller"),
+    ):
         RunDir.claim(made, resume=False)
     RunDir.claim(made, resume=False).release()
 
 
-def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = config(tmp_path)
     real, replaced = fcntl.flock, []
 
@@ -105,7 +114,15 @@ def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_taken_anew(tmp_path: Pa
         assert run.lock.read_text() == f"{os.getpid()}\n"
 
 
-FILES = ("journal.bin", "metrics.jsonl", "trace.json", "run.json", "lock", "logs/e0.log", "trajectories/000000.bin")
+FILES = (
+    "journal.bin",
+    "metrics.jsonl",
+    "trace.json",
+    "run.json",
+    "lock",
+    "logs/e0.log",
+    "trajectories/000000.bin",
+)
 
 
 def tree(directory: Path) -> list[str]:
@@ -113,14 +130,20 @@ def tree(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_changed(tmp_path: Path, name: str) -> None:
+def test_a_directory_in_the_place_of_a_file_is_named_and_nothing_is_changed(
+    tmp_path: Path, name: str
+) -> None:
     made = config(tmp_path)
     with RunDir.claim(made, resume=False) as run:
         run.write_config(made)
     run.lock.unlink()
     (run.path / name).mkdir(parents=True)
     before = tree(run.path)
-    with pytest.raises(ConfigError, match=rf"^{run.path / name} must be a file, got a directory; move it away$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{run.path / name} must be a file, got a directory; "
+        r"move it away$",
+    ):
         RunDir.claim(made, resume=True)
     assert tree(run.path) == before
     if name != "lock":
@@ -134,7 +157,11 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path, name: str) 
     run.path.mkdir()
     run.write_config(made)
     (run.path / name).touch()
-    with pytest.raises(ConfigError, match=rf"^{run.path / name} must be a directory, got a file; move it away$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{run.path / name} must be a directory, got a file; "
+        r"move it away$",
+    ):
         RunDir.claim(made, resume=True)
 
 
@@ -151,14 +178,22 @@ def test_what_cannot_be_written_is_named_and_nothing_is_changed(
     if name:
         refused.touch()
     before, access = tree(run.path), os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != refused and access(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != refused and access(path, mode)
+    )
     what = "a file" if name else "a directory"
-    with pytest.raises(ConfigError, match=rf"^{refused} must be {what} to write to, got one that is read-only or whose"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"^{refused} must be {what} to write to, got one that "
+        r"is read-only or whose",
+    ):
         RunDir.claim(made, resume=True)
     assert tree(run.path) == before
 
 
-def test_a_run_below_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_below_a_directory_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
     with pytest.raises(ConfigError, match=rf"^{tmp_path} must be a directory to write to"):
         RunDir.claim(config(tmp_path), resume=False)

@@ -1,4 +1,6 @@
-"""An attempt that a handler drives, under everything that the handler, an agent program, an engine or a cancellation can do."""
+"""An attempt that a handler drives, under everything that the handler, an agent
+program, an engine or a cancellation can do.
+"""
 
 import asyncio
 import contextlib
@@ -13,12 +15,12 @@ import openai
 import pytest
 
 from rollweave.envs.base import Score
-from rollweave.gateway.door import Door
-from rollweave.handlers.base import Agent, Job, LimitError
-from rollweave.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.base import Agent, Job, LimitError
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.record.store import TrajectoryStore
 from rollweave.rollout.driver import Speech
+from rollweave.rollout.gateway.door import Door
 from rollweave.rollout.handled import RESULT_BYTES, Handled
-from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
 from rollweave.schema.events import (
@@ -88,7 +90,9 @@ class Played:
     log: list[str] = field(default_factory=list)
     on_init: Callable[[Job], Awaitable[None]] = nothing
     on_run: Callable[[Agent], Awaitable[None]] = two_turns
-    on_eval: Callable[[], Awaitable[Any]] = field(default=lambda: _value(Score(reward=2.0, success=True)))
+    on_eval: Callable[[], Awaitable[Any]] = field(
+        default=lambda: _value(Score(reward=2.0, success=True))
+    )
     on_error: Callable[[Exception], Awaitable[Any]] = nothing
     kept: Any = field(default_factory=lambda: {"patch": "+1"})
 
@@ -179,7 +183,9 @@ async def ended(made: Bench, store: TrajectoryStore) -> tuple[TrajectoryEnded, T
     return over, store.get([TRAJECTORY])[0]
 
 
-async def test_a_first_prompt_that_does_not_fit_is_named(store: TrajectoryStore, door: Door) -> None:
+async def test_a_first_prompt_that_does_not_fit_is_named(
+    store: TrajectoryStore, door: Door
+) -> None:
     """As of `swe`, which lets LimitError pass: it did ask its agent."""
     prompt = Message(role="user", content="go " * 40)
 
@@ -189,7 +195,9 @@ async def test_a_first_prompt_that_does_not_fit_is_named(store: TrajectoryStore,
     made = bench(store, door, Played(on_run=ask), max_tokens=50)
     over = await made.play()
     assert over.stop_reason is StopReason.ENV_ERROR
-    assert over.error.startswith("the first prompt does not fit into max_tokens: messages must leave room in a context of 50")
+    assert over.error.startswith(
+        "the first prompt does not fit into max_tokens: messages must leave room in a context of 50"
+    )
 
 
 async def test_a_handler_sees_that_a_turn_was_cut(store: TrajectoryStore, door: Door) -> None:
@@ -232,7 +240,9 @@ async def test_a_whole_life(store: TrajectoryStore, door: Door) -> None:
     assert made.pipeline.alive == 0
 
 
-async def test_a_rewritten_context_and_a_second_agent_are_sequences_of_their_own(store: TrajectoryStore, door: Door) -> None:
+async def test_a_rewritten_context_and_a_second_agent_are_sequences_of_their_own(
+    store: TrajectoryStore, door: Door
+) -> None:
     async def run(agent: Agent) -> None:
         first = await agent.chat([GO])
         await asyncio.gather(agent.chat([ON]), agent.chat([GO, first, ON]), agent.chat([GO]))
@@ -252,10 +262,20 @@ async def test_seeds_differ_by_turn_and_attempt(store: TrajectoryStore, door: Do
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Foreign()]
+    "error",
+    [
+        ValueError("boom"),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        Foreign(),
+    ],
 )
 @pytest.mark.parametrize("stage", ["make", "init", "run", "eval"])
-async def test_a_stage_that_raises(store: TrajectoryStore, door: Door, stage: str, error: BaseException) -> None:
+async def test_a_stage_that_raises(
+    store: TrajectoryStore, door: Door, stage: str, error: BaseException
+) -> None:
     handler = Played(**{} if stage == "make" else {f"on_{stage}": raising(error)})
 
     def fails() -> Any:
@@ -290,13 +310,20 @@ async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str
         made.eval()
         assert (await made.until(RewardFailed)).stop_reason is StopReason.REWARD_HANG
     else:
-        assert (over.stop_reason, over.error) == (StopReason.ENV_HANG, f"{stage} did not answer within 0.05 s")
+        assert (over.stop_reason, over.error) == (
+            StopReason.ENV_HANG,
+            f"{stage} did not answer within 0.05 s",
+        )
     await made.idle()
 
 
-@pytest.mark.parametrize("how", [stubborn, raising(SystemExit()), raising(asyncio.CancelledError())])
+@pytest.mark.parametrize(
+    "how", [stubborn, raising(SystemExit()), raising(asyncio.CancelledError())]
+)
 @pytest.mark.parametrize("place", ["close", "hook"])
-async def test_what_frees_or_is_told_holds_up_nobody(store: TrajectoryStore, door: Door, place: str, how: Any) -> None:
+async def test_what_frees_or_is_told_holds_up_nobody(
+    store: TrajectoryStore, door: Door, place: str, how: Any
+) -> None:
     class Closed(Played):
         async def close(self) -> None:
             await how()
@@ -308,7 +335,9 @@ async def test_what_frees_or_is_told_holds_up_nobody(store: TrajectoryStore, doo
     assert ("kill" if place == "close" else "close") in handler.log
 
 
-async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(store: TrajectoryStore, door: Door) -> None:
+async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(
+    store: TrajectoryStore, door: Door
+) -> None:
     """The silence between turns is limited, the wait for a turn is not."""
     made = bench(store, door, Played(), step_s=0.2)
     made.init()
@@ -352,7 +381,9 @@ async def test_a_handler_that_makes_light_of_a_stop(store: TrajectoryStore, door
 
 
 @pytest.mark.parametrize("lets_pass", [True, False])
-async def test_turns_and_context_are_limited(store: TrajectoryStore, door: Door, lets_pass: bool) -> None:
+async def test_turns_and_context_are_limited(
+    store: TrajectoryStore, door: Door, lets_pass: bool
+) -> None:
     told: list[Exception] = []
 
     async def run(agent: Agent) -> None:
@@ -376,7 +407,9 @@ async def test_turns_and_context_are_limited(store: TrajectoryStore, door: Door,
     assert len(told) == 2
 
 
-async def test_an_agent_that_shortens_its_context_has_finished(store: TrajectoryStore, door: Door) -> None:
+async def test_an_agent_that_shortens_its_context_has_finished(
+    store: TrajectoryStore, door: Door
+) -> None:
     async def run(agent: Agent) -> None:
         with pytest.raises(LimitError):
             await agent.chat([Message(role="user", content="go " * 40)])
@@ -387,7 +420,9 @@ async def test_an_agent_that_shortens_its_context_has_finished(store: Trajectory
 
 
 class Plain:
-    """A handler whose methods are no coroutines: what they raise, they raise when they are called."""
+    """A handler whose methods are no coroutines: what they raise, they raise when they
+    are called.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -407,8 +442,13 @@ class Plain:
     eval = kill = final_result = close
 
 
-@pytest.mark.parametrize("error", [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()])
-async def test_a_hook_that_raises_fails_its_attempt_alone(store: TrajectoryStore, door: Door, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
+)
+async def test_a_hook_that_raises_fails_its_attempt_alone(
+    store: TrajectoryStore, door: Door, error: BaseException
+) -> None:
     handler = Played(on_run=raising(ValueError("first")), on_error=raising(error))
     over = await bench(store, door, handler).play()
     assert over.stop_reason is StopReason.ENV_ERROR
@@ -416,7 +456,10 @@ async def test_a_hook_that_raises_fails_its_attempt_alone(store: TrajectoryStore
     assert "close" in handler.log
 
 
-@pytest.mark.parametrize("error", [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()])
+@pytest.mark.parametrize(
+    "error",
+    [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
+)
 async def test_a_plain_method_that_raises_fails_its_attempt_alone(
     store: TrajectoryStore, door: Door, error: BaseException
 ) -> None:
@@ -425,7 +468,9 @@ async def test_a_plain_method_that_raises_fails_its_attempt_alone(
     assert over.error.startswith(f"run raised {type(error).__name__}")
 
 
-async def test_what_a_stage_raises_when_it_is_cancelled_is_read(store: TrajectoryStore, door: Door) -> None:
+async def test_what_a_stage_raises_when_it_is_cancelled_is_read(
+    store: TrajectoryStore, door: Door
+) -> None:
     async def init(job: Job) -> None:
         try:
             await asyncio.Event().wait()
@@ -473,9 +518,19 @@ async def test_a_reward_that_is_none(store: TrajectoryStore, door: Door, reward:
 
 @pytest.mark.parametrize(
     "kept",
-    [ValueError("no"), {"a": object()}, {"a": float("nan")}, "x" * RESULT_BYTES, SystemExit(), nested(101), nested(100_000)],
+    [
+        ValueError("no"),
+        {"a": object()},
+        {"a": float("nan")},
+        "x" * RESULT_BYTES,
+        SystemExit(),
+        nested(101),
+        nested(100_000),
+    ],
 )
-async def test_a_result_that_cannot_be_kept_costs_no_reward(store: TrajectoryStore, door: Door, kept: Any) -> None:
+async def test_a_result_that_cannot_be_kept_costs_no_reward(
+    store: TrajectoryStore, door: Door, kept: Any
+) -> None:
     made = bench(store, door, Played(kept=kept))
     await made.play()
     made.eval()
@@ -485,7 +540,9 @@ async def test_a_result_that_cannot_be_kept_costs_no_reward(store: TrajectorySto
     assert "final_result" in json.loads(trajectory.result)["error"]
 
 
-@pytest.mark.parametrize(("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")])
+@pytest.mark.parametrize(
+    ("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
+)
 async def test_what_cannot_be_asked(
     store: TrajectoryStore, door: Door, messages: list[Message], asked: int | None, rule: str
 ) -> None:
@@ -517,7 +574,11 @@ async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, plac
         await agent.chat([GO])
         await stay()
 
-    stages: dict[str, Any] = {"init": {"on_init": stay}, "tool": {"on_run": tool}, "eval": {"on_eval": stay}}
+    stages: dict[str, Any] = {
+        "init": {"on_init": stay},
+        "tool": {"on_run": tool},
+        "eval": {"on_eval": stay},
+    }
     handler = Played(**stages.get(place, {}))
     made = bench(store, door, handler)
     if place in ("tool", "eval"):
@@ -539,7 +600,9 @@ async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, plac
             made.turn(0)
             await reached(lambda: made.engine.live == 1)
     seen = len(made.events)
-    made.pipeline.cancel(CancelTrajectory(trajectory_id=TRAJECTORY, attempt=0, reason=StopReason.CANCELLED))
+    made.pipeline.cancel(
+        CancelTrajectory(trajectory_id=TRAJECTORY, attempt=0, reason=StopReason.CANCELLED)
+    )
     over = await made.until(TrajectoryEnded, after=seen)
     assert isinstance(over, TrajectoryEnded)
     assert over.stop_reason is StopReason.CANCELLED
@@ -555,8 +618,12 @@ async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, plac
 async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Door) -> None:
     async def run(agent: Agent) -> None:
         endpoint = await agent.endpoint()
-        async with openai.AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.token, max_retries=0) as client:
-            first = await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "go"}])
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.url, api_key=endpoint.token, max_retries=0
+        ) as client:
+            first = await client.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "go"}]
+            )
             assert first.choices[0].message.content == "hi"
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
@@ -568,7 +635,9 @@ async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Do
     assert [segment.kind for segment in sequence.segments] == kinds
 
 
-async def test_a_program_that_gives_up_a_call_withdraws_its_turn(store: TrajectoryStore, door: Door) -> None:
+async def test_a_program_that_gives_up_a_call_withdraws_its_turn(
+    store: TrajectoryStore, door: Door
+) -> None:
     async def run(agent: Agent) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -589,7 +658,9 @@ async def test_a_program_that_gives_up_a_call_withdraws_its_turn(store: Trajecto
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 1)
 
 
-async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(store: TrajectoryStore, door: Door) -> None:
+async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
+    store: TrajectoryStore, door: Door
+) -> None:
     left: list[asyncio.Task[Any]] = []
 
     async def run(agent: Agent) -> None:
@@ -609,7 +680,9 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(store: Traje
     assert (await asyncio.gather(*left, return_exceptions=True))[0] is not None
 
 
-async def test_an_agent_that_is_asked_after_run_says_nothing(store: TrajectoryStore, door: Door) -> None:
+async def test_an_agent_that_is_asked_after_run_says_nothing(
+    store: TrajectoryStore, door: Door
+) -> None:
     """Else a reward would wait for a turn that nobody grants, without a limit."""
     agents: list[Agent] = []
 
@@ -641,15 +714,21 @@ async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: 
         reached.append(await agent.endpoint())
 
     await bench(store, door, Played(on_run=run)).play()
-    async with openai.AsyncOpenAI(base_url=reached[0].url, api_key=reached[0].token, max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=reached[0].url, api_key=reached[0].token, max_retries=0
+    ) as client:
         with pytest.raises(openai.NotFoundError):
-            await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "go"}])
+            await client.chat.completions.create(
+                model="x", messages=[{"role": "user", "content": "go"}]
+            )
 
 
 SURROGATE = "\udcff"
 
 
-async def test_what_a_handler_says_and_keeps_is_made_valid(store: TrajectoryStore, door: Door) -> None:
+async def test_what_a_handler_says_and_keeps_is_made_valid(
+    store: TrajectoryStore, door: Door
+) -> None:
     async def run(agent: Agent) -> None:
         await agent.chat([Message(role="user", content=SURROGATE, name=SURROGATE)])
 
@@ -663,7 +742,9 @@ async def test_what_a_handler_says_and_keeps_is_made_valid(store: TrajectoryStor
 
 
 @pytest.mark.parametrize("stage", ["on_init", "on_run"])
-async def test_an_error_of_a_handler_is_made_valid(store: TrajectoryStore, door: Door, stage: str) -> None:
+async def test_an_error_of_a_handler_is_made_valid(
+    store: TrajectoryStore, door: Door, stage: str
+) -> None:
     made = bench(store, door, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
     ended = await made.play()
     assert "raised OSError: \ufffd" in ended.error

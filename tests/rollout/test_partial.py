@@ -1,4 +1,6 @@
-"""Unfinished turns that go on elsewhere: whatever engines tell, lose and answer, never from a wrong token."""
+"""Unfinished turns that go on elsewhere: whatever engines tell, lose and answer, never
+from a wrong token.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.backends.base import Heard
-from rollweave.backends.client import EngineClient
-from rollweave.backends.inproc import in_thread
-from rollweave.backends.process import in_process
+from rollweave.engine.clients.base import Heard
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.process import in_process
 from rollweave.rollout.driver import Answer
 from rollweave.rollout.partial import Unfinished
 from rollweave.rollout.telling import Telling
@@ -21,7 +23,14 @@ from rollweave.rollout.turns import Turns
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError
-from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnProgress, TurnRequested, TurnsProgressed
+from rollweave.schema.events import (
+    Event,
+    TurnDone,
+    TurnFailed,
+    TurnProgress,
+    TurnRequested,
+    TurnsProgressed,
+)
 from rollweave.schema.serving import (
     EngineSpec,
     Finish,
@@ -34,7 +43,7 @@ from rollweave.schema.serving import (
     covers,
 )
 from rollweave.schema.work import Purpose, Task
-from tests.backends.test_conformance import environment, real_loop, tiny_checkpoint
+from tests.engine.clients.test_conformance import environment, real_loop, tiny_checkpoint
 from tests.rollout.worlds import TRAJECTORY, NoSpans, OneWordEngine
 
 PROMPT = (5, 6)
@@ -57,15 +66,24 @@ def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: A
     return Piece(id=id, start=start, **(parts | changes))
 
 
-def result(end: int, *, finish: Finish = Finish.ABORTED, version: int = 3, **changes: Any) -> GenerateResult:
+def result(
+    end: int, *, finish: Finish = Finish.ABORTED, version: int = 3, **changes: Any
+) -> GenerateResult:
     whole = piece(0, end, version=version)
-    parts: dict[str, Any] = {name: getattr(whole, name) for name in ("tokens", "logprobs", "versions", "generate_s")}
+    parts: dict[str, Any] = {
+        name: getattr(whole, name) for name in ("tokens", "logprobs", "versions", "generate_s")
+    }
     return GenerateResult(id="r", finish=finish, **(parts | changes))
 
 
 def partial(end: int) -> Partial:
     whole = piece(0, end)
-    return Partial(tokens=whole.tokens, logprobs=whole.logprobs, versions=whole.versions, generate_s=whole.generate_s)
+    return Partial(
+        tokens=whole.tokens,
+        logprobs=whole.logprobs,
+        versions=whole.versions,
+        generate_s=whole.generate_s,
+    )
 
 
 # What is known.
@@ -73,7 +91,9 @@ def partial(end: int) -> Partial:
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 6), st.integers(2, 3)), max_size=12))
 def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, int, int]]) -> None:
-    """Lost, twice, out of order: as soon as one does not begin where the last one ended, there is nothing to go on from."""
+    """Lost, twice, out of order: as soon as one does not begin where the last one
+    ended, there is nothing to go on from.
+    """
     known, versions, broken = Unfinished(), list[int](), False
     for start, count, version in told:
         end = min(start + count, len(TRUTH))
@@ -88,8 +108,13 @@ def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, in
             assert found is not None
             assert found.tokens == TRUTH[: len(versions)]
             assert found.logprobs == logprobs_of(found.tokens)
-            assert [span.version for span in found.versions for _ in range(span.end - span.start)] == versions
-            assert all(one.version != other.version for one, other in zip(found.versions, found.versions[1:], strict=False))
+            assert [
+                span.version for span in found.versions for _ in range(span.end - span.start)
+            ] == versions
+            assert all(
+                one.version != other.version
+                for one, other in zip(found.versions, found.versions[1:], strict=False)
+            )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +153,9 @@ def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, A
         (result(0), 0),
     ],
 )
-def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(answer: GenerateResult, kept: int) -> None:
+def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(
+    answer: GenerateResult, kept: int
+) -> None:
     known = Unfinished(partial(2))
     known.hear(piece(2, 4))
     known.end(answer)
@@ -146,7 +173,9 @@ class Puppet(OneWordEngine):
         self.calls: list[tuple[GenerateRequest, asyncio.Future[GenerateResult], Heard]] = []
         self.aborted: list[str] = []
 
-    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+    def generate(
+        self, request: GenerateRequest, heard: Heard | None = None
+    ) -> asyncio.Future[GenerateResult]:
         assert heard is not None
         future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
         self.calls.append((request, future, heard))
@@ -162,7 +191,10 @@ class Puppet(OneWordEngine):
 
 
 class Stage:
-    """`Turns` of one attempt, its engines, and what it has said. The turn that it waits for is turn 0."""
+    """`Turns` of one attempt, its engines, and what it has said.
+
+    The turn that it waits for is turn 0.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -189,7 +221,9 @@ class Stage:
         )
         self.task: asyncio.Task[Answer] | None = None
 
-    def ask(self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT) -> asyncio.Task[Answer]:
+    def ask(
+        self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
+    ) -> asyncio.Task[Answer]:
         turn = self.turns.turn(0, tokens, sampling or Sampling(max_tokens=20))
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
@@ -209,7 +243,13 @@ class Stage:
 
     def abort(self, engine: str, try_number: int) -> None:
         self.turns.abort(
-            AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=EngineId(engine), try_number=try_number)
+            AbortTurn(
+                trajectory_id=TRAJECTORY,
+                attempt=0,
+                turn=0,
+                engine_id=EngineId(engine),
+                try_number=try_number,
+            )
         )
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -271,7 +311,14 @@ async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) 
         await turned()
         assert second.calls == []
         stage.turns.rerank(
-            RerankTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=EngineId("e1"), try_number=1, rank=9.0)
+            RerankTurn(
+                trajectory_id=TRAJECTORY,
+                attempt=0,
+                turn=0,
+                engine_id=EngineId("e1"),
+                try_number=1,
+                rank=9.0,
+            )
         )
     first.calls[0][1].set_result(result(7))
     await turned()
@@ -336,13 +383,16 @@ async def test_an_abort_while_it_waits_takes_the_start_back() -> None:
     assert second.calls == []
     stage.start("e0", 2, resume=True)
     assert first.resumed == partial(7)
-    assert first.calls[0][0].id != first.calls[1][0].id  # what the first request still answers cannot be taken for the second's
+    # what the first request still answers cannot be taken for the second's
+    assert first.calls[0][0].id != first.calls[1][0].id
     await finished(stage, first, 7)
 
 
 @pytest.mark.parametrize("asks", [False, True])
 async def test_an_answer_that_crosses_the_abort_is_said_again(asks: bool) -> None:
-    """And so is what the attempt has asked for since, if anything: the core has heard of neither."""
+    """And so is what the attempt has asked for since, if anything: the core has heard
+    of neither.
+    """
     stage, first, second = await asked()
     first.calls[0][1].set_result(result(20, finish=Finish.LENGTH))
     assert stage.task is not None
@@ -394,7 +444,9 @@ async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
         (result(20, finish=Finish.LENGTH, resumed_tokens=4, version=-1), 0),
     ],
 )
-async def test_an_answer_that_does_not_fit_fails_the_turn(answer: GenerateResult, kept: int) -> None:
+async def test_an_answer_that_does_not_fit_fails_the_turn(
+    answer: GenerateResult, kept: int
+) -> None:
     stage, first, second = await asked()
     first.calls[0][1].set_exception(EngineLostError("killed"))
     await turned()
@@ -454,7 +506,8 @@ async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
     stage.telling.look()
     stage.telling.look()
     told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, try_number=0, output_tokens=6)
-    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]  # once, for nothing came to it
+    # once, for nothing came to it
+    assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]
     heard(piece(6, 8))
     stage.telling.look()
     assert len(stage.of(TurnsProgressed)) == 2
@@ -507,8 +560,10 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
 
     def start(kind: str) -> EngineClient:
         if kind == "process":
-            module = "rollweave.live.engine_process"
-            link = in_process(spec, module=module, log=tmp_path / "log", env=environment(), model_ready=ready)
+            module = "rollweave.runtime.entrypoints.engine"
+            link = in_process(
+                spec, module=module, log=tmp_path / "log", env=environment(), model_ready=ready
+            )
         else:
             link = in_thread(spec, real_loop(), model_ready=ready)
         made.append(EngineClient(f"engine {len(made)}", link, start_s=60.0, reply_s=60.0))
@@ -520,13 +575,17 @@ async def engine_of(tmp_path: Path) -> AsyncIterator[Callable[[str], EngineClien
 
 
 class Watched:
-    """An engine that is killed, or told to abort, once it has told of its turn so many times; `told` is done then."""
+    """An engine that is killed, or told to abort, once it has told of its turn so many
+    times; `told` is done then.
+    """
 
     def __init__(self, engine: EngineClient, times: int) -> None:
         self.engine, self.left = engine, times
         self.told = asyncio.Event()
 
-    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+    def generate(
+        self, request: GenerateRequest, heard: Heard | None = None
+    ) -> asyncio.Future[GenerateResult]:
         assert heard is not None
         tell = heard
 
@@ -547,7 +606,9 @@ class Watched:
 async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
     engine_of: Callable[[str], EngineClient], end: str
 ) -> None:
-    """Killed by the kernel right after it has told: after the first time, then after the second. Another one ends the turn."""
+    """Killed by the kernel right after it has told: after the first time, then after
+    the second. Another one ends the turn.
+    """
     sampling = Sampling(max_tokens=LONG, seed=11, allowed=tuple(range(2, 60)))
     doomed = [engine_of("process") for _ in range(2)]
     last = engine_of("thread")
@@ -576,10 +637,18 @@ async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
     stage.start("e1", 2, resume=True)
     assert stage.task is not None
     answer = (await stage.task).result
-    assert (answer.tokens, answer.logprobs, answer.finish) == (whole.tokens, whole.logprobs, whole.finish)
+    assert (answer.tokens, answer.logprobs, answer.finish) == (
+        whole.tokens,
+        whole.logprobs,
+        whole.finish,
+    )
     assert answer.versions == whole.versions == (VersionSpan(start=0, end=LONG, version=3),)
     assert kept <= answer.resumed_tokens < LONG
     (done,) = stage.of(TurnDone)
     assert (done.output_tokens, done.try_number) == (LONG, 2)
     assert covers(answer.versions, 0, LONG)
-    assert msgspec.structs.replace(answer, tokens=()).resumed_tokens + (await last.stats()).output_tokens == 2 * LONG
+    assert (
+        msgspec.structs.replace(answer, tokens=()).resumed_tokens
+        + (await last.stats()).output_tokens
+        == 2 * LONG
+    )

@@ -1,4 +1,6 @@
-"""An attempt's life under everything an environment, an engine or a cancellation can do to it."""
+"""An attempt's life under everything an environment, an engine or a cancellation can do
+to it.
+"""
 
 import asyncio
 import random
@@ -10,8 +12,8 @@ import msgspec
 import pytest
 
 from rollweave.envs.base import Observation, Score, Step
+from rollweave.record.store import TrajectoryReader, TrajectoryStore
 from rollweave.rollout.driver import Driver, TurnPort
-from rollweave.rollout.store import TrajectoryReader, TrajectoryStore
 from rollweave.schema.base import GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, RerankTurn, StartInit
 from rollweave.schema.errors import EngineError, EnvError, RewardError
@@ -25,7 +27,15 @@ from rollweave.schema.events import (
     TurnRequested,
 )
 from rollweave.schema.serving import Finish, GenerateResult
-from rollweave.schema.work import BLAME_OF, Blame, Purpose, SegmentKind, StopReason, Task, Trajectory
+from rollweave.schema.work import (
+    BLAME_OF,
+    Blame,
+    Purpose,
+    SegmentKind,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from tests.rollout.worlds import CODEC, ENGINE, LOST, TRAJECTORY, Bench, Script, said, words
 
 
@@ -58,7 +68,8 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
         TurnDone,
         TrajectoryEnded,
     ]
-    assert store.get([TRAJECTORY])[0].reward is None  # in the store before the event, not scored yet
+    # in the store before the event, not scored yet
+    assert store.get([TRAJECTORY])[0].reward is None
     bench.eval()
     ready = await bench.until(RewardReady)
     assert (ready.reward, ready.success) == (1.5, True)
@@ -73,12 +84,21 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
     assert sequence.versions() == (3, 3)
     assert sequence.output_mask().count(True) == 2 * len(words("hi"))
     assert ended.tokens == len(sequence.tokens)
-    assert bench.worlds.log == ["open", "reset", "step hi", "step hi", "close", "score 1.5 after ['hi', 'hi']"]
+    assert bench.worlds.log == [
+        "open",
+        "reset",
+        "step hi",
+        "step hi",
+        "close",
+        "score 1.5 after ['hi', 'hi']",
+    ]
     await bench.idle()
     assert bench.pipeline.alive == 0
 
 
-async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(store: TrajectoryStore) -> None:
+async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(
+    store: TrajectoryStore,
+) -> None:
     async def seeds(attempt: int) -> list[int]:
         bench = Bench(store)
         bench.init(attempt)
@@ -103,15 +123,35 @@ async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(store:
         (Script(open=None), StopReason.ENV_HANG, "starting did not answer within 0.05 s"),
         (Script(reset=KeyError("map")), StopReason.ENV_ERROR, "starting: KeyError: 'map'"),
         (Script(reset=None), StopReason.ENV_HANG, "starting did not answer"),
-        (Script(reset="text"), StopReason.ENV_ERROR, "reset must return an Observation, got 'text'"),
-        (Script(reset=Observation(messages=())), StopReason.FINISHED, ""),  # no first message is no garbage
+        (
+            Script(reset="text"),
+            StopReason.ENV_ERROR,
+            "reset must return an Observation, got 'text'",
+        ),
+        (
+            Script(reset=Observation(messages=())),
+            StopReason.FINISHED,
+            "",
+        ),  # no first message is no garbage
         (Script(reset=Observation.of("x" * 500)), StopReason.ENV_ERROR, "the prompt has"),
         (Script(steps=[EnvError("bad")]), StopReason.ENV_ERROR, "step 0: bad"),
-        (Script(steps=[TimeoutError("its own")]), StopReason.ENV_ERROR, "step 0: TimeoutError: its own"),
+        (
+            Script(steps=[TimeoutError("its own")]),
+            StopReason.ENV_ERROR,
+            "step 0: TimeoutError: its own",
+        ),
         (Script(steps=[None]), StopReason.ENV_HANG, "step 0 did not answer within 0.05 s"),
         (Script(steps=[("on", 1.0)]), StopReason.ENV_ERROR, "step 0 must return a Step"),
-        (Script(steps=[Step.of("on", reward=float("nan"))]), StopReason.ENV_ERROR, "step 0 must return a Step"),
-        (Script(steps=[Step()]), StopReason.ENV_ERROR, "answer to turn 0"),  # not done, and nothing said
+        (
+            Script(steps=[Step.of("on", reward=float("nan"))]),
+            StopReason.ENV_ERROR,
+            "step 0 must return a Step",
+        ),
+        (
+            Script(steps=[Step()]),
+            StopReason.ENV_ERROR,
+            "answer to turn 0",
+        ),  # not done, and nothing said
         (Script(close=None), StopReason.FINISHED, ""),
         (Script(close=OSError("busy")), StopReason.FINISHED, ""),
     ],
@@ -149,7 +189,9 @@ async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryS
     assert bench.engine.requests[0].sampling.max_tokens == 60 - len(bench.engine.requests[0].tokens)
 
 
-async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(store: TrajectoryStore) -> None:
+async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(
+    store: TrajectoryStore,
+) -> None:
     cut = Bench(store, max_turn_tokens=4)
     cut.engine.answer = said("righ", finish=Finish.LENGTH)
     ended = await cut.play()
@@ -160,7 +202,12 @@ async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(store: 
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["length", "length"]
     cut.eval()
     await cut.until(RewardReady)
-    assert [message.finish_reason for message in cut.worlds.scored[0].messages] == ["", "length", "", "length"]
+    assert [message.finish_reason for message in cut.worlds.scored[0].messages] == [
+        "",
+        "length",
+        "",
+        "length",
+    ]
     whole = Bench(store, max_turn_tokens=4)
     await whole.play()
     assert [event.cut for event in whole.events if isinstance(event, TurnDone)] == [False, False]
@@ -168,7 +215,9 @@ async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(store: 
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["stop", "stop"]
 
 
-async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(store: TrajectoryStore) -> None:
+async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(
+    store: TrajectoryStore,
+) -> None:
     bench = Bench(store, Script(steps=[None]), time_s=0.2)
     ended = await bench.play()
     assert (ended.stop_reason, bench.pipeline.alive) == (StopReason.TIME_BUDGET, 0)
@@ -192,14 +241,17 @@ async def test_the_time_budget_counts_environment_and_generation_but_no_queueing
     assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
 
 
-async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(store: TrajectoryStore) -> None:
+async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(
+    store: TrajectoryStore,
+) -> None:
     bench = Bench(store, time_s=30.0)
     bench.engine.answer = msgspec.structs.replace(said("hi"), queue_s=100.0, generate_s=20.0)
     ended = await bench.play()
     budgets = [request.budget_s for request in bench.engine.requests]
     assert budgets[0] - budgets[1] == pytest.approx(20.0, abs=5.0)  # and what the environment took
     assert (await bench.until(TurnDone)).queue_s == 100.0
-    assert ended.stop_reason is StopReason.TIME_BUDGET  # 40 of 30 seconds, known when the environment is to act
+    # 40 of 30 seconds, known when the environment is to act
+    assert ended.stop_reason is StopReason.TIME_BUDGET
 
 
 async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
@@ -246,7 +298,9 @@ async def test_text_alone_may_be_evaluated(store: TrajectoryStore) -> None:
     await bench.idle()
 
 
-async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(store: TrajectoryStore) -> None:
+async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(
+    store: TrajectoryStore,
+) -> None:
     bench = Bench(store)
     bench.init()
     await bench.until(EnvReady)
@@ -281,7 +335,9 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
     bench.pipeline.abort_turn(late)
     await asyncio.sleep(0)
     assert bench.engine.live == 1  # another try is not touched
-    bench.pipeline.abort_turn(AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=0))
+    bench.pipeline.abort_turn(
+        AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=0)
+    )
     bench.engine.answer = "hi"
     bench.turn(0, 1)
     done = await bench.until(TurnDone)
@@ -292,14 +348,18 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
 
 
 async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -> None:
-    """From the moment on at which the turn is told to be over, whether or not the episode has heard of it."""
+    """From the moment on at which the turn is told to be over, whether or not the
+    episode has heard of it.
+    """
     bench = Bench(store)
     seen: list[tuple[int, ...] | None] = []
 
     def look() -> None:
         seen.append(bench.pipeline.context_of(TRAJECTORY, 0))
 
-    bench.on_post = lambda event: look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
+    bench.on_post = lambda event: (
+        look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
+    )
     await bench.play()
     first, second = bench.engine.requests
     one, two = (*first.tokens, *words("hi")), (*second.tokens, *words("hi"))
@@ -316,7 +376,13 @@ async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore
     await bench.until(TurnRequested)
 
     def rerank(**changes: Any) -> None:
-        names: dict[str, Any] = {"trajectory_id": TRAJECTORY, "attempt": 0, "turn": 0, "engine_id": ENGINE, "try_number": 3}
+        names: dict[str, Any] = {
+            "trajectory_id": TRAJECTORY,
+            "attempt": 0,
+            "turn": 0,
+            "engine_id": ENGINE,
+            "try_number": 3,
+        }
         bench.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
 
     rerank()
@@ -335,11 +401,21 @@ async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore
     await bench.idle()
 
 
-STAGES = ["opening", "resetting", "waiting to run", "waiting for a turn", "generating", "stepping", "closing"]
+STAGES = [
+    "opening",
+    "resetting",
+    "waiting to run",
+    "waiting for a turn",
+    "generating",
+    "stepping",
+    "closing",
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore, stage: str) -> None:
+async def test_cancellation_at_any_await_ends_everything(
+    store: TrajectoryStore, stage: str
+) -> None:
     script = Script(
         open=None if stage == "opening" else "open",
         reset=None if stage == "resetting" else Observation.of("go"),
@@ -356,8 +432,19 @@ async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore,
             await bench.until(TurnRequested)
             if stage != "waiting for a turn":
                 bench.turn(0)
-    awaited = {"opening": "open", "resetting": "reset", "stepping": "step hi", "closing": "close"}.get(stage)
-    await reached(lambda: awaited in bench.worlds.log if awaited else stage != "generating" or bench.engine.live == 1)
+    awaited = {
+        "opening": "open",
+        "resetting": "reset",
+        "stepping": "step hi",
+        "closing": "close",
+    }.get(stage)
+    await reached(
+        lambda: (
+            awaited in bench.worlds.log
+            if awaited
+            else stage != "generating" or bench.engine.live == 1
+        )
+    )
     await asyncio.sleep(0)
     bench.pipeline.cancel(cancel())
     ended = await bench.until(TrajectoryEnded)
@@ -372,11 +459,20 @@ async def test_cancellation_at_any_await_ends_everything(store: TrajectoryStore,
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_no_attempt_generates_beyond_its_cancellation(store: TrajectoryStore, seed: int) -> None:
-    """Whichever attempt it is, whichever of its turns, at whichever try, with unfinished turns kept or not."""
+async def test_no_attempt_generates_beyond_its_cancellation(
+    store: TrajectoryStore, seed: int
+) -> None:
+    """Whichever attempt it is, whichever of its turns, at whichever try, with
+    unfinished turns kept or not.
+    """
     rng = random.Random(seed)
     attempt, turns, tries = rng.randrange(4), rng.randrange(4), rng.randrange(3)
-    bench = Bench(store, Script(steps=[Step.of("on") for _ in range(5)]), keeps_turns=rng.random() < 0.5, max_turns=8)
+    bench = Bench(
+        store,
+        Script(steps=[Step.of("on") for _ in range(5)]),
+        keeps_turns=rng.random() < 0.5,
+        max_turns=8,
+    )
     bench.init(attempt)
     await bench.until(EnvReady)
     bench.run(attempt)
@@ -433,7 +529,11 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> 
     ("score", "reason", "error"),
     [
         (RewardError("no"), StopReason.REWARD_ERROR, "the reward: no"),
-        (ZeroDivisionError("by zero"), StopReason.REWARD_ERROR, "the reward: ZeroDivisionError: by zero"),
+        (
+            ZeroDivisionError("by zero"),
+            StopReason.REWARD_ERROR,
+            "the reward: ZeroDivisionError: by zero",
+        ),
         (1.0, StopReason.REWARD_ERROR, "the reward must be a finite number, got 1.0"),
         (Score(reward=float("inf")), StopReason.REWARD_ERROR, "the reward must be a finite number"),
         (None, StopReason.REWARD_HANG, "the reward did not answer within 0.05 s"),
@@ -451,10 +551,16 @@ async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
     await bench.idle()
     reader = TrajectoryReader(store._directory)
     trajectory = reader.load(reader.entries[0])
-    assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == (None, reason, Blame.ENVIRONMENT)
+    assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == (
+        None,
+        reason,
+        Blame.ENVIRONMENT,
+    )
 
 
-async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_evicted(store: TrajectoryStore) -> None:
+async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_evicted(
+    store: TrajectoryStore,
+) -> None:
     bench = Bench(store)
     await bench.play()
     bench.eval()
@@ -499,7 +605,9 @@ async def test_a_reward_that_nobody_can_compute_any_more_fails(store: Trajectory
     assert (await bench.until(RewardFailed)).stop_reason is StopReason.REWARD_ERROR
 
 
-async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(store: TrajectoryStore) -> None:
+async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(
+    store: TrajectoryStore,
+) -> None:
     bench = Bench(store, Script(steps=[None]))
     bench.init()
     await bench.until(EnvReady)
@@ -586,7 +694,9 @@ class Broken:
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
         self._at("trajectory")
-        return msgspec.structs.replace(EMPTY, stop_reason=reason, blame=BLAME_OF[reason], error=error)
+        return msgspec.structs.replace(
+            EMPTY, stop_reason=reason, blame=BLAME_OF[reason], error=error
+        )
 
 
 EMPTY = Trajectory(
@@ -603,7 +713,9 @@ EMPTY = Trajectory(
 
 
 @pytest.mark.parametrize("stage", ["make", "init", "run", "trajectory"])
-async def test_a_bug_in_one_attempt_ends_that_attempt_alone(store: TrajectoryStore, stage: str) -> None:
+async def test_a_bug_in_one_attempt_ends_that_attempt_alone(
+    store: TrajectoryStore, stage: str
+) -> None:
     def make(command: StartInit) -> Driver:
         if stage == "make":
             raise RuntimeError("a bug in make")

@@ -1,4 +1,6 @@
-"""What the pipeline's tests live in: a scripted environment, an engine that says one word, and a pipeline around them."""
+"""What the pipeline's tests live in: a scripted environment, an engine that says one
+word, and a pipeline around them.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -7,15 +9,15 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.backends.base import Heard
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.template import ChatTemplate
+from rollweave.engine.clients.base import Heard
 from rollweave.envs.base import Episode as Seen
 from rollweave.envs.base import Observation, Score, Step
+from rollweave.record.store import TrajectoryStore
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.rollout.driver import MakeEpisode, Speech
 from rollweave.rollout.episode import Episode
 from rollweave.rollout.pipeline import Pipeline
-from rollweave.rollout.store import TrajectoryStore
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
 from rollweave.schema.errors import EngineError, EngineLostError, KvError
@@ -37,7 +39,8 @@ from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Limits, Purpose, Task
 
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TRAJECTORY = TrajectoryId("g0.0")
@@ -50,7 +53,9 @@ def codec() -> ChatCodec:
     characters = [chr(code) for code in range(32, 127)] + ["\n", "⁂"]
     vocabulary = {token: index for index, token in enumerate([*special, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return ChatCodec(tokenizer, ChatTemplate(TEMPLATE, special={}, name="test"))
@@ -67,11 +72,16 @@ def words(text: str, *, end: bool = True) -> tuple[int, ...]:
 
 @dataclass
 class Script:
-    """What the environment does: each entry is an answer, an exception to raise, or None to hang."""
+    """What the environment does: each entry is an answer, an exception to raise, or
+    None to hang.
+    """
 
     reset: Any = field(default_factory=lambda: Observation.of("go", state_key="a"))
     steps: list[Any] = field(
-        default_factory=lambda: [Step.of("on", reward=0.5, state_key="b"), Step(reward=1.0, done=True, success=True)]
+        default_factory=lambda: [
+            Step.of("on", reward=0.5, state_key="b"),
+            Step(reward=1.0, done=True, success=True),
+        ]
     )
     score: Any = field(default_factory=lambda: Score(reward=1.5, success=True))
     open: Any = "open"
@@ -136,7 +146,9 @@ async def _play(entry: Any) -> Any:
 
 
 class OneWordEngine:
-    """`EngineBackend` that answers every request with `answer`: a result, an exception to raise, or None to hang."""
+    """`EngineBackend` that answers every request with `answer`: a result, an exception
+    to raise, or None to hang.
+    """
 
     def __init__(self) -> None:
         self.answer: Any = "hi"
@@ -149,7 +161,9 @@ class OneWordEngine:
     def lost(self) -> asyncio.Future[str]:
         return self._lost
 
-    def generate(self, request: GenerateRequest, heard: Heard | None = None) -> asyncio.Future[GenerateResult]:
+    def generate(
+        self, request: GenerateRequest, heard: Heard | None = None
+    ) -> asyncio.Future[GenerateResult]:
         self.requests.append(request)
         return asyncio.ensure_future(self._generate(request))
 
@@ -199,11 +213,20 @@ class OneWordEngine:
             self._lost.set_result("killed")
 
 
-def said(text: str, id: str = "r", *, finish: Finish = Finish.STOP, version: int = 3) -> GenerateResult:
+def said(
+    text: str, id: str = "r", *, finish: Finish = Finish.STOP, version: int = 3
+) -> GenerateResult:
     """An engine's answer."""
     tokens = words(text, end=finish is Finish.STOP)
     spans = (VersionSpan(start=0, end=len(tokens), version=version),)
-    return GenerateResult(id=id, tokens=tokens, logprobs=(-0.5,) * len(tokens), versions=spans, finish=finish, cached_tokens=2)
+    return GenerateResult(
+        id=id,
+        tokens=tokens,
+        logprobs=(-0.5,) * len(tokens),
+        versions=spans,
+        finish=finish,
+        cached_tokens=2,
+    )
 
 
 LOST = EngineLostError("gone")
@@ -229,7 +252,9 @@ class Bench:
         self.events: list[Event] = []
         self.on_post: Callable[[Event], None] = lambda event: None
         self.tasks: set[asyncio.Task[None]] = set()
-        self.limits = Limits(**{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits})
+        self.limits = Limits(
+            **{"max_turns": 4, "max_tokens": 400, "time_s": 30.0, "step_s": 10.0, **limits}
+        )
         self._posted = asyncio.Event()
         self.pipeline = Pipeline(
             make_episode=make or self._episode,
@@ -243,7 +268,9 @@ class Bench:
             keeps_turns=keeps_turns,
         )
 
-    def init(self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY) -> StartInit:
+    def init(
+        self, attempt: int = 0, purpose: Purpose = Purpose.TRAIN, id: TrajectoryId = TRAJECTORY
+    ) -> StartInit:
         command = StartInit(
             trajectory_id=id,
             attempt=attempt,
@@ -261,7 +288,14 @@ class Bench:
 
     def turn(self, turn: int, try_number: int = 0, attempt: int = 0) -> None:
         self.pipeline.start_turn(
-            StartTurn(trajectory_id=TRAJECTORY, attempt=attempt, turn=turn, engine_id=ENGINE, rank=0.0, try_number=try_number)
+            StartTurn(
+                trajectory_id=TRAJECTORY,
+                attempt=attempt,
+                turn=turn,
+                engine_id=ENGINE,
+                rank=0.0,
+                try_number=try_number,
+            )
         )
 
     def eval(self, attempt: int = 0) -> None:

@@ -13,7 +13,10 @@ from rollweave.sandbox.base import ExecResult, Sandbox
 
 @dataclass
 class Spy:
-    """A service that notes what reaches it: method, path, headers, body. It says `answer`; with `hold` it waits first."""
+    """A service that notes what reaches it: method, path, headers, body.
+
+    It says `answer`; with `hold` it waits first.
+    """
 
     answer: bytes = b"yes"
     hold: bool = False
@@ -41,7 +44,9 @@ class Spy:
             request.transport.abort()
             return response
         if request.path.endswith("away"):
-            raise web.HTTPFound("http://127.0.0.1:1/elsewhere", headers={"Set-Cookie": "a=b", "X-Secret": "1"})
+            raise web.HTTPFound(
+                "http://127.0.0.1:1/elsewhere", headers={"Set-Cookie": "a=b", "X-Secret": "1"}
+            )
         return web.Response(body=self.answer, headers={"Retry-After": "7", "X-Secret": "1"})
 
 
@@ -82,9 +87,15 @@ def ask(url, path, method="GET", body=None, headers={}):
 '''
 
 
-async def run(sandbox: Sandbox, source: str, *arguments: str, timeout_s: float = 100.0) -> ExecResult:
-    """Run a program of rollweave's Python in a sandbox; `sys.argv[1:]` are the arguments."""
-    return await sandbox.exec([sys.executable, "-I", "-c", HELPERS + source, *arguments], timeout_s=timeout_s)
+async def run(
+    sandbox: Sandbox, source: str, *arguments: str, timeout_s: float = 100.0
+) -> ExecResult:
+    """Run a program of rollweave's Python in a sandbox; `sys.argv[1:]` are the
+    arguments.
+    """
+    return await sandbox.exec(
+        [sys.executable, "-I", "-c", HELPERS + source, *arguments], timeout_s=timeout_s
+    )
 
 
 async def said(sandbox: Sandbox, source: str, *arguments: str) -> str:

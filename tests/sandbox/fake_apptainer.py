@@ -1,12 +1,22 @@
-"""Stands in for `apptainer`: takes only the flags that Apptainer 1.x documents for `exec`, and runs an equivalent bwrap.
+"""Stands in for `apptainer`: takes only the flags that Apptainer 1.x documents for
+`exec`, and runs an equivalent bwrap.
 
-A flag that it does not know, a value that is missing, or an image that is no folder, ends it with status 255, as cobra does.
+A flag that it does not know, a value that is missing, or an image that is no folder,
+ends it with status 255, as cobra does.
 """
 
 import os
 import sys
 
-PLAIN = ("--containall", "--cleanenv", "--no-home", "--writable-tmpfs", "--fakeroot", "--net", "--uts")
+PLAIN = (
+    "--containall",
+    "--cleanenv",
+    "--no-home",
+    "--writable-tmpfs",
+    "--fakeroot",
+    "--net",
+    "--uts",
+)
 VALUED = ("--network", "--hostname", "--bind", "--pwd", "--env")
 
 
@@ -31,9 +41,24 @@ def main(argv: list[str]) -> None:
     os.execvpe("bwrap", _bwrap(rest[0], rest[1:], flags, values), {"PATH": os.environ["PATH"]})
 
 
-def _bwrap(image: str, command: list[str], flags: set[str], values: dict[str, list[str]]) -> list[str]:
-    argv = ["bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--die-with-parent", "--clearenv", "--tmpfs", "/"]
-    argv += ["--uid", "0", "--gid", "0"] if "--fakeroot" in flags else ["--uid", "1000", "--gid", "1000"]
+def _bwrap(
+    image: str, command: list[str], flags: set[str], values: dict[str, list[str]]
+) -> list[str]:
+    argv = [
+        "bwrap",
+        "--unshare-user",
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--die-with-parent",
+        "--clearenv",
+        "--tmpfs",
+        "/",
+    ]
+    argv += (
+        ["--uid", "0", "--gid", "0"]
+        if "--fakeroot" in flags
+        else ["--uid", "1000", "--gid", "1000"]
+    )
     argv += ["--unshare-net"] if values["--network"] == ["none"] and "--net" in flags else []
     argv += ["--unshare-uts", "--hostname", values["--hostname"][0]] if "--uts" in flags else []
     for name in sorted(os.listdir(image)):

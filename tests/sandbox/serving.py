@@ -1,4 +1,6 @@
-"""The action server as a process, for tests: isolated and without site packages, as any Python of a sandbox may run it."""
+"""The action server as a process, for tests: isolated and without site packages, as any
+Python of a sandbox may run it.
+"""
 
 import asyncio
 import contextlib
@@ -20,17 +22,27 @@ BLIND = f"import os, runpy; del os.pidfd_open; runpy.run_path({str(FOLDER)!r}, r
 """Where the system has no pidfd."""
 
 
-PRELOADED = f"import IPython.core.interactiveshell, runpy; runpy.run_path({str(FOLDER)!r}, run_name='__main__')"
+PRELOADED = (
+    f"import IPython.core.interactiveshell, runpy; runpy.run_path({str(FOLDER)!r}, "
+    "run_name='__main__')"
+)
 """As in a sandbox that is a fork of a process which has imported much."""
 
 
-def start(*, cwd: Path | None = None, code: str = "") -> tuple[subprocess.Popen[bytes], socket.socket]:
+def start(
+    *, cwd: Path | None = None, code: str = ""
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """`code` is run instead of the folder. Packages are there for PRELOADED alone."""
     ours, theirs = socket.socketpair()
     program = ("-c", code) if code else (str(FOLDER),)
     with theirs:
         process = subprocess.Popen(
-            [*(PYTHON[:2] if code == PRELOADED else PYTHON), *program, "--fd", str(theirs.fileno())],
+            [
+                *(PYTHON[:2] if code == PRELOADED else PYTHON),
+                *program,
+                "--fd",
+                str(theirs.fileno()),
+            ],
             pass_fds=(theirs.fileno(),),
             cwd=cwd,
         )

@@ -1,4 +1,6 @@
-"""Golden command lines: a change of one is a change of what holds a sandbox, and is seen here."""
+"""Golden command lines: a change of one is a change of what holds a sandbox, and is
+seen here.
+"""
 
 import pytest
 
@@ -6,7 +8,8 @@ from rollweave.sandbox.argv import apptainer, bubblewrap
 from rollweave.sandbox.base import Limits, SandboxSpec
 
 LIMITS = (
-    '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "MSGQUEUE": 0, "NICE": 0, "NOFILE": 1024, "NPROC": 128, '
+    '{"CPU": 3600, "DATA": 4294967296, "FSIZE": 1073741824, "MSGQUEUE": 0, "NICE": 0, "NOFILE": '
+    '1024, "NPROC": 128, '
     '"RTPRIO": 0, "SIGPENDING": 4096}'
 )
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -15,15 +18,21 @@ PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 def words(*lines: str, processes: int = 128) -> list[str]:
     """Of a command line; `_` is a blank in a word, LIMITS what boot.py is told."""
     limits = LIMITS.replace("128,", f"{processes},")
-    return [limits if word == "LIMITS" else word.replace("_", " ") for line in lines for word in line.split()]
+    return [
+        limits if word == "LIMITS" else word.replace("_", " ")
+        for line in lines
+        for word in line.split()
+    ]
 
 
 def test_bubblewrap() -> None:
     spec = SandboxSpec(env={"A": "b c"}, hostname="box", workdir="/project")
     got = bubblewrap(spec, bwrap="/usr/bin/bwrap", root="/run/r/root", python="/usr/bin/python3")
     assert got == words(
-        "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid --unshare-net --unshare-uts",
-        "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent --new-session --cap-drop ALL",
+        "/usr/bin/bwrap --unshare-user --uid 1000 --gid 1000 --unshare-ipc --unshare-pid "
+        "--unshare-net --unshare-uts",
+        "--unshare-cgroup --disable-userns --assert-userns-disabled --die-with-parent "
+        "--new-session --cap-drop ALL",
         "--hostname box --seccomp 4 --bind /run/r/root / --dev-bind /run/r/root/dev /dev",
         "--proc /proc --ro-bind /proc/sys /proc/sys --remount-ro /proc --clearenv --setenv PATH",
         f"{PATH} --setenv HOME /home/agent --setenv LANG C.UTF-8 --setenv A b_c",
@@ -40,10 +49,17 @@ def test_bubblewrap_with_the_hosts_network_as_root() -> None:
 
 
 def test_apptainer() -> None:
-    spec = SandboxSpec(image="/images/a.sif", env={"A": "b c"}, hostname="box", fakeroot=True, limits=Limits(processes=16))
+    spec = SandboxSpec(
+        image="/images/a.sif",
+        env={"A": "b c"},
+        hostname="box",
+        fakeroot=True,
+        limits=Limits(processes=16),
+    )
     got = apptainer(spec, runtime="/usr/bin/apptainer", support="/opt/rollweave")
     assert got == words(
-        "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot --net --network none",
+        "/usr/bin/apptainer exec --containall --cleanenv --no-home --writable-tmpfs --fakeroot "
+        "--net --network none",
         "--uts --hostname box --bind /opt/rollweave:/run/rollweave:ro --pwd /",
         f"--env PATH={PATH} --env HOME=/home/agent --env LANG=C.UTF-8 --env A=b_c",
         "/images/a.sif python3 -I -S /run/rollweave/boot.py LIMITS",

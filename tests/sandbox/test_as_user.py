@@ -1,4 +1,6 @@
-"""The same holds where we are a user and not root: roots are then mounted in user namespaces, and no uid is dropped."""
+"""The same holds where we are a user and not root: roots are then mounted in user
+namespaces, and no uid is dropped.
+"""
 
 import subprocess
 import sys
@@ -31,7 +33,7 @@ print(made)
 
 TRY = f"""
 import asyncio, os, sys
-from rollweave.bench.attacks import attempt
+from benchmarks.attacks import attempt
 from rollweave.sandbox.base import SandboxSpec
 from rollweave.sandbox.registry import backend
 
@@ -54,7 +56,15 @@ asyncio.run(main())
 @pytest.mark.timeout(240)
 def test_no_attack_escapes_from_a_users_sandbox() -> None:
     needs("bubblewrap")
-    argv = ["unshare", "--user", f"--map-user={UID}", f"--map-group={UID}", sys.executable, "-c", TRY]
+    argv = [
+        "unshare",
+        "--user",
+        f"--map-user={UID}",
+        f"--map-group={UID}",
+        sys.executable,
+        "-c",
+        TRY,
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

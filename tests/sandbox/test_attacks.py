@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollweave.bench.attacks import BAIT, Outcome, attacks_here, attempt
+from benchmarks.attacks import BAIT, Outcome, attacks_here, attempt
 
 from .worlds import ISOLATING, opened
 
@@ -26,8 +26,12 @@ async def test_no_attack_escapes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert [outcome for outcome in outcomes if outcome.escaped] == []
 
 
-@pytest.mark.parametrize("attack", ["files of the host", "network", "environment of the host", "settings of the kernel"])
-async def test_the_attacks_do_get_out_where_nothing_holds_them(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "attack", ["files of the host", "network", "environment of the host", "settings of the kernel"]
+)
+async def test_the_attacks_do_get_out_where_nothing_holds_them(
+    attack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An attack that fails everywhere would prove nothing."""
     monkeypatch.setenv(BAIT, "1")
     async with opened("plain") as backend:

@@ -1,11 +1,13 @@
-"""What the code in a sandbox does to its server is its own doing, and is found at once: no call waits for it in vain."""
+"""What the code in a sandbox does to its server is its own doing, and is found at once:
+no call waits for it in vain.
+"""
 
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from rollweave.handlers.boxed import Boxed
+from rollweave.envs.handlers.boxed import Boxed
 from rollweave.sandbox.base import Backend, Sandbox
 from rollweave.sandbox.tools import Bash, Editor, IPython
 from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxSpoiledError
@@ -57,9 +59,13 @@ async def test_what_we_end_is_no_doing_of_the_agents(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("depth", [101, 2_000])
-async def test_folders_that_are_too_deep_for_a_snapshot_are_the_agents_doing(backend: Backend, depth: int) -> None:
+async def test_folders_that_are_too_deep_for_a_snapshot_are_the_agents_doing(
+    backend: Backend, depth: int
+) -> None:
     sandbox = await backend.start(SPEC)
-    made = await sandbox.exec(python(f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')"))
+    made = await sandbox.exec(
+        python(f"import os\nfor _ in range({depth}): os.mkdir('d'); os.chdir('d')")
+    )
     assert made.rc == 0, made.stderr
     with pytest.raises(SandboxSpoiledError, match="no snapshot: folders must be at most 100 deep"):
         await sandbox.snapshot()
@@ -86,7 +92,11 @@ async def test_words_that_are_no_text_go_in_and_come_out(backend: Backend) -> No
     assert "\ufffd" in (await Editor(sandbox).view("a.txt")).text
     (await Editor(sandbox).view(".")).text.encode()
     await trap(sandbox)
-    for call in (sandbox.read("check.py"), sandbox.write("check.py", b"x"), Editor(sandbox).view("check.py")):
+    for call in (
+        sandbox.read("check.py"),
+        sandbox.write("check.py", b"x"),
+        Editor(sandbox).view("check.py"),
+    ):
         with pytest.raises(SandboxError) as refused:
             await call
         str(refused.value).encode()

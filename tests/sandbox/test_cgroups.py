@@ -1,4 +1,6 @@
-"""Control groups: each sandbox has its own with its limits, they end with it, and where there are none the rest still holds."""
+"""Control groups: each sandbox has its own with its limits, they end with it, and where
+there are none the rest still holds.
+"""
 
 import os
 import signal
@@ -55,7 +57,9 @@ def _read(folder: Path, *names: str) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_sandbox_and_its_branches_have_groups_with_its_limits_that_end_with_them(name: str) -> None:
+async def test_a_sandbox_and_its_branches_have_groups_with_its_limits_that_end_with_them(
+    name: str,
+) -> None:
     needs_groups()
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec(limits=LIMITS))
@@ -136,12 +140,18 @@ async def test_a_process_that_waits_to_become_a_sandbox_may_be_killed(name: str)
             await sandbox.stop(grace_s=0.0)
 
 
-ATTACKS = ("memory of page tables", "memory of many processes", "many empty files", "all terminals", "fork bomb")
+ATTACKS = (
+    "memory of page tables",
+    "memory of many processes",
+    "many empty files",
+    "all terminals",
+    "fork bomb",
+)
 
 WITHOUT = f"""
 import asyncio
-from rollweave.bench.attacks import attacks_here, attempt
-from rollweave.bench.attack_programs import COUNTED_BY_GROUPS
+from benchmarks.attacks import attacks_here, attempt
+from benchmarks.attack_programs import COUNTED_BY_GROUPS
 from rollweave.cli.doctor import _sandbox_limits
 from rollweave.sandbox.cgroups import unbounded
 from rollweave.sandbox.registry import backend
@@ -177,14 +187,18 @@ def test_where_there_are_no_groups_the_doctor_says_so_and_the_other_limits_hold(
 
 
 class Version2:
-    """A tree of folders that looks like version 2, whose files come when they are written, as groups' files come by mkdir."""
+    """A tree of folders that looks like version 2, whose files come when they are
+    written, as groups' files come by mkdir.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.top = folder / "cgroup"
         self.written: list[tuple[str, str]] = []
         self.proc = folder / "proc"
         self.proc.mkdir()
-        (self.proc / "mountinfo").write_text(f"30 24 0:26 / {self.top} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n")
+        (self.proc / "mountinfo").write_text(
+            f"30 24 0:26 / {self.top} rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
+        )
 
     def group(self, path: str, *, has: str, gives: str) -> None:
         folder = Path(f"{self.top}/{path}")
@@ -194,7 +208,9 @@ class Version2:
 
     def write(self, path: str, value: str) -> None:
         where = Path(path).relative_to(self.top)
-        self.written.append((str(where.relative_to(*where.parts[:-2]) if len(where.parts) > 2 else where), value))
+        self.written.append(
+            (str(where.relative_to(*where.parts[:-2]) if len(where.parts) > 2 else where), value)
+        )
         if path.endswith("subtree_control") and Path(path).exists():
             Path(path).write_text(f"{Path(path).read_text()} {value.strip('+')}")
 
@@ -253,7 +269,11 @@ def test_what_is_not_given_is_missing_and_why(tree: Version2) -> None:
 def test_a_group_of_version_2_tells_its_own_limit_from_a_full_machine(tmp_path: Path) -> None:
     group = cgroups.Group({"memory": (2, str(tmp_path))})
     assert not group.out_of_memory()
-    for events, own in (("oom 0\noom_kill 0", False), ("oom 0\noom_kill 3", False), ("oom 1\noom_kill 1", True)):
+    for events, own in (
+        ("oom 0\noom_kill 0", False),
+        ("oom 0\noom_kill 3", False),
+        ("oom 1\noom_kill 1", True),
+    ):
         (tmp_path / "memory.events").write_text(events)
         assert group.out_of_memory() is own
 
@@ -261,8 +281,14 @@ def test_a_group_of_version_2_tells_its_own_limit_from_a_full_machine(tmp_path: 
 def test_a_group_of_version_1_tells_its_own_limit_from_a_full_machine(tmp_path: Path) -> None:
     group = cgroups.Group({"memory": (1, str(tmp_path))})
     (tmp_path / "memory.limit_in_bytes").write_text(str(64 * MIB))
-    for most, kills, own in ((64 * MIB, 0, False), (10 * MIB, 1, False), (64 * MIB - 4096, 1, True)):
-        (tmp_path / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+    for most, kills, own in (
+        (64 * MIB, 0, False),
+        (10 * MIB, 1, False),
+        (64 * MIB - 4096, 1, True),
+    ):
+        (tmp_path / "memory.oom_control").write_text(
+            f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"
+        )
         (tmp_path / "memory.max_usage_in_bytes").write_text(str(most))
         assert group.out_of_memory() is own
 
@@ -270,14 +296,18 @@ def test_a_group_of_version_1_tells_its_own_limit_from_a_full_machine(tmp_path: 
 def test_version_1_limits_memory_with_swap_and_the_buffers_of_ip_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written out, because a machine without swap would not notice; in this order, because the second may not be less."""
+    """Written out, because a machine without swap would not notice; in this order,
+    because the second may not be less.
+    """
     proc, own = tmp_path / "proc", tmp_path / "memory" / "job"
     proc.mkdir()
     own.mkdir(parents=True)
     (proc / "cgroup").write_text("4:memory:/job\n")
     (proc / "mountinfo").write_text(f"30 24 0:26 / {own.parent} rw - cgroup cgroup rw,memory\n")
     written: list[tuple[str, str]] = []
-    monkeypatch.setattr(cgroups, "_write", lambda path, value: written.append((Path(path).name, value)))
+    monkeypatch.setattr(
+        cgroups, "_write", lambda path, value: written.append((Path(path).name, value))
+    )
     groups = Groups(str(proc))
     groups.make("7").limit(memory_bytes=1000, processes=10)
     assert _base(groups).parent == own

@@ -52,7 +52,10 @@ async def test_files_go_in_and_come_out_and_commands_see_them(backend: Backend) 
     home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
     await sandbox.write(f"{home}/a", data, mode=0o700)
     assert await sandbox.read(f"{home}/a", limit=4 * MIB) == data
-    assert (await sandbox.exec(["sh", "-c", "wc -c < a; stat -c %a a"])).stdout.split() == [b"%d" % len(data), b"700"]
+    assert (await sandbox.exec(["sh", "-c", "wc -c < a; stat -c %a a"])).stdout.split() == [
+        b"%d" % len(data),
+        b"700",
+    ]
     with pytest.raises(SandboxError):
         await sandbox.read(f"{home}/a", limit=MIB)
     with pytest.raises(SandboxError):
@@ -78,7 +81,9 @@ async def test_nothing_of_our_environment_goes_in_but_what_was_given_does(
 ) -> None:
     monkeypatch.setenv("A_SECRET", "secret")
     sandbox = await backend.start(SandboxSpec(env={"GIVEN": "a b=c,d\n"}))
-    result = await sandbox.exec(python("import os; print(repr(os.environ.get('GIVEN')), 'A_SECRET' in os.environ)"))
+    result = await sandbox.exec(
+        python("import os; print(repr(os.environ.get('GIVEN')), 'A_SECRET' in os.environ)")
+    )
     assert result.stdout == b"'a b=c,d\\n' False\n"
 
 
@@ -91,7 +96,13 @@ async def test_sandboxes_do_not_see_each_others_files(backend: Backend) -> None:
 async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
     polite = asyncio.create_task(
-        sandbox.exec(["sh", "-c", "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done"])
+        sandbox.exec(
+            [
+                "sh",
+                "-c",
+                "trap 'echo bye > bye; exit 0' TERM; echo up > up; while :; do sleep 0.01; done",
+            ]
+        )
     )
     await _up(sandbox)
     writes = os.dup(sandbox._born.writes)  # type: ignore[attr-defined]
@@ -105,7 +116,9 @@ async def test_a_stop_asks_first_and_then_makes_sure(backend: Backend) -> None:
 
 async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
     sandbox = await backend.start(SPEC)
-    deaf = asyncio.create_task(sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"]))
+    deaf = asyncio.create_task(
+        sandbox.exec(["sh", "-c", "trap '' TERM; echo up > up; while :; do sleep 0.01; done"])
+    )
     await _up(sandbox)
     pid = sandbox.pid  # type: ignore[attr-defined]
     tree = _tree(pid)
@@ -118,7 +131,9 @@ async def test_a_stop_ends_what_ignores_it(backend: Backend) -> None:
 
 async def _up(sandbox: Sandbox) -> None:
     """Return when a command under way has made the file `up`."""
-    assert (await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])).stdout == b"up\n"
+    assert (
+        await sandbox.exec(["sh", "-c", "until cat up 2> up.not; do sleep 0.01; done"])
+    ).stdout == b"up\n"
 
 
 def _read(folder: int, path: str) -> bytes:
@@ -154,32 +169,60 @@ async def test_a_killed_sandbox_does_nothing_more(backend: Backend) -> None:
 async def test_a_branch_begins_where_the_snapshot_was_taken(backend: Backend) -> None:
     first = await backend.start(SPEC)
     await first.exec(
-        ["sh", "-c", "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod 4755 b; mkfifo fifo"]
+        [
+            "sh",
+            "-c",
+            "echo 1 > a; echo 2 > b; mkdir -p d/e; echo 3 > d/e/f; ln -s a link; chmod "
+            "4755 b; mkfifo fifo",
+        ]
     )
     snapshot = await first.snapshot()
     await first.exec(["sh", "-c", "echo changed > a; rm -r d"])
     one, two = await asyncio.gather(backend.branch(snapshot), backend.branch(snapshot))
     await one.exec(["sh", "-c", "rm a; echo one > b"])
-    assert (await two.exec(["sh", "-c", "cat a b d/e/f link; ls; stat -c %a b"])).stdout.split() == (
-        [b"1", b"2", b"3", b"1", b"a", b"b", b"d", b"link", b"755"]
-    )
+    assert (
+        await two.exec(["sh", "-c", "cat a b d/e/f link; ls; stat -c %a b"])
+    ).stdout.split() == ([b"1", b"2", b"3", b"1", b"a", b"b", b"d", b"link", b"755"])
     later = await backend.branch(await one.snapshot())
-    assert (await later.exec(["sh", "-c", "ls; cat b d/e/f"])).stdout.split() == [b"b", b"d", b"link", b"one", b"3"]
+    assert (await later.exec(["sh", "-c", "ls; cat b d/e/f"])).stdout.split() == [
+        b"b",
+        b"d",
+        b"link",
+        b"one",
+        b"3",
+    ]
     assert (await first.exec(["cat", "a"])).stdout == b"changed\n"
 
 
 async def test_a_snapshot_of_some_paths_has_nothing_else(backend: Backend) -> None:
     first = await backend.start(SPEC)
     script = (
-        "mkdir -p d/e f; echo 1 > a; echo 2 > d/e/b; echo 3 > d/c; echo 4 > f/x; ln -s ../d/c d/in; ln -s /etc/passwd d/out"
+        "mkdir -p d/e f; echo 1 > a; echo 2 > d/e/b; echo 3 > d/c; echo 4 > f/x; ln -s ../d/c "
+        "d/in; ln -s /etc/passwd d/out"
     )
     await first.exec(["sh", "-c", f"{script}; chmod 0 d/c; ln -s d link; mkfifo d/fifo"])
-    snapshot = await first.snapshot(only=["a", "d/e", "d/in", "d/out", "d/fifo", "link/c", "missing"], at="/home/taken")
+    snapshot = await first.snapshot(
+        only=["a", "d/e", "d/in", "d/out", "d/fifo", "link/c", "missing"], at="/home/taken"
+    )
     branch = await backend.branch(snapshot)
-    listed = await branch.exec(["sh", "-c", "ls -A; cd ../taken; find . | sort; cat a d/e/b; readlink d/in"])
-    assert listed.stdout.decode().split() == [".", "./a", "./d", "./d/e", "./d/e/b", "./d/in", "1", "2", "../d/c"]
+    listed = await branch.exec(
+        ["sh", "-c", "ls -A; cd ../taken; find . | sort; cat a d/e/b; readlink d/in"]
+    )
+    assert listed.stdout.decode().split() == [
+        ".",
+        "./a",
+        "./d",
+        "./d/e",
+        "./d/e/b",
+        "./d/in",
+        "1",
+        "2",
+        "../d/c",
+    ]
     whole = await backend.branch(await first.snapshot(only=["."], at="/home/taken"))
-    assert (await whole.exec(["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"])).stdout == b"4\n3\n"
+    assert (
+        await whole.exec(["sh", "-c", "cat ../taken/f/x ../taken/d/c; ls; cat ../taken/d/out"])
+    ).stdout == b"4\n3\n"
     for only, at in (
         (["../x"], "/taken"),
         (["/etc"], "/taken"),
@@ -201,7 +244,9 @@ async def test_wall_time_ends_a_sandbox_and_says_so(backend: Backend) -> None:
 async def test_cpu_time_of_all_processes_ends_a_sandbox_and_says_so(backend: Backend) -> None:
     sandbox = await backend.start(SandboxSpec(limits=Limits(cpu_s=1.5)))
     with pytest.raises(SandboxLostError, match="cpu_s"):
-        await sandbox.exec(["sh", "-c", "for i in 1 2 3; do (while :; do :; done) & done; wait"], timeout_s=90.0)
+        await sandbox.exec(
+            ["sh", "-c", "for i in 1 2 3; do (while :; do :; done) & done; wait"], timeout_s=90.0
+        )
 
 
 async def test_closing_the_back_end_ends_all_and_later_starts_are_refused() -> None:
@@ -245,9 +290,15 @@ def _wait_for_the_end_of(tree: dict[int, int]) -> None:
 async def test_who_one_is_inside(isolating: Backend) -> None:
     agent = await isolating.start(SandboxSpec(hostname="box-1"))
     root = await isolating.start(SandboxSpec(fakeroot=True))
-    assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [b"1000", b"box-1", b"/home/agent"]
+    assert (await agent.exec(["sh", "-c", "id -u; hostname; pwd"])).stdout.split() == [
+        b"1000",
+        b"box-1",
+        b"/home/agent",
+    ]
     assert (
-        await root.exec(["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"])
+        await root.exec(
+            ["sh", "-c", "id -u; chown 1000 . 2>/dev/null || echo no; touch /root/x && echo yes"]
+        )
     ).stdout.split()[0] == b"0"
 
 
@@ -298,10 +349,13 @@ def test_a_back_end_that_is_forgotten_leaves_no_folder() -> None:
 
 
 async def test_with_the_hosts_network_each_has_an_address_of_its_own(backend: Backend) -> None:
-    """Two servers on the same port, found by their sandbox's name where there is an /etc/hosts of ours."""
+    """Two servers on the same port, found by their sandbox's name where there is an
+    /etc/hosts of ours.
+    """
     spec = SandboxSpec(network=True)
     server = (
-        "import os, socket; s = socket.create_server((os.environ['LOOPBACK'], int(os.environ.get('AT', 0))))\n"
+        "import os, socket; s = socket.create_server((os.environ['LOOPBACK'], "
+        "int(os.environ.get('AT', 0))))\n"
         "print(*s.getsockname(), socket.gethostbyname(socket.gethostname()), flush=True)\n"
         "input()"
     )
@@ -315,4 +369,7 @@ async def test_with_the_hosts_network_each_has_an_address_of_its_own(backend: Ba
     assert address.startswith("127.")
     assert backend.name == "plain" or named == address
     branch = await backend.branch(await one.snapshot())
-    assert (await branch.exec(["sh", "-c", "echo $LOOPBACK"])).stdout.decode().strip() not in ("", address)
+    assert (await branch.exec(["sh", "-c", "echo $LOOPBACK"])).stdout.decode().strip() not in (
+        "",
+        address,
+    )

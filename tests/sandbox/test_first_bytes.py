@@ -1,6 +1,8 @@
-"""What is set before any program of an image, or of an agent, runs: limits, filter, and the choice of the OOM killer.
+"""What is set before any program of an image, or of an agent, runs: limits, filter, and
+the choice of the OOM killer.
 
-A sandbox whose interpreter has been replaced by a program of the agent's tells what that program meets.
+A sandbox whose interpreter has been replaced by a program of the agent's tells what
+that program meets.
 """
 
 import secrets
@@ -63,7 +65,9 @@ def _told(error: pytest.ExceptionInfo[SandboxError]) -> set[str]:
     return {line.strip() for line in lines if line.strip() in MET or "took" in line}
 
 
-async def test_an_image_meets_all_limits_with_its_first_program(tmp_path: Path, bubblewrap: Backend) -> None:
+async def test_an_image_meets_all_limits_with_its_first_program(
+    tmp_path: Path, bubblewrap: Backend
+) -> None:
     folder = image(tmp_path)
     _replace(Path(folder, "usr/bin/python3"))
     with pytest.raises(SandboxError) as told:
@@ -71,11 +75,15 @@ async def test_an_image_meets_all_limits_with_its_first_program(tmp_path: Path, 
     assert _told(told) == MET
 
 
-async def test_so_does_a_branch_whose_interpreter_the_agent_replaced(tmp_path: Path, bubblewrap: Backend) -> None:
+async def test_so_does_a_branch_whose_interpreter_the_agent_replaced(
+    tmp_path: Path, bubblewrap: Backend
+) -> None:
     folder = image(tmp_path)
     sandbox = await bubblewrap.start(SandboxSpec(image=folder, limits=LIMITS))
     await sandbox.write("/home/agent/mine", TELL.encode(), mode=0o755)
-    moved = await sandbox.exec(["sh", "-c", "rm -f /usr/bin/python3 && ln -s /home/agent/mine /usr/bin/python3"])
+    moved = await sandbox.exec(
+        ["sh", "-c", "rm -f /usr/bin/python3 && ln -s /home/agent/mine /usr/bin/python3"]
+    )
     assert (moved.rc, moved.stderr) == (0, b"")
     snapshot = await sandbox.snapshot()
     with pytest.raises(SandboxError) as told:
@@ -90,9 +98,13 @@ async def _ran(sandbox: Sandbox) -> bytes:
     return (await sandbox.exec(["sh", "-c", "test ! -e /home/agent/ran || echo ran"])).stdout
 
 
-async def test_the_server_of_a_branch_imports_nothing_that_the_agent_wrote(tmp_path: Path, bubblewrap: Backend) -> None:
+async def test_the_server_of_a_branch_imports_nothing_that_the_agent_wrote(
+    tmp_path: Path, bubblewrap: Backend
+) -> None:
     sandbox = await bubblewrap.start(SandboxSpec(image=image(tmp_path)))
-    library = await sandbox.exec(["python3", "-I", "-c", "import os; print(os.path.dirname(os.__file__), end='')"])
+    library = await sandbox.exec(
+        ["python3", "-I", "-c", "import os; print(os.path.dirname(os.__file__), end='')"]
+    )
     await sandbox.write(f"{library.stdout.decode()}/sitecustomize.py", CUSTOM)
     branch = await bubblewrap.branch(await sandbox.snapshot())
     assert await _ran(branch) == b""

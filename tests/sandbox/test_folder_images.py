@@ -1,5 +1,6 @@
-"""Sandboxes over an image that is a folder: copy-on-write where overlayfs works, a copy where it does not; and Apptainer's
-contract."""
+"""Sandboxes over an image that is a folder: copy-on-write where overlayfs works, a copy
+where it does not; and Apptainer's contract.
+"""
 
 import os
 import tempfile
@@ -39,7 +40,9 @@ async def bubblewrap() -> AsyncIterator[Backend]:
         yield made
 
 
-async def test_what_is_written_stays_in_the_sandbox_and_its_branches(bubblewrap: Backend, folder: str) -> None:
+async def test_what_is_written_stays_in_the_sandbox_and_its_branches(
+    bubblewrap: Backend, folder: str
+) -> None:
     spec = SandboxSpec(image=folder, workdir="/project")
     first = await bubblewrap.start(spec)
     change = "cat kept; echo changed > kept; rm gone; echo new > made; ls"
@@ -59,35 +62,54 @@ def _project(folder: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in Path(folder, "project").iterdir()}
 
 
-async def test_a_folder_that_is_replaced_hides_what_was_below_it(bubblewrap: Backend, folder: str) -> None:
+async def test_a_folder_that_is_replaced_hides_what_was_below_it(
+    bubblewrap: Backend, folder: str
+) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
     await first.exec(["sh", "-c", "cd /; rm -r project"], cwd="/")
-    await first.exec(["python3", "-c", "import os; os.mkdir('/project'); open('/project/only','w').write('x')"], cwd="/")
+    await first.exec(
+        ["python3", "-c", "import os; os.mkdir('/project'); open('/project/only','w').write('x')"],
+        cwd="/",
+    )
     branch = await bubblewrap.branch(await first.snapshot())
     assert (await branch.exec(["ls", "/project"], cwd="/")).stdout == b"only\n"
 
 
-async def test_some_paths_of_an_image_are_taken_as_its_reader_sees_them(bubblewrap: Backend, folder: str) -> None:
+async def test_some_paths_of_an_image_are_taken_as_its_reader_sees_them(
+    bubblewrap: Backend, folder: str
+) -> None:
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
     await first.exec(["sh", "-c", "echo changed > made; echo x > /usr/lib/left"])
     second = await bubblewrap.branch(await first.snapshot())
     await second.exec(["sh", "-c", "rm gone; echo more >> kept"])
     branch = await bubblewrap.branch(await second.snapshot(only=["."], at="/taken"))
-    listed = await branch.exec(["sh", "-c", "ls /project /taken /usr/lib/left; cat /taken/kept /taken/made"])
+    listed = await branch.exec(
+        ["sh", "-c", "ls /project /taken /usr/lib/left; cat /taken/kept /taken/made"]
+    )
     assert listed.stdout.decode().split("\n")[:-1] == [
         *("/project:", "gone", "kept", "", "/taken:", "kept", "made"),
         *("from the imagemore", "changed"),
     ]
-    source = "import os, shutil; shutil.rmtree('/project'); os.mkdir('/project'); open('/project/only', 'w').close()"
+    source = (
+        "import os, shutil; shutil.rmtree('/project'); os.mkdir('/project'); "
+        "open('/project/only', 'w').close()"
+    )
     await second.exec(["python3", "-c", source], cwd="/")
     replaced = await bubblewrap.branch(await second.snapshot(only=["."], at="/taken"))
     assert (await replaced.exec(["ls", "/taken"], cwd="/")).stdout == b"only\n"
 
 
-async def test_links_in_a_snapshot_lead_nothing_of_ours_astray(bubblewrap: Backend, folder: str, tmp_path: Path) -> None:
-    """The next start makes folders and files in what the last one left: /run, /tmp, /dev may be links to the host by then."""
+async def test_links_in_a_snapshot_lead_nothing_of_ours_astray(
+    bubblewrap: Backend, folder: str, tmp_path: Path
+) -> None:
+    """The next start makes folders and files in what the last one left: /run, /tmp,
+    /dev may be links to the host by then.
+    """
     first = await bubblewrap.start(SandboxSpec(image=folder, workdir="/project"))
-    script = f"cd /; rm -r tmp home; ln -s {tmp_path} tmp; ln -s {tmp_path} home; ln -s {tmp_path} etc/passwd; ln -s / root"
+    script = (
+        f"cd /; rm -r tmp home; ln -s {tmp_path} tmp; ln -s {tmp_path} home; ln -s {tmp_path} "
+        "etc/passwd; ln -s / root"
+    )
     await first.exec(["sh", "-c", script], cwd="/")
     branch = await bubblewrap.branch(await first.snapshot())
     assert (await branch.exec(["ls", "/tmp"], cwd="/")).rc == 0
@@ -113,13 +135,18 @@ async def apptainer(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Async
         yield made
 
 
-async def test_apptainers_contract(apptainer: Backend, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_apptainers_contract(
+    apptainer: Backend, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_SECRET", "secret")
     sandbox = await apptainer.start(SandboxSpec(image=folder, env={"A": "b c"}, hostname="box"))
     source = (
-        "import os, socket; print(os.environ['A'], socket.gethostname(), 'A_SECRET' in os.environ, os.getcwd(), os.getuid())"
+        "import os, socket; print(os.environ['A'], socket.gethostname(), 'A_SECRET' in "
+        "os.environ, os.getcwd(), os.getuid())"
     )
-    assert (await sandbox.exec(["python3", "-c", source])).stdout == b"b c box False /home/agent 1000\n"
+    assert (
+        await sandbox.exec(["python3", "-c", source])
+    ).stdout == b"b c box False /home/agent 1000\n"
     await sandbox.write("/tmp/x", b"data")
     assert await sandbox.read("/tmp/x") == b"data"
     with pytest.raises(SandboxError, match="no layer"):
@@ -135,7 +162,9 @@ async def test_apptainer_by_root_needs_an_open_way(apptainer: Backend, tmp_path:
         await apptainer.start(SandboxSpec(image=tempfile.mkdtemp(dir=tmp_path)))
 
 
-@pytest.mark.skipif("ROLLWEAVE_APPTAINER_IMAGE" not in os.environ, reason="ROLLWEAVE_APPTAINER_IMAGE names no image")
+@pytest.mark.skipif(
+    "ROLLWEAVE_APPTAINER_IMAGE" not in os.environ, reason="ROLLWEAVE_APPTAINER_IMAGE names no image"
+)
 async def test_the_real_apptainer() -> None:
     made = Apptainer()
     try:
@@ -150,9 +179,15 @@ def test_a_back_end_that_is_not_there_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         backend("bubblewrap")
-    with pytest.raises(SandboxError, match=r"no sandbox: .*apt-get install bubblewrap.*name the back end: plain"):
+    with pytest.raises(
+        SandboxError,
+        match=r"no sandbox: .*apt-get install bubblewrap.*name the "
+        r"back end: plain",
+    ):
         backend()
     with pytest.raises(SandboxError, match=r"apptainer\.org"):
         backend("apptainer")
-    with pytest.raises(ConfigError, match="must be one of bubblewrap, zygote, apptainer, plain, got 'docker'"):
+    with pytest.raises(
+        ConfigError, match="must be one of bubblewrap, zygote, apptainer, plain, got 'docker'"
+    ):
         backend("docker")

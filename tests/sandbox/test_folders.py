@@ -1,4 +1,6 @@
-"""What a killed owner leaves is removed by the next start, and nothing of a living one is."""
+"""What a killed owner leaves is removed by the next start, and nothing of a living one
+is.
+"""
 
 import asyncio
 import contextlib
@@ -39,7 +41,9 @@ asyncio.run(main())
 @contextlib.contextmanager
 def owner() -> Iterator[tuple["subprocess.Popen[str]", int, list[str]]]:
     """Another process with two back ends, its first one's warden, and their folders."""
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             warden, places = json.loads(process.stdout.readline())
@@ -61,7 +65,9 @@ def ended(pid: int) -> Iterator[None]:
 
 
 async def gone(places: list[str]) -> None:
-    """By the suite's own limit: another start on this machine may be removing them just now."""
+    """By the suite's own limit: another start on this machine may be removing them just
+    now.
+    """
     while any(map(os.path.exists, places)):  # noqa: ASYNC110 (nothing tells)
         await asyncio.sleep(0.01)
 
@@ -79,7 +85,9 @@ async def test_a_killed_owner_leaves_nothing_beyond_the_next_start() -> None:
             assert all(map(os.path.isdir, living))
 
 
-async def test_an_owner_that_is_killed_with_its_warden_leaves_nothing_beyond_the_next_start() -> None:
+async def test_an_owner_that_is_killed_with_its_warden_leaves_nothing_beyond_the_next_start() -> (
+    None
+):
     with owner() as (process, warden, places):
         process.send_signal(signal.SIGSTOP)  # it must not hear of its warden's end
         with ended(warden):
@@ -128,7 +136,9 @@ def test_what_another_user_made_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_lock_lives_in_every_process_that_has_it(tmp_path: Path) -> None:
     """The owner is gone, its warden cleans up: nothing else may."""
     folder, lock = made(str(tmp_path))
-    heir = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,))
+    heir = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
+    )
     os.close(lock)
     sweep(str(tmp_path))
     assert os.path.isdir(folder)

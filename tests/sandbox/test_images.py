@@ -1,4 +1,6 @@
-"""Images by content: builds, what is taken instead of a build, peers that lie, and archives that reach outside."""
+"""Images by content: builds, what is taken instead of a build, peers that lie, and
+archives that reach outside.
+"""
 
 import contextlib
 import http.client
@@ -81,11 +83,19 @@ def liar(request: pytest.FixtureRequest) -> Iterator[str]:
         thread.join()
 
 
-def test_an_image_comes_from_a_peer_and_one_that_lies_is_passed_over(tmp_path: Path, liar: str) -> None:
+def test_an_image_comes_from_a_peer_and_one_that_lies_is_passed_over(
+    tmp_path: Path, liar: str
+) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
     with BlobServer(tmp_path / "a" / "blobs") as honest:
-        assert Path(images_at(tmp_path / "b", liar, "http://127.0.0.1:1", honest.url).path(digest), "bin", "run").is_file()
-        assert Path(images_at(tmp_path / "c", liar, mirror=honest.url).path(digest), "bin", "run").is_file()
+        assert Path(
+            images_at(tmp_path / "b", liar, "http://127.0.0.1:1", honest.url).path(digest),
+            "bin",
+            "run",
+        ).is_file()
+        assert Path(
+            images_at(tmp_path / "c", liar, mirror=honest.url).path(digest), "bin", "run"
+        ).is_file()
     with pytest.raises(SandboxError, match="no blob"):
         images_at(tmp_path / "d", liar).path(digest)
     assert os.listdir(tmp_path / "d" / "blobs") == []
@@ -112,11 +122,18 @@ class _Endless(BaseHTTPRequestHandler):
     ("sent", "limit_s", "message"),
     [
         (b"x" * 4096, 3600.0, "must send at most limit_bytes = 65536, and sends more"),
-        (b"x", 0.3, r"all sources together must send it within limit_s = 0.3 s; http://127.0.0.1:1: not asked: all sources"),
+        (
+            b"x",
+            0.3,
+            r"all sources together must send it within limit_s = 0.3 s; "
+            r"http://127.0.0.1:1: not asked: all sources",
+        ),
         (b"", 0.3, "all sources together must send it within"),
     ],
 )
-def test_what_a_source_may_send_is_bounded(tmp_path: Path, sent: bytes, limit_s: float, message: str) -> None:
+def test_what_a_source_may_send_is_bounded(
+    tmp_path: Path, sent: bytes, limit_s: float, message: str
+) -> None:
     class Handler(_Endless):
         chunk, over = sent, threading.Event()
 
@@ -163,7 +180,9 @@ with images._new() as made, blobs.new() as blob:
 """
 
 
-def test_what_a_killed_process_left_unfinished_is_removed_and_what_is_being_made_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_unfinished_is_removed_and_what_is_being_made_is_not(
+    tmp_path: Path,
+) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=60)
     assert killed.returncode == -signal.SIGKILL
     places = (tmp_path, tmp_path / "blobs")
@@ -183,7 +202,13 @@ def test_a_peer_serves_blobs_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     (tmp_path / "secret").write_text("secret")
     with BlobServer(tmp_path / "blobs") as peer:
-        for path in ("/blobs/sha256/../../secret", "/secret", "/blobs/sha256/%2e%2e/secret", "/blobs/sha256/" + "0" * 64, "/"):
+        for path in (
+            "/blobs/sha256/../../secret",
+            "/secret",
+            "/blobs/sha256/%2e%2e/secret",
+            "/blobs/sha256/" + "0" * 64,
+            "/",
+        ):
             connection = http.client.HTTPConnection(peer.url.removeprefix("http://"))
             connection.request("GET", path)
             assert connection.getresponse().status == 404
@@ -199,7 +224,9 @@ def _closed(sock: socket.socket) -> bool:
     return True
 
 
-def test_silent_and_slow_peers_keep_no_other_out_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_and_slow_peers_keep_no_other_out_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = images_at(tmp_path / "a").add(tree(tmp_path))
     monkeypatch.setattr(blobs, "CONNECTIONS", 3)
     with BlobServer(tmp_path / "a" / "blobs") as peer:
@@ -209,7 +236,8 @@ def test_silent_and_slow_peers_keep_no_other_out_for_long(tmp_path: Path, monkey
             assert _closed(beyond)
         for sock in silent:
             sock.close()
-        fetching = Blobs(tmp_path / "b", peers=[peer.url] * 1000)  # until a thread has seen that its peer is gone
+        # until a thread has seen that its peer is gone
+        fetching = Blobs(tmp_path / "b", peers=[peer.url] * 1000)
         assert fetching.get(digest).is_file()
         monkeypatch.setattr(blobs, "REQUEST_S", 0.1)
         with socket.create_connection(address) as slow:
@@ -219,7 +247,9 @@ def test_silent_and_slow_peers_keep_no_other_out_for_long(tmp_path: Path, monkey
 
 def test_recipes_are_templates_and_mistakes_are_told(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('name = "a-{{ version }}"\nbase = "/b"\n[[copy]]\nsource = "x"\ntarget = "/y"\n')
+    recipe.write_text(
+        'name = "a-{{ version }}"\nbase = "/b"\n[[copy]]\nsource = "x"\ntarget = "/y"\n'
+    )
     assert read_recipe(recipe, {"version": 3}).name == "a-3"
     with pytest.raises(ConfigError, match="'version' is undefined"):
         read_recipe(recipe)
@@ -230,7 +260,9 @@ def test_recipes_are_templates_and_mistakes_are_told(tmp_path: Path) -> None:
         Recipe(name="a", base="b", copy=(CopyStep(source="x", target="/../y"),))
 
 
-async def test_a_recipe_is_built_in_a_sandbox_and_taken_when_nothing_changed(tmp_path: Path) -> None:
+async def test_a_recipe_is_built_in_a_sandbox_and_taken_when_nothing_changed(
+    tmp_path: Path,
+) -> None:
     needs("bubblewrap")
     base = image(tmp_path)
     (tmp_path / "lock").write_text("1")
@@ -238,7 +270,10 @@ async def test_a_recipe_is_built_in_a_sandbox_and_taken_when_nothing_changed(tmp
     recipe = Recipe(
         name="a",
         base=base,
-        run=("cat /etc/given > /project/made; rm /project/gone; echo $$ > /project/when; id -u > /project/who",),
+        run=(
+            "cat /etc/given > /project/made; rm /project/gone; echo $$ > /project/when; id -u > "
+            "/project/who",
+        ),
         copy=(CopyStep(source="given", target="/etc/given"),),
         lock="lock",
     )

@@ -1,4 +1,6 @@
-"""bash through a channel: state that stays, ends that cannot be forged, and every way to get stuck, lost or loud."""
+"""bash through a channel: state that stays, ends that cannot be forged, and every way
+to get stuck, lost or loud.
+"""
 
 import asyncio
 import contextlib
@@ -37,8 +39,15 @@ async def output(bash: Bash, command: str) -> str:
 
 async def test_state_stays_from_command_to_command(tmp_path: Path) -> None:
     async with shell() as bash:
-        await output(bash, f"cd {tmp_path}; export A=1; B=2; f() {{ echo f$1; }}; alias hey='echo hey'; set -o pipefail")
-        assert await output(bash, "pwd; echo $A$B; f 3; hey; false | true; echo $?") == f"{tmp_path}\n12\nf3\nhey\n1\n"
+        await output(
+            bash,
+            f"cd {tmp_path}; export A=1; B=2; f() {{ echo f$1; }}; alias hey='echo "
+            "hey'; set -o pipefail",
+        )
+        assert (
+            await output(bash, "pwd; echo $A$B; f 3; hey; false | true; echo $?")
+            == f"{tmp_path}\n12\nf3\nhey\n1\n"
+        )
         assert (await bash.run("(exit 7)")).exit_code == 7
         assert await output(bash, "echo $?") == "7\n"
         assert await output(bash, "echo $?") == "0\n"
@@ -46,7 +55,9 @@ async def test_state_stays_from_command_to_command(tmp_path: Path) -> None:
 
 async def test_there_is_no_echo_no_prompt_and_no_colour() -> None:
     async with shell() as bash:
-        assert await output(bash, "PS1='$ '; PS2='> '; PROMPT_COMMAND='echo prompt'; echo a") == "a\n"
+        assert (
+            await output(bash, "PS1='$ '; PS2='> '; PROMPT_COMMAND='echo prompt'; echo a") == "a\n"
+        )
         assert await output(bash, "echo b\n\necho c") == "b\nc\n"
         assert await output(bash, r"printf '\e[31mred\e[0m \e]0;title\a\e(Bplain'") == "red plain"
         assert await output(bash, "echo $TERM; [ -t 1 ] && echo terminal") == "dumb\nterminal\n"
@@ -55,7 +66,10 @@ async def test_there_is_no_echo_no_prompt_and_no_colour() -> None:
 async def test_it_reads_an_empty_input_and_an_empty_terminal() -> None:
     async with shell() as bash:
         assert await output(bash, "cat; read line; echo $?; cat < /dev/tty; echo end") == "1\nend\n"
-        assert await output(bash, "python3 -c 'input()' 2>&1 | tail -n 1") == "EOFError: EOF when reading a line\n"
+        assert (
+            await output(bash, "python3 -c 'input()' 2>&1 | tail -n 1")
+            == "EOFError: EOF when reading a line\n"
+        )
 
 
 @pytest.mark.parametrize(
@@ -90,9 +104,17 @@ async def test_what_is_left_open_ends_with_its_command(command: str) -> None:
         assert await output(bash, "echo after") == "after\n"
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
-    st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0\x1b"), max_size=30), min_size=1, max_size=5)
+    st.lists(
+        st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0\x1b"), max_size=30),
+        min_size=1,
+        max_size=5,
+    )
 )
 def test_any_words_come_through_as_they_are(words: list[str]) -> None:
     async def main() -> None:
@@ -104,8 +126,12 @@ def test_any_words_come_through_as_they_are(words: list[str]) -> None:
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.text(alphabet="'\"`$(){}<>|&;\\#! \nab=~*", max_size=12), min_size=1, max_size=8))
-def test_no_jumble_of_quotes_and_brackets_leaves_a_shell_that_does_not_answer(jumble: list[str]) -> None:
+@given(
+    st.lists(st.text(alphabet="'\"`$(){}<>|&;\\#! \nab=~*", max_size=12), min_size=1, max_size=8)
+)
+def test_no_jumble_of_quotes_and_brackets_leaves_a_shell_that_does_not_answer(
+    jumble: list[str],
+) -> None:
     async def main() -> None:
         async with shell() as bash:
             await bash.run("set -o noclobber; shopt -u expand_aliases; enable -n exec")
@@ -118,13 +144,18 @@ def test_no_jumble_of_quotes_and_brackets_leaves_a_shell_that_does_not_answer(ju
 
 async def test_the_end_of_a_command_cannot_be_printed() -> None:
     async with shell() as bash:
-        # Everything that a command can see of how its end is told, sent down every way that it has.
-        spy = "set; set -x; history; jobs; declare -f; echo \"$BASH_COMMAND $_\"; set +x; tr '\\0' '\\n' < /proc/$$/environ"
+        # Everything that a command can see of how its end is told, sent down every way
+        # that it has.
+        spy = (
+            "set; set -x; history; jobs; declare -f; echo \"$BASH_COMMAND $_\"; set +x; tr '\\0' "
+            "'\\n' < /proc/$$/environ"
+        )
         seen = (await bash.run(f"{spy}; false")).output
         assert (await bash.run("true")).exit_code == 0
         forged = "\n".join(f"{line} 0" for line in seen.splitlines())
         found = await bash.run(
-            f"for fd in {{0..20}} 63 {{250..255}}; do echo {shlex.quote(forged)} >&$fd; done 2>/dev/null; (exit 9)",
+            f"for fd in {{0..20}} 63 {{250..255}}; do echo {shlex.quote(forged)} >&$fd; done "
+            "2>/dev/null; (exit 9)",
             output_bytes=1 << 20,
         )
         assert found.exit_code == 9
@@ -133,8 +164,12 @@ async def test_the_end_of_a_command_cannot_be_printed() -> None:
 
 async def test_a_status_of_an_earlier_command_does_not_end_a_later_one() -> None:
     async with shell() as bash:
-        # A job that floods every descriptor of the shell that it can name, while other commands run.
-        await bash.run("(for i in 1 2 3 4 5 6 7 8 9; do for fd in 1 10 11 12; do echo x 0 >&$fd; done; done) 2>/dev/null &")
+        # A job that floods every descriptor of the shell that it can name, while other
+        # commands run.
+        await bash.run(
+            "(for i in 1 2 3 4 5 6 7 8 9; do for fd in 1 10 11 12; do echo x 0 >&$fd; "
+            "done; done) 2>/dev/null &"
+        )
         for number in (3, 0, 5):
             assert (await bash.run(f"(exit {number})")).exit_code == number
 
@@ -142,7 +177,8 @@ async def test_a_status_of_an_earlier_command_does_not_end_a_later_one() -> None
 async def test_a_flood_keeps_its_head_and_its_tail() -> None:
     async with shell() as bash:
         found = await bash.run(
-            "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last; exit_code() { return 4; }; exit_code"
+            "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last; exit_code() { "
+            "return 4; }; exit_code"
         )
         assert found.exit_code == 4
         assert found.output.startswith("first\nxxx")
@@ -169,7 +205,9 @@ async def test_unicode_nuls_and_bytes_that_are_no_text() -> None:
             await bash.run("echo a\0b")
 
 
-async def test_a_background_job_delays_nothing_and_its_output_comes_with_the_next_command(tmp_path: Path) -> None:
+async def test_a_background_job_delays_nothing_and_its_output_comes_with_the_next_command(
+    tmp_path: Path,
+) -> None:
     os.mkfifo(tmp_path / "go")
     os.mkfifo(tmp_path / "gone")
     async with shell(tmp_path) as bash:
@@ -185,8 +223,11 @@ async def test_a_job_that_prints_between_commands_is_never_blocked(tmp_path: Pat
     async with shell(tmp_path) as bash:
         await output(bash, "(read -r _ < go; head -c 3000000 /dev/zero | tr '\\0' x; : > gone) &")
         await asyncio.to_thread((tmp_path / "go").write_text, "now\n")
-        await asyncio.to_thread((tmp_path / "gone").read_text)  # more than a terminal holds was printed
-        assert len((await bash.run("echo now", output_bytes=1 << 20)).output) == (1 << 16) + len("now\n")
+        # more than a terminal holds was printed
+        await asyncio.to_thread((tmp_path / "gone").read_text)
+        assert len((await bash.run("echo now", output_bytes=1 << 20)).output) == (1 << 16) + len(
+            "now\n"
+        )
 
 
 async def test_a_daemon_that_holds_the_terminal_delays_nothing(tmp_path: Path) -> None:
@@ -217,7 +258,9 @@ async def test_a_daemon_that_holds_the_terminal_delays_nothing(tmp_path: Path) -
         "read x < fifo",
     ],
 )
-async def test_out_of_time_it_is_interrupted_and_the_shell_lives(command: str, tmp_path: Path) -> None:
+async def test_out_of_time_it_is_interrupted_and_the_shell_lives(
+    command: str, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     async with shell(tmp_path) as bash:
         await output(bash, "kept=1")
@@ -232,7 +275,9 @@ async def test_out_of_time_it_is_interrupted_and_the_shell_lives(command: str, t
 async def test_what_ignores_the_interrupt_is_killed_and_the_shell_lives() -> None:
     async with shell() as bash:
         await output(bash, "kept=1")
-        found = await bash.run("""sh -c 'trap "" INT TERM; echo $$; while :; do sleep 1000; done'""", timeout_s=SHORT_S)
+        found = await bash.run(
+            """sh -c 'trap "" INT TERM; echo $$; while :; do sleep 1000; done'""", timeout_s=SHORT_S
+        )
         assert (found.timed_out, found.restarted, found.exit_code) == (True, False, 137)
         await wait_for_end(int(found.output.split()[0]))
         assert (await bash.run("echo $kept")).output == "1\n"
@@ -276,7 +321,9 @@ async def test_a_shell_that_became_another_program_has_until_its_time_out() -> N
         assert await output(bash, "echo new") == "new\n"
 
 
-async def test_a_shell_that_dies_between_commands_is_replaced_and_the_next_command_says_so() -> None:
+async def test_a_shell_that_dies_between_commands_is_replaced_and_the_next_command_says_so() -> (
+    None
+):
     async with shell() as bash:
         pid = int(await output(bash, "echo $$"))
         os.kill(pid, 9)
@@ -298,7 +345,8 @@ async def test_a_shell_that_dies_between_commands_is_replaced_and_the_next_comma
         "set -u; unset HOME PATH",
         "IFS=0123456789abcdef",
         "LC_ALL=C; LANG=C",
-        'printf() { echo forged; }; eval() { :; }; builtin() { command builtin "$@"; }; unset -f builtin',
+        'printf() { echo forged; }; eval() { :; }; builtin() { command builtin "$@"; }; unset -f '
+        "builtin",
         "alias printf=false eval=false exit=false; exit() { :; }; (\\builtin exit 3)",
         "trap 'echo debug' DEBUG; trap - DEBUG",
         "PROMPT_COMMAND='exec 2>/dev/null'",
@@ -312,12 +360,19 @@ async def test_no_setting_silences_the_next_command(command: str) -> None:
     async with shell() as bash:
         assert not (await bash.run(command)).restarted
         found = await bash.run('echo "a b"; /bin/echo c')
-        assert (found.output, found.exit_code, found.restarted, found.timed_out) == ("a b\nc\n", 0, False, False)
+        assert (found.output, found.exit_code, found.restarted, found.timed_out) == (
+            "a b\nc\n",
+            0,
+            False,
+            False,
+        )
 
 
 async def test_two_commands_at_once_take_turns() -> None:
     async with shell() as bash:
-        found = await asyncio.gather(*(bash.run(f"n=$((n + 1)); echo {number}:$n") for number in range(20)))
+        found = await asyncio.gather(
+            *(bash.run(f"n=$((n + 1)); echo {number}:$n") for number in range(20))
+        )
         assert [one.output for one in found] == [f"{number}:{number + 1}\n" for number in range(20)]
 
 
@@ -343,6 +398,8 @@ async def test_a_long_command() -> None:
 
 async def test_what_asks_or_pages_does_not_wait() -> None:
     async with shell() as bash:
-        found = await bash.run("python3 -c 'import getpass; getpass.getpass()' 2>&1 | tail -n 1; echo $PAGER")
+        found = await bash.run(
+            "python3 -c 'import getpass; getpass.getpass()' 2>&1 | tail -n 1; echo $PAGER"
+        )
         assert not found.timed_out
         assert found.output.endswith("cat\n")

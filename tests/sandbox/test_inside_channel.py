@@ -1,4 +1,6 @@
-"""The host's end, against peers that are slow, silent, gone or mad: every call ends, with a typed error where it must."""
+"""The host's end, against peers that are slow, silent, gone or mad: every call ends,
+with a typed error where it must.
+"""
 
 import asyncio
 import contextlib
@@ -50,7 +52,9 @@ async def paired() -> AsyncIterator[tuple[Channel, Peer]]:
         theirs.close()
 
 
-def asked(channel: Channel, action: str = "do", *, timeout_s: float = 20.0, **args: object) -> asyncio.Task[Reply]:
+def asked(
+    channel: Channel, action: str = "do", *, timeout_s: float = 20.0, **args: object
+) -> asyncio.Task[Reply]:
     return asyncio.create_task(channel.call(action, timeout_s=timeout_s, slack_s=0.0, **args))  # type: ignore[arg-type]
 
 
@@ -74,7 +78,12 @@ async def test_the_limit_of_the_action_is_sent() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "error"),
-    [("timeout", SandboxTimeoutError), ("refused", SandboxRefusedError), ("failed", SandboxError), ("new", SandboxError)],
+    [
+        ("timeout", SandboxTimeoutError),
+        ("refused", SandboxRefusedError),
+        ("failed", SandboxError),
+        ("new", SandboxError),
+    ],
 )
 async def test_what_the_sandbox_says_is_raised(kind: str, error: type[Exception]) -> None:
     async with paired() as (channel, peer):
@@ -199,7 +208,9 @@ async def test_a_large_body_to_a_slow_reader_and_back() -> None:
         call = asyncio.create_task(channel.call("do", body, timeout_s=60.0))
         header, got = await peer.request()
         assert got == body
-        sending = asyncio.get_running_loop().sock_sendall(peer.socket, pack({"id": header["id"], "ok": True}, got))
+        sending = asyncio.get_running_loop().sock_sendall(
+            peer.socket, pack({"id": header["id"], "ok": True}, got)
+        )
         reply, _ = await asyncio.gather(call, sending)
         assert reply.body == body
 

@@ -1,4 +1,6 @@
-"""What the host is told of programs' requests, one long poll after the other, without a sandbox."""
+"""What the host is told of programs' requests, one long poll after the other, without a
+sandbox.
+"""
 
 import contextlib
 import socket
@@ -26,7 +28,13 @@ class Host:
         return all(self.next(0.0) == ({"gone": []}, b"") for _ in range(20))
 
     def answer(
-        self, number: int, body: bytes = b"yes", *, last: bool = True, status: int | None = 200, abort: bool = False
+        self,
+        number: int,
+        body: bytes = b"yes",
+        *,
+        last: bool = True,
+        status: int | None = 200,
+        abort: bool = False,
     ) -> None:
         self.desk.tell(Answer(number, status=status, headers={}, body=body, last=last, abort=abort))
 
@@ -98,7 +106,9 @@ def test_a_large_body_comes_in_parts_and_ends_with_its_program() -> None:
             host.answer(told[0][0]["number"], b"a", last=False)
             host.answer(told[0][0]["number"], b"b", status=None)
             assert host.quiet()
-            assert sock.recv(1000).endswith(b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n")
+            assert sock.recv(1000).endswith(
+                b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n"
+            )
             sock.close()
 
 

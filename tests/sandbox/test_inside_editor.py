@@ -1,4 +1,6 @@
-"""The editor through a channel: each edit against an obvious reference, and every rule that keeps a file from harm."""
+"""The editor through a channel: each edit against an obvious reference, and every rule
+that keeps a file from harm.
+"""
 
 import asyncio
 import os
@@ -14,7 +16,9 @@ from rollweave.schema.errors import SandboxError, SandboxRefusedError
 from tests.sandbox.serving import served
 
 QUICKLY = settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -23,10 +27,14 @@ async def test_view_numbers_the_lines_that_are_asked_for(tmp_path: Path) -> None
     path.write_text("one\ntwo\nthree\n\nfive")
     async with served() as channel:
         editor = Editor(channel)
-        assert await editor.view(str(path), first=2, last=3) == Text(text="     2\ttwo\n     3\tthree\n", lines=5)
+        assert await editor.view(str(path), first=2, last=3) == Text(
+            text="     2\ttwo\n     3\tthree\n", lines=5
+        )
         assert (await editor.view(str(path))).text.splitlines()[-2:] == ["     4\t", "     5\tfive"]
         assert (await editor.view(str(path), first=5, last=99)).text == "     5\tfive\n"
-        with pytest.raises(SandboxRefusedError, match="first must be at most the number of lines, 5, got 6"):
+        with pytest.raises(
+            SandboxRefusedError, match="first must be at most the number of lines, 5, got 6"
+        ):
             await editor.view(str(path), first=6)
         with pytest.raises(SandboxRefusedError, match="last must be an integer from 3"):
             await editor.view(str(path), first=3, last=2)
@@ -57,7 +65,9 @@ async def test_create_makes_folders_and_keeps_what_is_there(tmp_path: Path) -> N
     async with served() as channel:
         editor = Editor(channel)
         await editor.create(str(path), "text 🐴\n")
-        with pytest.raises(SandboxRefusedError, match="path must not be there yet, unless overwrite is set"):
+        with pytest.raises(
+            SandboxRefusedError, match="path must not be there yet, unless overwrite is set"
+        ):
             await editor.create(str(path), "other")
         assert path.read_text() == "text 🐴\n"
         await editor.create(str(path), "other", overwrite=True)
@@ -70,7 +80,9 @@ async def test_create_makes_folders_and_keeps_what_is_there(tmp_path: Path) -> N
 
 @QUICKLY
 @given(st.text("ab\n", max_size=12), st.text("ab\n", max_size=3), st.text("xy\n", max_size=3))
-def test_replace_is_done_exactly_where_it_is_clear(tmp_path: Path, before: str, old: str, new: str) -> None:
+def test_replace_is_done_exactly_where_it_is_clear(
+    tmp_path: Path, before: str, old: str, new: str
+) -> None:
     async def main() -> None:
         path = tmp_path / "file"
         path.write_text(before)
@@ -79,11 +91,14 @@ def test_replace_is_done_exactly_where_it_is_clear(tmp_path: Path, before: str, 
             places = [at for at in range(len(before)) if old and before.startswith(old, at)]
             if len(places) == 1:
                 await editor.replace(str(path), old, new)
-                assert path.read_text() == before[: places[0]] + new + before[places[0] + len(old) :]
+                assert (
+                    path.read_text() == before[: places[0]] + new + before[places[0] + len(old) :]
+                )
                 await editor.undo(str(path))
             else:
                 with pytest.raises(
-                    SandboxRefusedError, match=f"is there {len(places)} times" if old else "old must not be empty"
+                    SandboxRefusedError,
+                    match=f"is there {len(places)} times" if old else "old must not be empty",
                 ):
                     await editor.replace(str(path), old, new)
             assert path.read_text() == before
@@ -98,7 +113,9 @@ def test_replace_is_done_exactly_where_it_is_clear(tmp_path: Path, before: str, 
     st.integers(0, 6),
     st.lists(st.text("xy", max_size=2), max_size=3),
 )
-def test_insert_puts_lines_between_lines(tmp_path: Path, before: list[str], ended: bool, line: int, added: list[str]) -> None:
+def test_insert_puts_lines_between_lines(
+    tmp_path: Path, before: list[str], ended: bool, line: int, added: list[str]
+) -> None:
     async def main() -> None:
         path = tmp_path / "file"
         text = "\n".join(before) + ("\n" if before and ended else "")
@@ -108,12 +125,16 @@ def test_insert_puts_lines_between_lines(tmp_path: Path, before: list[str], ende
             editor = Editor(channel)
             new = "".join(f"{one}\n" for one in added)
             if line > len(lines):
-                with pytest.raises(SandboxRefusedError, match="line must be at most the number of lines"):
+                with pytest.raises(
+                    SandboxRefusedError, match="line must be at most the number of lines"
+                ):
                     await editor.insert(str(path), line, new)
                 assert path.read_text() == text
             else:
                 await editor.insert(str(path), line, new)
-                assert path.read_text().removesuffix("\n").split("\n") == ([*lines[:line], *added, *lines[line:]] or [""])
+                assert path.read_text().removesuffix("\n").split("\n") == (
+                    [*lines[:line], *added, *lines[line:]] or [""]
+                )
                 await editor.undo(str(path))
                 assert path.read_text() == text
 
@@ -126,7 +147,11 @@ async def test_an_edit_shows_the_lines_around(tmp_path: Path) -> None:
     async with served() as channel:
         editor = Editor(channel)
         found = await editor.replace(str(path), "line 10\n", "new\nlines\n")
-        assert [row.split("\t")[1] for row in found.text.splitlines()][4:7] == ["new", "lines", "line 11"]
+        assert [row.split("\t")[1] for row in found.text.splitlines()][4:7] == [
+            "new",
+            "lines",
+            "line 11",
+        ]
         assert found.lines == 21
         assert "added" in (await editor.insert(str(path), 21, "added")).text
 
@@ -159,8 +184,14 @@ async def test_what_is_no_text_is_refused_and_as_it_was(tmp_path: Path) -> None:
     path.write_bytes(b"a\xff\n")
     async with served() as channel:
         editor = Editor(channel)
-        for edit in (editor.view(str(path)), editor.replace(str(path), "a", "b"), editor.insert(str(path), 0, "x")):
-            with pytest.raises(SandboxRefusedError, match="file must be UTF-8, got invalid start byte at byte 1"):
+        for edit in (
+            editor.view(str(path)),
+            editor.replace(str(path), "a", "b"),
+            editor.insert(str(path), 0, "x"),
+        ):
+            with pytest.raises(
+                SandboxRefusedError, match="file must be UTF-8, got invalid start byte at byte 1"
+            ):
                 await edit
         assert path.read_bytes() == b"a\xff\n"
         path.write_bytes(b"x" * (module.FILE_BYTES + 1))
@@ -201,7 +232,9 @@ async def test_edits_at_once_are_each_whole(tmp_path: Path) -> None:
     path.write_text("".join(f"<{number}>\n" for number in range(20)))
     async with served() as channel:
         editor = Editor(channel)
-        await asyncio.gather(*(editor.replace(str(path), f"<{number}>", f"[{number}]") for number in range(20)))
+        await asyncio.gather(
+            *(editor.replace(str(path), f"<{number}>", f"[{number}]") for number in range(20))
+        )
     assert path.read_text() == "".join(f"[{number}]\n" for number in range(20))
     assert os.listdir(tmp_path) == ["file"]
 

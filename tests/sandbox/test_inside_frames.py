@@ -1,4 +1,6 @@
-"""Frames: what was packed comes out, however it was cut; anything else is one typed error, for good."""
+"""Frames: what was packed comes out, however it was cut; anything else is one typed
+error, for good.
+"""
 
 import json
 import re
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 
 from rollweave.sandbox.inside.frames import BODY_BYTES, HEADER_BYTES, FrameDecoder, FrameError, pack
 
-headers = st.dictionaries(st.text(max_size=5), st.one_of(st.text(), st.integers(), st.booleans(), st.none()), max_size=4)
+headers = st.dictionaries(
+    st.text(max_size=5), st.one_of(st.text(), st.integers(), st.booleans(), st.none()), max_size=4
+)
 frames = st.lists(st.tuples(headers, st.integers(), st.binary(max_size=200)), max_size=5)
 
 
@@ -22,7 +26,9 @@ def drain(decoder: FrameDecoder) -> list[tuple[dict[str, object], bytes]]:
 
 
 @given(frames, st.lists(st.integers(1, 50), min_size=1))
-def test_frames_come_out_as_they_went_in(sent: list[tuple[dict[str, object], int, bytes]], cuts: list[int]) -> None:
+def test_frames_come_out_as_they_went_in(
+    sent: list[tuple[dict[str, object], int, bytes]], cuts: list[int]
+) -> None:
     expected = [({**header, "id": number}, body) for header, number, body in sent]
     stream = b"".join(pack(header, body) for header, body in expected)
     decoder, found, at, turn = FrameDecoder(), [], 0, 0
@@ -47,7 +53,19 @@ def test_garbage_is_a_frame_error_or_an_unfinished_frame(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b"1", b"{}", b'{"id":true}', b'{"id":1.0}', b'{"id":"1"}', b"\xff", b'{"id":1', b"[" * 100_000]
+    "text",
+    [
+        b"",
+        b"[]",
+        b"1",
+        b"{}",
+        b'{"id":true}',
+        b'{"id":1.0}',
+        b'{"id":"1"}',
+        b"\xff",
+        b'{"id":1',
+        b"[" * 100_000,
+    ],
 )
 def test_headers_that_are_none(text: bytes) -> None:
     decoder = FrameDecoder()
@@ -56,8 +74,12 @@ def test_headers_that_are_none(text: bytes) -> None:
         decoder.take()
 
 
-@pytest.mark.parametrize("lengths", [(HEADER_BYTES + 1, 0), (2, BODY_BYTES + 1), (0xFFFFFFFF, 0xFFFFFFFF)])
-def test_a_length_beyond_its_bound_is_refused_before_anything_is_held(lengths: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [(HEADER_BYTES + 1, 0), (2, BODY_BYTES + 1), (0xFFFFFFFF, 0xFFFFFFFF)]
+)
+def test_a_length_beyond_its_bound_is_refused_before_anything_is_held(
+    lengths: tuple[int, int],
+) -> None:
     decoder = FrameDecoder()
     decoder.feed(struct.pack("<II", *lengths))
     with pytest.raises(FrameError, match=r"must have at most"):

@@ -1,4 +1,6 @@
-"""Requests as bytes: whatever was sent is what is understood, however it was cut; what is ambiguous is refused."""
+"""Requests as bytes: whatever was sent is what is understood, however it was cut; what
+is ambiguous is refused.
+"""
 
 import random
 
@@ -6,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.sandbox.inside.http1 import BODY_BYTES, HEAD_BYTES, BadRequest, Request, RequestDecoder
+from rollweave.sandbox.inside.http1 import (
+    BODY_BYTES,
+    HEAD_BYTES,
+    BadRequest,
+    Request,
+    RequestDecoder,
+)
 
 TOKEN = st.text("abcXYZ-09", min_size=1, max_size=8)
 VALUE = st.text("abc XYZ:;=,\t\xe9", max_size=20)
@@ -16,12 +24,18 @@ RESERVED = ("connection", "transfer-encoding", "content-length", "content-encodi
 @st.composite
 def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]]:
     """A request as bytes, and what it means."""
-    method, target = draw(st.sampled_from(["GET", "POST"])), "/" + draw(st.text("abc/?%.", max_size=12))
+    method, target = (
+        draw(st.sampled_from(["GET", "POST"])),
+        "/" + draw(st.text("abc/?%.", max_size=12)),
+    )
     headers = {
-        f"x-{name}".lower(): value.strip(" \t") for name, value in draw(st.dictionaries(TOKEN, VALUE, max_size=3)).items()
+        f"x-{name}".lower(): value.strip(" \t")
+        for name, value in draw(st.dictionaries(TOKEN, VALUE, max_size=3)).items()
     }
     body = draw(st.binary(max_size=60)) if method == "POST" else b""
-    wire = b"".join(f"{name.upper()}: {value} \r\n".encode("latin-1") for name, value in headers.items())
+    wire = b"".join(
+        f"{name.upper()}: {value} \r\n".encode("latin-1") for name, value in headers.items()
+    )
     if draw(st.booleans()):
         cuts = draw(st.lists(st.integers(1, 20), max_size=4))
         chunks, rest = [], body
@@ -32,7 +46,12 @@ def sent(draw: st.DrawFn) -> tuple[bytes, tuple[str, str, dict[str, str], bytes]
         wire, data = wire + b"Transfer-Encoding: Chunked\r\n", b"".join(chunks) + tail
     else:
         wire, data = wire + (b"Content-Length: %d\r\n" % len(body) if body else b""), body
-    return f"{method} {target} HTTP/1.1\r\n".encode() + wire + b"\r\n" + data, (method, target, headers, body)
+    return f"{method} {target} HTTP/1.1\r\n".encode() + wire + b"\r\n" + data, (
+        method,
+        target,
+        headers,
+        body,
+    )
 
 
 def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
@@ -41,7 +60,9 @@ def plain(request: Request) -> tuple[str, str, dict[str, str], bytes]:
 
 
 @given(st.lists(sent(), max_size=4), st.integers())
-def test_requests_come_out_as_they_went_in_however_they_were_cut(all_sent: list[tuple[bytes, object]], seed: int) -> None:
+def test_requests_come_out_as_they_went_in_however_they_were_cut(
+    all_sent: list[tuple[bytes, object]], seed: int
+) -> None:
     rng, decoder, found = random.Random(seed), RequestDecoder(), []
     data = b"".join(wire for wire, _ in all_sent)
     while data:
@@ -86,7 +107,10 @@ def test_any_bytes_are_a_request_none_yet_or_refused(data: bytes) -> None:
         (b"HEAD /a HTTP/1.1\r\n\r\n", 405),
         (b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400),
         (b"POST /a HTTP/1.1\r\nContent-Length: +3\r\n\r\nabc", 400),
-        (b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (
+            b"POST /a HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+        ),
         (b"POST /a HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n", 501),
         (b"POST /a HTTP/1.1\r\nContent-Encoding: gzip\r\n\r\n", 415),
         (b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n", 400),

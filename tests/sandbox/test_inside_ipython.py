@@ -1,4 +1,6 @@
-"""Cells through a channel, with IPython where it is installed and without: names that stay, typed ends, interrupts, deaths."""
+"""Cells through a channel, with IPython where it is installed and without: names that
+stay, typed ends, interrupts, deaths.
+"""
 
 import asyncio
 import contextlib
@@ -18,8 +20,12 @@ SHORT_S = 0.4
 
 
 @contextlib.asynccontextmanager
-async def interpreter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
-    """Plain Python is had by an IPython that cannot be imported, as where there is none; a fork by one imported before."""
+async def interpreter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[IPython]:
+    """Plain Python is had by an IPython that cannot be imported, as where there is
+    none; a fork by one imported before.
+    """
     if kind == "python":
         (tmp_path / "IPython.py").write_text("raise ImportError('none here')\n")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -31,16 +37,25 @@ async def interpreter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(params=["ipython", "fork", "python"])
-async def cells(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[IPython]:
+async def cells(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[IPython]:
     async with interpreter(request.param, tmp_path, monkeypatch) as found:
-        assert (await found.run("")).interpreter == ("python" if request.param == "python" else "ipython")
+        assert (await found.run("")).interpreter == (
+            "python" if request.param == "python" else "ipython"
+        )
         yield found
 
 
 async def well(cells: IPython, cell: str) -> CellResult:
     """A cell that must end well, with its interpreter."""
     found = await cells.run(cell)
-    assert (found.error, found.died, found.timed_out, found.restarted) == (None, None, False, False), found
+    assert (found.error, found.died, found.timed_out, found.restarted) == (
+        None,
+        None,
+        False,
+        False,
+    ), found
     return found
 
 
@@ -55,7 +70,9 @@ async def test_names_stay_and_the_last_value_is_the_result(cells: IPython) -> No
 
 async def test_output_is_apart_from_the_result_and_comes_in_order(cells: IPython) -> None:
     found = await well(
-        cells, "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nos.system('echo c')\nprint('d', end='')\n5"
+        cells,
+        "import sys, os\nprint('a')\nprint('b', file=sys.stderr)\nos.system('echo "
+        "c')\nprint('d', end='')\n5",
     )
     assert (found.output, found.result) == ("a\nb\nc\nd", "5")
 
@@ -80,11 +97,16 @@ async def test_an_exception_has_a_name_a_message_and_a_traceback(cells: IPython)
         ("raise SystemExit(3)", "SystemExit"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("class Bad:\n    def __repr__(self): raise ValueError('no')\nBad()", "ValueError"),
-        ("class Bad(Exception):\n    def __str__(self): raise ValueError('no')\nraise Bad", "Bad or ValueError"),
+        (
+            "class Bad(Exception):\n    def __str__(self): raise ValueError('no')\nraise Bad",
+            "Bad or ValueError",
+        ),
         ("def f(): f()\nf()", "RecursionError"),
     ],
 )
-async def test_ends_that_are_errors_leave_the_interpreter(cell: str, name: str, cells: IPython) -> None:
+async def test_ends_that_are_errors_leave_the_interpreter(
+    cell: str, name: str, cells: IPython
+) -> None:
     await well(cells, "kept = 1")
     found = await cells.run(cell)
     assert found.error is not None
@@ -101,7 +123,9 @@ async def test_ends_that_are_errors_leave_the_interpreter(cell: str, name: str, 
         "open('fifo').read()",
     ],
 )
-async def test_out_of_time_it_is_interrupted_and_names_stay(cell: str, cells: IPython, tmp_path: Path) -> None:
+async def test_out_of_time_it_is_interrupted_and_names_stay(
+    cell: str, cells: IPython, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     await well(cells, "kept = 1")
     found = await cells.run(f"print('begun')\n{cell}", timeout_s=SHORT_S)
@@ -110,7 +134,10 @@ async def test_out_of_time_it_is_interrupted_and_names_stay(cell: str, cells: IP
 
 
 async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) -> None:
-    cell = "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
+    cell = (
+        "import os, signal\nsignal.signal(signal.SIGINT, "
+        "signal.SIG_IGN)\nprint(os.getpid())\nwhile True: pass"
+    )
     found = await cells.run(cell, timeout_s=SHORT_S)
     assert (found.timed_out, found.restarted, found.died, found.error) == (True, True, 137, None)
     await wait_for_end(int(found.output))
@@ -123,14 +150,20 @@ async def test_what_ignores_the_interrupt_is_killed_and_says_so(cells: IPython) 
         ("import os; os._exit(3)", {3}),
         ("import os; os.kill(os.getpid(), 9)", {137}),
         ("import ctypes; ctypes.string_at(0)", {139}),
-        ("import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass", {1, 137}),
         (
-            "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'garb' * 9)\n    except OSError: 0\nwhile True: pass",
+            "import os\nfor fd in range(3, 100):\n    try: os.close(fd)\n    except OSError: pass",
+            {1, 137},
+        ),
+        (
+            "import os\nfor fd in range(3, 99):\n    try: os.write(fd, b'garb' * 9)\n    except "
+            "OSError: 0\nwhile True: pass",
             {137},
         ),
     ],
 )
-async def test_an_interpreter_that_is_gone_is_replaced(cell: str, status: set[int], cells: IPython) -> None:
+async def test_an_interpreter_that_is_gone_is_replaced(
+    cell: str, status: set[int], cells: IPython
+) -> None:
     found = await cells.run(f"kept = 1\nprint('last words', flush=True)\n{cell}")
     assert found.died in status
     assert (found.restarted, found.timed_out) == (True, False)
@@ -163,10 +196,15 @@ async def test_floods_are_cut(cells: IPython) -> None:
         await cells.run("#" * (CELL_BYTES + 1))
 
 
-async def test_a_thread_that_prints_between_cells_is_never_blocked(cells: IPython, tmp_path: Path) -> None:
+async def test_a_thread_that_prints_between_cells_is_never_blocked(
+    cells: IPython, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "go")
     os.mkfifo(tmp_path / "gone")
-    cell = "import threading\ndef work():\n    open('go').read()\n    print('y' * 3_000_000)\n    open('gone', 'w').close()\n"
+    cell = (
+        "import threading\ndef work():\n    open('go').read()\n    print('y' * 3_000_000)\n    "
+        "open('gone', 'w').close()\n"
+    )
     await well(cells, cell + "threading.Thread(target=work).start()")
     await asyncio.to_thread((tmp_path / "go").write_text, "")
     await asyncio.to_thread((tmp_path / "gone").read_text)
@@ -176,7 +214,9 @@ async def test_a_thread_that_prints_between_cells_is_never_blocked(cells: IPytho
 async def test_the_agents_modules_are_its_own(cells: IPython, tmp_path: Path) -> None:
     (tmp_path / "frames.py").write_text("mine = 1\n")
     (tmp_path / "inside.py").write_text("mine = 2\n")
-    assert (await well(cells, "import frames, inside; frames.mine, inside.mine, __name__")).result == "(1, 2, '__main__')"
+    assert (
+        await well(cells, "import frames, inside; frames.mine, inside.mine, __name__")
+    ).result == "(1, 2, '__main__')"
 
 
 async def test_cells_at_once_take_turns(cells: IPython) -> None:

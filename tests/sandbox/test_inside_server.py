@@ -1,4 +1,6 @@
-"""The action server as a process of an isolated Python without site packages: programs, files, traps, floods and ends."""
+"""The action server as a process of an isolated Python without site packages: programs,
+files, traps, floods and ends.
+"""
 
 import ast
 import asyncio
@@ -16,11 +18,18 @@ from rollweave.sandbox.channel import Channel, Reply
 from rollweave.sandbox.inside.frames import FrameDecoder, pack
 from rollweave.sandbox.inside.server import CALLS
 from rollweave.sandbox.tools import Bash, IPython
-from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+from rollweave.schema.errors import (
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 from tests.sandbox.serving import BLIND, FOLDER, served, start, wait_for_end
 
 
-async def run(channel: Channel, *argv: str, body: bytes = b"", timeout_s: float = 60.0, **args: Any) -> Reply:
+async def run(
+    channel: Channel, *argv: str, body: bytes = b"", timeout_s: float = 60.0, **args: Any
+) -> Reply:
     return await channel.call("exec", body, timeout_s=timeout_s, argv=list(argv), **args)
 
 
@@ -39,10 +48,20 @@ async def test_ping_is_answered_by_another_process() -> None:
 async def test_a_program_gets_its_input_folder_and_environment(tmp_path: Path) -> None:
     async with served() as channel:
         reply = await run(
-            channel, "sh", "-c", 'cat; pwd; echo "$NAME" >&2; exit 3', body=b"in\n", cwd=str(tmp_path), env={"NAME": "value"}
+            channel,
+            "sh",
+            "-c",
+            'cat; pwd; echo "$NAME" >&2; exit 3',
+            body=b"in\n",
+            cwd=str(tmp_path),
+            env={"NAME": "value"},
         )
         assert streams(reply) == (f"in\n{tmp_path}\n".encode(), b"value\n")
-        assert (reply.header["rc"], reply.header["timed_out"], reply.header["truncated"]) == (3, False, False)
+        assert (reply.header["rc"], reply.header["timed_out"], reply.header["truncated"]) == (
+            3,
+            False,
+            False,
+        )
 
 
 async def test_a_program_without_input_has_an_empty_one() -> None:
@@ -65,14 +84,18 @@ async def test_large_input_and_output_at_once() -> None:
 
 async def test_a_flood_is_cut_and_does_not_stop_the_program() -> None:
     async with served() as channel:
-        reply = await run(channel, "sh", "-c", "head -c 50000000 /dev/zero; echo end >&2", output_limit=100)
+        reply = await run(
+            channel, "sh", "-c", "head -c 50000000 /dev/zero; echo end >&2", output_limit=100
+        )
         assert streams(reply) == (b"\0" * 100, b"end\n")
         assert reply.header["truncated"]
 
 
 async def test_a_program_that_does_not_end_is_killed_with_its_children() -> None:
     async with served() as channel:
-        reply = await run(channel, "sh", "-c", "trap '' TERM INT; sleep 1000 & echo $!; sleep 1000", timeout_s=0.5)
+        reply = await run(
+            channel, "sh", "-c", "trap '' TERM INT; sleep 1000 & echo $!; sleep 1000", timeout_s=0.5
+        )
         assert reply.header["timed_out"]
         assert reply.header["rc"] == -signal.SIGKILL
         await wait_for_end(int(reply.body))
@@ -92,14 +115,29 @@ async def test_a_grandchild_that_holds_the_pipe_keeps_nobody() -> None:
         ({"action": "exec"}, "argv must be a list of strings"),
         ({"action": "exec", "argv": []}, "argv must have at least a program"),
         ({"action": "exec", "argv": ["a\0b"]}, "argv must be a list of strings without NUL"),
-        ({"action": "exec", "argv": ["true"], "env": {"a=b": "c"}}, "env must have names without '='"),
-        ({"action": "exec", "argv": ["true"], "output_limit": -1}, "output_limit must be an integer from 0"),
-        ({"action": "exec", "argv": ["true"], "timeout_s": -1.0}, "timeout_s must be a number from 0"),
+        (
+            {"action": "exec", "argv": ["true"], "env": {"a=b": "c"}},
+            "env must have names without '='",
+        ),
+        (
+            {"action": "exec", "argv": ["true"], "output_limit": -1},
+            "output_limit must be an integer from 0",
+        ),
+        (
+            {"action": "exec", "argv": ["true"], "timeout_s": -1.0},
+            "timeout_s must be a number from 0",
+        ),
         ({"action": "read"}, "path must be a string"),
         ({"action": "read", "path": "/dev/zero"}, "path must be a regular file, got a device"),
         ({"action": "read", "path": "/proc"}, "path must be a regular file, got a folder"),
-        ({"action": "read", "path": sys.executable, "limit": 10}, "path must have at most 10 bytes"),
-        ({"action": "write", "path": "/proc"}, "path must be a regular file, or nothing yet, got a folder"),
+        (
+            {"action": "read", "path": sys.executable, "limit": 10},
+            "path must have at most 10 bytes",
+        ),
+        (
+            {"action": "write", "path": "/proc"},
+            "path must be a regular file, or nothing yet, got a folder",
+        ),
         ({"action": "write", "path": "x", "mode": "rw"}, "mode must be an integer"),
         ({"action": "bash", "output_limit": 1.5}, "output_limit must be an integer"),
     ],
@@ -113,7 +151,10 @@ async def test_what_breaks_a_rule_is_refused(args: dict[str, Any], rule: str) ->
 
 async def test_what_cannot_be_done_says_why(tmp_path: Path) -> None:
     async with served() as channel:
-        for args in ({"action": "exec", "argv": ["/not/there"]}, {"action": "read", "path": str(tmp_path / "not")}):
+        for args in (
+            {"action": "exec", "argv": ["/not/there"]},
+            {"action": "read", "path": str(tmp_path / "not")},
+        ):
             with pytest.raises(SandboxError, match=r"No such file or directory: /"):
                 await channel.call(timeout_s=20.0, **args)  # type: ignore[arg-type]
 
@@ -165,7 +206,9 @@ async def test_more_calls_than_it_answers_at_once_are_refused(tmp_path: Path) ->
     os.mkfifo(fifo)
     async with served() as channel:
         waiting = [asyncio.create_task(run(channel, "cat", str(fifo))) for _ in range(CALLS)]
-        more = await asyncio.gather(*(run(channel, "true") for _ in range(5)), return_exceptions=True)
+        more = await asyncio.gather(
+            *(run(channel, "true") for _ in range(5)), return_exceptions=True
+        )
         assert all(isinstance(error, SandboxRefusedError) for error in more)
         for task in waiting:
             task.cancel()
@@ -195,9 +238,19 @@ async def test_at_its_end_nothing_that_it_started_is_left(how: str, tmp_path: Pa
     os.mkfifo(fifo)
     process, ours = start()
     with ours:
-        ours.sendall(pack({"id": 1, "action": "exec", "argv": ["sh", "-c", f"echo $$ > {fifo}; exec sleep 1000"]}))
+        ours.sendall(
+            pack(
+                {
+                    "id": 1,
+                    "action": "exec",
+                    "argv": ["sh", "-c", f"echo $$ > {fifo}; exec sleep 1000"],
+                }
+            )
+        )
         program = int(await asyncio.to_thread(fifo.read_text))
-        ours.sendall(pack({"id": 2, "action": "bash"}, f"sleep 1000 & echo $! > {fifo}; sleep 1000".encode()))
+        ours.sendall(
+            pack({"id": 2, "action": "bash"}, f"sleep 1000 & echo $! > {fifo}; sleep 1000".encode())
+        )
         job = int(await asyncio.to_thread(fifo.read_text))
         if how == "garbage":
             ours.sendall(struct.pack("<II", 0xFFFFFFFF, 0))
@@ -212,7 +265,9 @@ async def test_a_server_that_is_killed_mid_call() -> None:
     process, ours = start()
     channel = Channel(ours)
     pid = (await channel.call("ping", timeout_s=20.0)).header["pid"]
-    call = asyncio.create_task(channel.call("exec", timeout_s=60.0, argv=["cat", "/dev/zero"], output_limit=1))
+    call = asyncio.create_task(
+        channel.call("exec", timeout_s=60.0, argv=["cat", "/dev/zero"], output_limit=1)
+    )
     await channel.call("ping", timeout_s=20.0)
     assert pid == process.pid
     process.kill()

@@ -1,4 +1,6 @@
-"""The host's side of the tools does not trust the other: a reply of another shape is a typed error, a text is plain."""
+"""The host's side of the tools does not trust the other: a reply of another shape is a
+typed error, a text is plain.
+"""
 
 import asyncio
 import contextlib
@@ -18,9 +20,23 @@ from rollweave.schema.errors import SandboxError
     "fields",
     [
         {},
-        {"rc": "0", "timed_out": False, "restarted": False, "dropped": 0, "seconds": 0.1, "split": 0},
+        {
+            "rc": "0",
+            "timed_out": False,
+            "restarted": False,
+            "dropped": 0,
+            "seconds": 0.1,
+            "split": 0,
+        },
         {"rc": 0, "timed_out": 0, "restarted": False, "dropped": 0, "seconds": 0.1, "split": 0},
-        {"rc": 0, "timed_out": False, "restarted": False, "dropped": None, "seconds": 0.1, "split": 0},
+        {
+            "rc": 0,
+            "timed_out": False,
+            "restarted": False,
+            "dropped": None,
+            "seconds": 0.1,
+            "split": 0,
+        },
     ],
 )
 async def test_a_reply_of_another_shape(fields: dict[str, object]) -> None:

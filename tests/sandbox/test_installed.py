@@ -1,4 +1,6 @@
-"""What a sandbox sees of rollweave where it is installed as a user has it: in a virtual environment, not from a checkout."""
+"""What a sandbox sees of rollweave where it is installed as a user has it: in a virtual
+environment, not from a checkout.
+"""
 
 import json
 import os
@@ -26,7 +28,7 @@ FIND = '''
 import importlib.util, json, os, sys
 found = [os.path.join(at, name) for top in sys.argv[1:] for at, _, names in os.walk(top) for name in names if "rollweave" in at]
 try:
-    import rollweave.handlers.code_solutions as solutions
+    import rollweave.envs.handlers.code_solutions as solutions
 except ImportError:
     solutions = None
 import msgspec
@@ -57,7 +59,13 @@ def test_the_package_with_the_right_answers_is_hidden(name: str) -> None:
         shutil.copytree(Path(msgspec.__file__).parent, packages / "msgspec")
         (packages / "others.pth").write_text(str(Path(numpy.__file__).parent.parent))
         command = [f"{folder}/bin/python", "-c", LOOK, name]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}, timeout=100)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": ""},
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         installed, said, errors = json.loads(done.stdout)
         assert installed

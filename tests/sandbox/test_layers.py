@@ -38,7 +38,9 @@ def seen(path: Path) -> object:
     return path.read_bytes()
 
 
-def copied(source: Path, target: Path, *, limit_bytes: int = 1 << 20, skip: frozenset[str] = frozenset()) -> int:
+def copied(
+    source: Path, target: Path, *, limit_bytes: int = 1 << 20, skip: frozenset[str] = frozenset()
+) -> int:
     ends = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (source, target)]
     copy = Copy(limit_bytes=limit_bytes, skip=skip)
     try:
@@ -49,9 +51,13 @@ def copied(source: Path, target: Path, *, limit_bytes: int = 1 << 20, skip: froz
     return copy.bytes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None
+)
 @given(tree=st.dictionaries(NAMES, TREES, max_size=4))
-def test_a_copy_is_the_same_and_follows_no_link(tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_copy_is_the_same_and_follows_no_link(
+    tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     place = tmp_path_factory.mktemp("copy")
     build(tree, place / "from")
     (place / "to").mkdir()

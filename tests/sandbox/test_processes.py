@@ -44,8 +44,9 @@ def test_a_child_of_a_thread_is_seen_while_other_threads_end() -> None:
 
 
 def test_page_tables_count_as_memory() -> None:
-    """Reading what is not there maps one page of zeros, which resident memory does not count, by tables, which it does not
-    either."""
+    """Reading what is not there maps one page of zeros, which resident memory does not
+    count, by tables, which it does not either.
+    """
 
     def now() -> tuple[int, int, int]:
         line = process(os.getpid())
@@ -62,7 +63,9 @@ def test_page_tables_count_as_memory() -> None:
     assert most >= used
 
 
-def test_of_a_process_that_hides_its_memory_all_counts_that_it_did_not_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_process_that_hides_its_memory_all_counts_that_it_did_not_inherit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refused(*_: object) -> int:
         raise PermissionError
 

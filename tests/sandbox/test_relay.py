@@ -1,4 +1,6 @@
-"""Programs in real sandboxes reach one service of the host's: OpenAI's client, attackers, and programs that end amid a call."""
+"""Programs in real sandboxes reach one service of the host's: OpenAI's client,
+attackers, and programs that end amid a call.
+"""
 
 import asyncio
 import contextlib
@@ -16,7 +18,7 @@ from rollweave.sandbox.pool import Pool
 from rollweave.sandbox.relay import AT_ONCE, relay
 from rollweave.sandbox.tools import Bash
 from rollweave.schema.errors import SandboxLostError, SandboxRefusedError
-from tests.gateway.scripts import Script, gateway
+from tests.rollout.gateway.scripts import Script, gateway
 
 from .doors import Spy, run, said, spied
 from .worlds import ISOLATING, NAMES, SPEC, opened
@@ -52,7 +54,10 @@ async def isolated(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
 
 
 async def test_openais_client_talks_with_the_gateway(sandbox: Sandbox) -> None:
-    async with gateway(Script(["one", "two three"])) as (made, client), relay(sandbox, client.base_url) as url:
+    async with (
+        gateway(Script(["one", "two three"])) as (made, client),
+        relay(sandbox, client.base_url) as url,
+    ):
         source = """
 whole = talk("a")
 pieces = [chunk.choices[0].delta.content or "" for chunk in talk("b", stream=True)]
@@ -69,7 +74,10 @@ print(json.dumps([[m.id for m in client.models.list()], whole.choices[0].message
 
 async def test_a_stream_shows_life_before_its_answer(sandbox: Sandbox) -> None:
     script = Script(hold=True)
-    async with gateway(script, keep_alive_s=0.05) as (_, client), relay(sandbox, client.base_url) as url:
+    async with (
+        gateway(script, keep_alive_s=0.05) as (_, client),
+        relay(sandbox, client.base_url) as url,
+    ):
         source = """
 talk = http.client.HTTPConnection("127.0.0.1", door(sys.argv[1]))
 body = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]})
@@ -82,13 +90,17 @@ open(sys.argv[3], "w").close()
 print(first.decode().strip(), b"[DONE]" in answer.read())
 """
         home = (await sandbox.exec(["pwd"])).stdout.decode().strip()
-        asking = asyncio.create_task(said(sandbox, source, url, client.access.token, f"{home}/alive"))
+        asking = asyncio.create_task(
+            said(sandbox, source, url, client.access.token, f"{home}/alive")
+        )
         await sandbox.exec(["sh", "-c", "until cat alive 2> alive.not; do sleep 0.01; done"])
         script.free.set()
         assert await asking == ": the turn is under way True"
 
 
-async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through(sandbox: Sandbox) -> None:
+async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through(
+    sandbox: Sandbox,
+) -> None:
     script = Script(hold=True)
     many = 3 * AT_ONCE
     source = f"""
@@ -99,7 +111,9 @@ threads = [threading.Thread(target=lambda: answers.append(talk("hi").choices[0].
 print(answers.count("hello"))
 """
     async with gateway(script) as (_, client), relay(sandbox, client.base_url) as url:
-        first = asyncio.create_task(run(sandbox, OPENAI + "talk('first')", url, client.access.token))
+        first = asyncio.create_task(
+            run(sandbox, OPENAI + "talk('first')", url, client.access.token)
+        )
         await script.started.get()
         asking = asyncio.create_task(said(sandbox, OPENAI + source, url, client.access.token))
         for _ in range(AT_ONCE - 1):
@@ -118,17 +132,24 @@ async def test_a_program_that_is_killed_ends_its_generation(sandbox: Sandbox) ->
     script = Script(hold=True)
     async with gateway(script) as (made, client), relay(sandbox, client.base_url) as url:
         for _ in range(2):
-            asking = asyncio.create_task(run(sandbox, OPENAI + "talk('hi')", url, client.access.token))
+            asking = asyncio.create_task(
+                run(sandbox, OPENAI + "talk('hi')", url, client.access.token)
+            )
             await script.started.get()
             asking.cancel()
             await asyncio.wait_for(script.cancelled.get(), 60)
         assert made.close("s").sequences == ()
 
 
-async def test_a_sandbox_that_is_killed_ends_its_generations_and_the_relay(sandbox: Sandbox) -> None:
+async def test_a_sandbox_that_is_killed_ends_its_generations_and_the_relay(
+    sandbox: Sandbox,
+) -> None:
     script = Script(hold=True)
     async with gateway(script) as (_, client), relay(sandbox, client.base_url) as url:
-        asking = [asyncio.create_task(run(sandbox, OPENAI + "talk('hi')", url, client.access.token)) for _ in range(2)]
+        asking = [
+            asyncio.create_task(run(sandbox, OPENAI + "talk('hi')", url, client.access.token))
+            for _ in range(2)
+        ]
         for _ in asking:
             await script.started.get()
         sandbox.kill()
@@ -149,7 +170,9 @@ except openai.APIConnectionError:
     async with gateway(script) as (_, client):
         for _ in range(2):
             async with relay(sandbox, client.base_url) as url:
-                asking = asyncio.create_task(said(sandbox, OPENAI + source, url, client.access.token))
+                asking = asyncio.create_task(
+                    said(sandbox, OPENAI + source, url, client.access.token)
+                )
                 await script.started.get()
                 with pytest.raises(SandboxRefusedError, match="one relay at a time"):
                     async with relay(sandbox, client.base_url):
@@ -228,15 +251,27 @@ for wire in eval(sys.argv[2]):
             "Upgrade": "websocket",
             "Connection": "Upgrade, Keep-Alive",
         }
-        source = "print(json.dumps([ask(sys.argv[1], p, h, b, eval(sys.argv[2]))[:2] for p, h, b in eval(sys.argv[3])]))"
+        source = (
+            "print(json.dumps([ask(sys.argv[1], p, h, b, eval(sys.argv[2]))[:2] for p, h, b in "
+            "eval(sys.argv[3])]))"
+        )
         asks = [("/x/y-z?a=/../b", "POST", b"body"), ("/away", "GET", None)]
         answers = json.loads(await said(isolated, source, url, repr(headers), repr(asks)))
         host = service.removeprefix("http://").partition("/")[0]
         passed = {"host": host, "authorization": "Bearer t", "x-stainless-retry-count": "1"}
-        assert spy.seen[0] == ("POST", "/s/mine/v1/x/y-z", {**passed, "content-length": "4"}, b"body")
+        assert spy.seen[0] == (
+            "POST",
+            "/s/mine/v1/x/y-z",
+            {**passed, "content-length": "4"},
+            b"body",
+        )
         assert spy.seen[1][:3] == ("GET", "/s/mine/v1/away", passed)
         assert [status for status, _ in answers] == [200, 302]
-        assert {name.lower() for _, head in answers for name in head} == {"retry-after", "content-type", "content-length"}
+        assert {name.lower() for _, head in answers for name in head} == {
+            "retry-after",
+            "content-type",
+            "content-length",
+        }
 
 
 async def test_requests_in_every_form_that_clients_send(isolated: Sandbox) -> None:
@@ -265,14 +300,20 @@ with socket.create_connection(("127.0.0.1", door(sys.argv[1]))) as sock:
         ]
 
 
-async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(isolated: Sandbox) -> None:
+async def test_a_body_of_the_largest_size_passes_and_a_larger_one_does_not(
+    isolated: Sandbox,
+) -> None:
     spy = Spy(answer=b"x" * (20 * MIB))
     async with spied(spy) as service, relay(isolated, service) as url:
-        source = "print([(s, len(b)) for s, _, b in [ask(sys.argv[1], '/a', 'POST', b'x' * int(sys.argv[2]))]])"
+        source = (
+            "print([(s, len(b)) for s, _, b in [ask(sys.argv[1], '/a', 'POST', b'x' * "
+            "int(sys.argv[2]))]])"
+        )
         assert await said(isolated, source, url, str(BODY_BYTES)) == str([(200, 20 * MIB)])
         assert len(spy.seen[0][3]) == BODY_BYTES
         source = (
-            "print(raw(sys.argv[1], b'POST /a HTTP/1.1\\r\\nContent-Length: %d\\r\\n\\r\\n' % int(sys.argv[2])).split()[1])"
+            "print(raw(sys.argv[1], b'POST /a HTTP/1.1\\r\\nContent-Length: %d\\r\\n\\r\\n' % "
+            "int(sys.argv[2])).split()[1])"
         )
         assert await said(isolated, source, url, str(BODY_BYTES + 1)) == "b'413'"
         assert len(spy.seen) == 1
@@ -318,8 +359,14 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("wire", [[], ["POST /s/mine/v1/a HTTP/1.1\r\nContent-Length: 9\r\n\r\nhalf"]], ids=["silent", "half"])
-async def test_ten_thousand_connections_keep_nobody_from_asking(isolated: Sandbox, wire: list[str]) -> None:
+@pytest.mark.parametrize(
+    "wire",
+    [[], ["POST /s/mine/v1/a HTTP/1.1\r\nContent-Length: 9\r\n\r\nhalf"]],
+    ids=["silent", "half"],
+)
+async def test_ten_thousand_connections_keep_nobody_from_asking(
+    isolated: Sandbox, wire: list[str]
+) -> None:
     spy = Spy()
     async with spied(spy) as service, relay(isolated, service) as url:
         flood = asyncio.create_task(run(isolated, FLOOD, url, "10000", *wire, timeout_s=200.0))
@@ -356,7 +403,11 @@ print(ask(sys.argv[1], "/a")[2].decode())
         assert (await said(isolated, source, url)).split() == ["torn", "yes"]
     async with relay(isolated, service) as url:
         status, body = json.loads(
-            await said(isolated, "s, h, b = ask(sys.argv[1], '/a'); print(json.dumps([s, b.decode()]))", url)
+            await said(
+                isolated,
+                "s, h, b = ask(sys.argv[1], '/a'); print(json.dumps([s, b.decode()]))",
+                url,
+            )
         )
         assert (status, json.loads(body)["error"]["type"]) == (502, "server_error")
 
@@ -416,7 +467,9 @@ class Liar:
         self.killed.set()
 
 
-def part(number: Any, *, method: str = "POST", more: Any = False, gone: Any = (), **fields: Any) -> dict[str, Any]:
+def part(
+    number: Any, *, method: str = "POST", more: Any = False, gone: Any = (), **fields: Any
+) -> dict[str, Any]:
     return {
         "gone": list(gone),
         "number": number,
@@ -446,7 +499,9 @@ def part(number: Any, *, method: str = "POST", more: Any = False, gone: Any = ()
         [(part(1, more=True), b"x" * BODY_BYTES), (part(1, method=""), b"x")],
     ],
 )
-async def test_a_sandbox_that_breaks_the_protocol_is_killed(notices: list[tuple[dict[str, Any], bytes]]) -> None:
+async def test_a_sandbox_that_breaks_the_protocol_is_killed(
+    notices: list[tuple[dict[str, Any], bytes]],
+) -> None:
     liar = Liar(notices)
     async with spied(Spy()) as service, relay(liar, service):  # type: ignore[arg-type]
         await asyncio.wait_for(liar.killed.wait(), 60)
@@ -454,7 +509,12 @@ async def test_a_sandbox_that_breaks_the_protocol_is_killed(notices: list[tuple[
 
 async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
     spy = Spy()
-    headers = {"authorization": "a\r\nX-Evil: b", "host": "evil", "accept": "x\0", "content-type": "application/json"}
+    headers = {
+        "authorization": "a\r\nX-Evil: b",
+        "host": "evil",
+        "accept": "x\0",
+        "content-type": "application/json",
+    }
     notices = [
         (part(1, headers=headers), b"body"),
         (part(2, target="http://evil/s/mine/v1/a"), b""),
@@ -471,6 +531,10 @@ async def test_what_a_sandbox_says_is_filtered_on_the_host() -> None:
     statuses = {args["number"]: args["status"] for args in told}
     assert statuses == {1: 200, 2: 404, 3: 404, 4: 404, 5: 405, 7: 200}
     (first, second) = sorted(spy.seen, key=lambda seen: -len(seen[3]))
-    assert first[2] == {"host": first[2]["host"], "content-type": "application/json", "content-length": "4"}
+    assert first[2] == {
+        "host": first[2]["host"],
+        "content-type": "application/json",
+        "content-length": "4",
+    }
     assert (first[1], second[1]) == ("/s/mine/v1/a",) * 2
     assert not liar.killed.is_set()

@@ -1,4 +1,6 @@
-"""What programs load by themselves when they start cannot be what an agent wrote, in its sandbox or in a branch of it."""
+"""What programs load by themselves when they start cannot be what an agent wrote, in
+its sandbox or in a branch of it.
+"""
 
 import json
 import sys
@@ -21,19 +23,29 @@ async def isolating(request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
         yield made
 
 
-def test_folders_that_interpreters_import_from_are_found_whether_they_exist_or_not(tmp_path: Path) -> None:
+def test_folders_that_interpreters_import_from_are_found_whether_they_exist_or_not(
+    tmp_path: Path,
+) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     for name, info in (("one", {"editable": True}), ("two", {}), ("three", {"editable": True})):
         (packages / f"{name}.dist-info").mkdir(parents=True)
         url = "https://example.org/x" if name == "three" else f"file:///work/{name}%20x"
-        (packages / f"{name}.dist-info" / "direct_url.json").write_text(json.dumps({"url": url, "dir_info": info}))
+        (packages / f"{name}.dist-info" / "direct_url.json").write_text(
+            json.dumps({"url": url, "dir_info": info})
+        )
     (packages / "torn.dist-info").mkdir()
     (packages / "torn.dist-info" / "direct_url.json").write_text("[")
     (packages / "a.pth").write_text("# none\nimport os; os\n\n/nowhere/src/\n../vendor\n")
-    assert import_folders((str(tmp_path),)) == ("/nowhere/src", str(packages.parent / "vendor"), "/work/one x")
+    assert import_folders((str(tmp_path),)) == (
+        "/nowhere/src",
+        str(packages.parent / "vendor"),
+        "/work/one x",
+    )
 
 
-def test_a_folder_is_sealed_unless_the_sandbox_has_it_or_an_agents_files_belong_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_sealed_unless_the_sandbox_has_it_or_an_agents_files_belong_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     inside = f"{sys.prefix}/lib/src"
     folders = (
         "/nowhere/src",
@@ -86,23 +98,41 @@ for place in places:  # what cannot be written in may be moved out of the way
 
 
 async def test_nothing_that_an_agent_left_is_loaded_in_a_branch(isolating: Backend) -> None:
-    """Where rollweave is installed for development, as it is for its tests, there is a folder to import from."""
+    """Where rollweave is installed for development, as it is for its tests, there is a
+    folder to import from.
+    """
     sandbox = await isolating.start(SPEC)
-    places = [*import_folders(), "/home/agent", "/etc/python3", f"{sys.base_prefix}/lib", "/run/rollweave/inside"]
+    places = [
+        *import_folders(),
+        "/home/agent",
+        "/etc/python3",
+        f"{sys.base_prefix}/lib",
+        "/run/rollweave/inside",
+    ]
     planted = await sandbox.exec([sys.executable, "-I", "-c", PLANT.format(places=places)])
     assert planted.rc == 0, planted.stderr
     await sandbox.exec(["rm", "-f", "/tmp/loaded"])
     branch = await isolating.branch(await sandbox.snapshot())
     assert (await branch.exec([sys.executable, "-I", "-c", ""], cwd="/")).stderr == b""
-    assert (await branch.exec(["cat", "/tmp/loaded", "/etc/ld.so.preload", "/etc/ld.so.cache"])).stdout == b""
+    assert (
+        await branch.exec(["cat", "/tmp/loaded", "/etc/ld.so.preload", "/etc/ld.so.cache"])
+    ).stdout == b""
 
 
-async def test_a_folder_is_sealed_around_what_is_mounted_in_it(isolating: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An editable install of a flat layout: the folder of the virtual environment is itself imported from."""
+async def test_a_folder_is_sealed_around_what_is_mounted_in_it(
+    isolating: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable install of a flat layout: the folder of the virtual environment is
+    itself imported from.
+    """
     around = str(Path(sys.prefix).parent)
     monkeypatch.setattr(rootfs, "import_folders", lambda: (around, "/opt/editable/src"))
     sandbox = await isolating.start(SPEC)
-    tried = await sandbox.exec([sys.executable, "-I", "-c", f"import os; os.mkdir({around + '/x'!r})"])
+    tried = await sandbox.exec(
+        [sys.executable, "-I", "-c", f"import os; os.mkdir({around + '/x'!r})"]
+    )
     assert b"Read-only file system" in tried.stderr
-    tried = await sandbox.exec(["sh", "-c", "ls -A /opt/editable/src; echo x > /opt/editable/src/x"])
+    tried = await sandbox.exec(
+        ["sh", "-c", "ls -A /opt/editable/src; echo x > /opt/editable/src/x"]
+    )
     assert (tried.stdout, b"Read-only file system" in tried.stderr) == (b"", True)

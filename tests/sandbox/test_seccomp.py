@@ -1,4 +1,6 @@
-"""The filter against its specification, run by a slow and obvious interpreter of classic BPF."""
+"""The filter against its specification, run by a slow and obvious interpreter of
+classic BPF.
+"""
 
 import errno
 import re
@@ -50,9 +52,14 @@ reboot 169 142 EPERM; swapon 167 224 EPERM; swapoff 168 225 EPERM; acct 163 89 E
 quotactl_fd 443 443 EPERM; modify_ldt 154 - ENOSYS; uselib 134 - ENOSYS; iopl 172 - EPERM; ioperm 173 - EPERM;
 migrate_pages 256 238 EPERM; move_pages 279 239 EPERM; vhangup 153 58 EPERM
 """
-"""What the filter refuses whatever its arguments are: name, number on x86_64 and on aarch64, error."""
+"""What the filter refuses whatever its arguments are: name, number on x86_64 and on
+aarch64, error.
+"""
 
-HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
+HEADERS = {
+    "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
+    "aarch64": "/usr/include/asm-generic/unistd.h",
+}
 
 
 def run(program: bytes, *, arch: int, number: int, args: tuple[int, ...] = (0,) * 6) -> int:
@@ -94,32 +101,58 @@ def expected(machine: str, number: int, args: tuple[int, ...]) -> int:
     return ALLOW
 
 
-INTERESTING = [0, 1, 2, 8, 10, 16, 17, 40, 132, 0x5412, 0x541C, 0x5423, 0x20008, 0x40000, 0x10000000, 2**32 - 1]
+INTERESTING = [
+    0,
+    1,
+    2,
+    8,
+    10,
+    16,
+    17,
+    40,
+    132,
+    0x5412,
+    0x541C,
+    0x5423,
+    0x20008,
+    0x40000,
+    0x10000000,
+    2**32 - 1,
+]
 
 
 @settings(deadline=None)
 @given(
     machine=st.sampled_from(MACHINES),
     number=st.integers(0, 500) | st.integers(0, 2**32 - 1),
-    args=st.tuples(*[st.sampled_from([*INTERESTING, *(2**32 + value for value in INTERESTING)])] * 6),
+    args=st.tuples(
+        *[st.sampled_from([*INTERESTING, *(2**32 + value for value in INTERESTING)])] * 6
+    ),
 )
-def test_every_call_meets_the_fate_that_the_tables_name(machine: str, number: int, args: tuple[int, ...]) -> None:
+def test_every_call_meets_the_fate_that_the_tables_name(
+    machine: str, number: int, args: tuple[int, ...]
+) -> None:
     program = bpf_filter(machine)
-    assert run(program, arch=AUDIT_ARCH[machine], number=number, args=args) == expected(machine, number, args)
+    assert run(program, arch=AUDIT_ARCH[machine], number=number, args=args) == expected(
+        machine, number, args
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_number_below_500_and_other_architectures(machine: str) -> None:
     program = bpf_filter(machine)
     for number in range(500):
-        assert run(program, arch=AUDIT_ARCH[machine], number=number) == expected(machine, number, (0,) * 6)
+        assert run(program, arch=AUDIT_ARCH[machine], number=number) == expected(
+            machine, number, (0,) * 6
+        )
         assert run(program, arch=0x40000003, number=number) == KILL  # i386
 
 
 def test_the_table_is_the_one_that_was_reviewed() -> None:
     numbers = [("-" if n is None else str(n) for n in row[:2]) for row in REFUSED.values()]
     lines = [
-        " ".join((name, *found, errno.errorcode[row[2]])) for (name, row), found in zip(REFUSED.items(), numbers, strict=True)
+        " ".join((name, *found, errno.errorcode[row[2]]))
+        for (name, row), found in zip(REFUSED.items(), numbers, strict=True)
     ]
     assert lines == [line.strip() for line in GOLDEN.replace("\n", " ").split(";")]
 
@@ -133,7 +166,9 @@ def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     numbers = {name: int(number) for name, number in found}
     column = MACHINES.index(machine)
     ours = {name: row[column] for name, row in REFUSED.items() if row[column] is not None}
-    assert {name: number for name, number in ours.items() if numbers.get(name, number) != number} == {}
+    assert {
+        name: number for name, number in ours.items() if numbers.get(name, number) != number
+    } == {}
     assert max(ours.values(), key=int) <= NEWEST
 
 
@@ -143,7 +178,12 @@ def test_values_that_the_filter_must_refuse(machine: str) -> None:
     column = MACHINES.index(machine)
 
     def verdict(call: tuple[int, int], *args: int) -> int:
-        return run(bpf_filter(machine), arch=AUDIT_ARCH[machine], number=call[column], args=(*args, *(6 - len(args)) * (0,)))
+        return run(
+            bpf_filter(machine),
+            arch=AUDIT_ARCH[machine],
+            number=call[column],
+            args=(*args, *(6 - len(args)) * (0,)),
+        )
 
     for namespace in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000):
         assert verdict((56, 220), namespace | 17) == ERRNO | errno.EPERM, hex(namespace)
@@ -153,7 +193,8 @@ def test_values_that_the_filter_must_refuse(machine: str) -> None:
         assert verdict((41, 198), family, 1, 0) == ERRNO | errno.EAFNOSUPPORT, family
     for protocol in (33, 115, 132, 136, 262):  # DCCP, L2TP, SCTP, UDP-Lite, MPTCP
         assert verdict((41, 198), 2, 1, protocol) == ERRNO | errno.EPROTONOSUPPORT, protocol
-    for personality in (0x40000, 0x400000, 0x0100000, 1):  # no randomization, executable reads, a mapped page zero, SVR4
+    # no randomization, executable reads, a mapped page zero, SVR4
+    for personality in (0x40000, 0x400000, 0x0100000, 1):
         assert verdict((135, 92), personality) == ERRNO | errno.EPERM, hex(personality)
     for number in (470, 480, 511):
         assert verdict((number, number)) == ERRNO | errno.ENOSYS
@@ -166,6 +207,15 @@ def test_a_machine_without_a_table_is_refused() -> None:
 
 def test_what_programs_need_is_allowed() -> None:
     for name in ("read", "openat", "execve", "futex", "socket(AF_INET)", "clone(SIGCHLD)"):
-        number = {"read": 0, "openat": 257, "execve": 59, "futex": 202, "socket(AF_INET)": 41, "clone(SIGCHLD)": 56}[name]
+        number = {
+            "read": 0,
+            "openat": 257,
+            "execve": 59,
+            "futex": 202,
+            "socket(AF_INET)": 41,
+            "clone(SIGCHLD)": 56,
+        }[name]
         args = (17 if "clone" in name else 2, 0, 0, 0, 0, 0)
-        assert run(bpf_filter("x86_64"), arch=AUDIT_ARCH["x86_64"], number=number, args=args) == ALLOW, name
+        assert (
+            run(bpf_filter("x86_64"), arch=AUDIT_ARCH["x86_64"], number=number, args=args) == ALLOW
+        ), name

@@ -1,4 +1,6 @@
-"""Archives that reach outside, never end, or are torn: what is unpacked is in its folder and its bounds, or nothing is."""
+"""Archives that reach outside, never end, or are torn: what is unpacked is in its
+folder and its bounds, or nothing is.
+"""
 
 import gzip
 import io
@@ -43,13 +45,20 @@ def archive(path: Path, *members: Member) -> Path:
 
 
 def beyond_path_max(*, below: str) -> list[Member]:
-    """A link whose target the kernel cannot resolve in one piece, so that a check by name takes it for harmless."""
+    """A link whose target the kernel cannot resolve in one piece, so that a check by
+    name takes it for harmless.
+    """
     part, found, path = "d" * 247, [], ""
     for step in "abcdefghijklmnop":
         found += [member(f"{path}{part}", FOLDER), member(f"{path}{step}", LINK, part)]
         path += f"{part}/"
     far = "/".join("abcdefghijklmnop") + "/" + "l" * 254
-    return [*found, member(far, LINK, "../" * 16), member("escape", LINK, f"{far}/.."), member(f"escape/{below}", data=b"x")]
+    return [
+        *found,
+        member(far, LINK, "../" * 16),
+        member("escape", LINK, f"{far}/.."),
+        member(f"escape/{below}", data=b"x"),
+    ]
 
 
 ATTACKS: dict[str, list[Member]] = {
@@ -57,15 +66,27 @@ ATTACKS: dict[str, list[Member]] = {
     "dots within": [member("a/../../out", data=b"x")],
     "through a link to a place": [member("a", LINK, "PLACE"), member("a/out", data=b"x")],
     "through a link upwards": [member("a", LINK, ".."), member("a/out", data=b"x")],
-    "through a link as a folder": [member("a", LINK, ".."), member("a", FOLDER), member("a/out", data=b"x")],
+    "through a link as a folder": [
+        member("a", LINK, ".."),
+        member("a", FOLDER),
+        member("a/out", data=b"x"),
+    ],
     "a folder in a link": [member("a", LINK, ".."), member("a/made", FOLDER)],
     "a link in a link": [member("a", LINK, ".."), member("a/made", LINK, "x")],
-    "a hard link in a link": [member("f", data=b"x"), member("a", LINK, ".."), member("a/made", HARD, "f")],
+    "a hard link in a link": [
+        member("f", data=b"x"),
+        member("a", LINK, ".."),
+        member("a/made", HARD, "f"),
+    ],
     "hard link upwards": [member("a", HARD, "../secret"), member("a", data=b"x")],
     "hard link to a place": [member("a", HARD, "PLACE/secret")],
     "hard link through a link": [member("a", LINK, ".."), member("b", HARD, "a/secret")],
     "beyond PATH_MAX": beyond_path_max(below="out"),
-    "a folder that becomes a link": [member("a", FOLDER), member("a", LINK, ".."), member("a/out", data=b"x")],
+    "a folder that becomes a link": [
+        member("a", FOLDER),
+        member("a", LINK, ".."),
+        member("a/out", data=b"x"),
+    ],
     "NUL": [member("a\0/../../out", data=b"x"), member("b", LINK, "x")],
 }
 
@@ -79,7 +100,10 @@ def place(tmp_path: Path) -> Path:
 
 def untouched(place: Path) -> bool:
     secret = place / "secret"
-    return sorted(os.listdir(place)) == ["bad.tar", "secret", "to"] and (secret.read_text(), secret.stat().st_nlink) == (
+    return sorted(os.listdir(place)) == ["bad.tar", "secret", "to"] and (
+        secret.read_text(),
+        secret.stat().st_nlink,
+    ) == (
         "secret",
         1,
     )
@@ -92,7 +116,9 @@ def attack(place: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "NUL"])
-def test_an_archive_that_reaches_outside_is_refused_and_leaves_nothing(place: Path, name: str) -> None:
+def test_an_archive_that_reaches_outside_is_refused_and_leaves_nothing(
+    place: Path, name: str
+) -> None:
     with pytest.raises(SandboxError, match=r"bad\.tar cannot be unpacked"):
         unpack(attack(place, name), place / "to", Bounds())
     assert untouched(place)
@@ -119,15 +145,21 @@ def _unpacked_here(path: Path, to: Path, bounds: Bounds | None = None) -> None:
         os.close(top)
 
 
-NAMES = st.lists(st.sampled_from(["a", "b", "..", ".", "", "secret"]), min_size=1, max_size=4).map("/".join)
-MEMBERS = st.builds(member, NAMES, st.sampled_from([FILE, FOLDER, LINK, HARD]), NAMES, st.just(b"")) | st.builds(
-    member, NAMES, st.just(FILE), st.just(""), st.binary(max_size=9)
+NAMES = st.lists(st.sampled_from(["a", "b", "..", ".", "", "secret"]), min_size=1, max_size=4).map(
+    "/".join
 )
+MEMBERS = st.builds(
+    member, NAMES, st.sampled_from([FILE, FOLDER, LINK, HARD]), NAMES, st.just(b"")
+) | st.builds(member, NAMES, st.just(FILE), st.just(""), st.binary(max_size=9))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
+)
 @given(members=st.lists(MEMBERS, max_size=8))
-def test_no_archive_changes_anything_outside(members: list[Member], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_archive_changes_anything_outside(
+    members: list[Member], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     place = tmp_path_factory.mktemp("unpack")
     (place / "secret").write_text("secret")
     (place / "to").mkdir()
@@ -143,8 +175,18 @@ def test_what_raises_privileges_or_is_no_file_is_left_out(place: Path) -> None:
     closed.mode, closed.mtime = 0o2000, 1_000_000_000
     device, _ = member("device", tarfile.CHRTYPE)
     device.devmajor, device.devminor = 1, 3
-    members = [(device, b""), member("fifo", tarfile.FIFOTYPE), (closed, b""), member("closed/in"), (raised, data)]
-    members += [member("/top/./made", data=b"abs"), member("again", data=b"1"), member("again", data=b"2")]
+    members = [
+        (device, b""),
+        member("fifo", tarfile.FIFOTYPE),
+        (closed, b""),
+        member("closed/in"),
+        (raised, data),
+    ]
+    members += [
+        member("/top/./made", data=b"abs"),
+        member("again", data=b"1"),
+        member("again", data=b"2"),
+    ]
     members += [
         member("hard", HARD, "program"),
         member("sh", LINK, "/bin/sh"),
@@ -154,7 +196,10 @@ def test_what_raises_privileges_or_is_no_file_is_left_out(place: Path) -> None:
     unpack(archive(place / "bad.tar", *members), place / "to", Bounds())
     to = place / "to"
     assert sorted(os.listdir(to)) == ["again", "closed", "hard", "program", "sh", "soft", "top"]
-    assert [stat.S_IMODE((to / name).stat().st_mode) for name in ("program", "closed")] == [0o1755, 0o700]
+    assert [stat.S_IMODE((to / name).stat().st_mode) for name in ("program", "closed")] == [
+        0o1755,
+        0o700,
+    ]
     assert ((to / "closed").stat().st_mtime, (to / "again").read_bytes()) == (1_000_000_000, b"2")
     assert (to / "top" / "made").read_bytes() == b"abs"
     assert os.readlink(to / "soft") == "/bin/sh"
@@ -168,7 +213,9 @@ def _sparse(size: int) -> Member:
 
 
 def _zeros(path: Path, *, size: int) -> Path:
-    """A file of zeros, compressed by about a thousand to one, in parts that are the same."""
+    """A file of zeros, compressed by about a thousand to one, in parts that are the
+    same.
+    """
     header = member("zeros")[0]
     header.size = size
     part = gzip.compress(bytes(1 << 24))
@@ -182,11 +229,31 @@ def _zeros(path: Path, *, size: int) -> Path:
 @pytest.mark.parametrize(
     ("made", "bounds", "message"),
     [
-        (lambda path: _zeros(path, size=400 << 20), Bounds(bytes=1 << 20), "at most bounds.bytes = 1048576 bytes, and"),
-        (lambda path: archive(path, _sparse(1 << 40)), Bounds(bytes=1 << 20), "at most bounds.bytes = 1048576 bytes, and"),
-        (lambda path: archive(path, *(member(str(i)) for i in range(11))), Bounds(members=10), "bounds.members = 10 members"),
-        (lambda path: archive(path, member("/".join("abcdefghijk"))), Bounds(members=10), "bounds.members = 10 members"),
-        (lambda path: archive(path, member("/".join("abcdef"))), Bounds(depth=5), "at most bounds.depth = 5 names, got 6"),
+        (
+            lambda path: _zeros(path, size=400 << 20),
+            Bounds(bytes=1 << 20),
+            "at most bounds.bytes = 1048576 bytes, and",
+        ),
+        (
+            lambda path: archive(path, _sparse(1 << 40)),
+            Bounds(bytes=1 << 20),
+            "at most bounds.bytes = 1048576 bytes, and",
+        ),
+        (
+            lambda path: archive(path, *(member(str(i)) for i in range(11))),
+            Bounds(members=10),
+            "bounds.members = 10 members",
+        ),
+        (
+            lambda path: archive(path, member("/".join("abcdefghijk"))),
+            Bounds(members=10),
+            "bounds.members = 10 members",
+        ),
+        (
+            lambda path: archive(path, member("/".join("abcdef"))),
+            Bounds(depth=5),
+            "at most bounds.depth = 5 names, got 6",
+        ),
         (lambda path: archive(path, member("x" * 3000)), Bounds(), "at most 2048 bytes, got 'xxx"),
         (
             lambda path: _zeros(path, size=1 << 40),
@@ -215,7 +282,9 @@ def test_what_goes_beyond_its_bounds_is_refused_and_leaves_nothing(
         (Bounds(depth=2), "at most bounds.depth = 2 names, got 3"),
     ],
 )
-def test_what_could_not_be_unpacked_is_not_packed(tmp_path: Path, bounds: Bounds, message: str) -> None:
+def test_what_could_not_be_unpacked_is_not_packed(
+    tmp_path: Path, bounds: Bounds, message: str
+) -> None:
     (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
     for name in ("c", "d"):
         (tmp_path / "tree" / "a" / "b" / name).write_bytes(bytes(25_000))
@@ -225,7 +294,10 @@ def test_what_could_not_be_unpacked_is_not_packed(tmp_path: Path, bounds: Bounds
     assert os.listdir(tmp_path / "blobs") == []
     enough = Bounds(bytes=61_440, members=4, depth=3)
     images = Images(tmp_path / "images", Blobs(tmp_path / "blobs"), bounds=enough)
-    assert sorted(os.listdir(Path(images.path(images.add(tmp_path / "tree")), "a", "b"))) == ["c", "d"]
+    assert sorted(os.listdir(Path(images.path(images.add(tmp_path / "tree")), "a", "b"))) == [
+        "c",
+        "d",
+    ]
 
 
 def test_bounds_that_cannot_be() -> None:
@@ -235,16 +307,27 @@ def test_bounds_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("compression", ["", ":gz", ":bz2", ":xz"])
-def test_whatever_is_torn_is_refused_and_what_is_whole_is_not(tmp_path: Path, compression: str) -> None:
+def test_whatever_is_torn_is_refused_and_what_is_whole_is_not(
+    tmp_path: Path, compression: str
+) -> None:
     path = tmp_path / "whole.tar"
     with tarfile.open(path, f"w{compression}") as out:  # type: ignore[call-overload]
-        for made, data in (member("a", data=os.urandom(40_000)), member("b", data=os.urandom(40_000))):
+        for made, data in (
+            member("a", data=os.urandom(40_000)),
+            member("b", data=os.urandom(40_000)),
+        ):
             out.addfile(made, io.BytesIO(data))
     (tmp_path / "to").mkdir()
     unpack(path, tmp_path / "to", Bounds())
     assert [(tmp_path / "to" / name).stat().st_size for name in ("a", "b")] == [40_000, 40_000]
     whole = path.read_bytes()
-    torn = [b"", b"no archive" * 100, whole[:20_000], whole[:60_000], whole[: 40_960 + 100] if not compression else whole[:-9]]
+    torn = [
+        b"",
+        b"no archive" * 100,
+        whole[:20_000],
+        whole[:60_000],
+        whole[: 40_960 + 100] if not compression else whole[:-9],
+    ]
     for number, data in enumerate(torn):
         path.write_bytes(data)
         (tmp_path / str(number)).mkdir()
@@ -273,7 +356,10 @@ unpacking.main()
         ("while True: os.write(1, b'x' * 4096)", "unpacked: x{1000}$"),
         ("os.kill(os.getpid(), signal.SIGSEGV); os._exit(9)", "ended without a word"),
         ("kernel.die_with_parent(0); os.setsid(); signal.pause()", "within bounds.seconds = 1 s"),
-        ("os.close(1); kernel.die_with_parent(0); os.setsid(); signal.pause()", "within bounds.seconds = 1 s"),
+        (
+            "os.close(1); kernel.die_with_parent(0); os.setsid(); signal.pause()",
+            "within bounds.seconds = 1 s",
+        ),
         ("raise OSError('\\udcff')", "OSError: .udcff"),
     ],
 )
@@ -324,7 +410,16 @@ def test_the_process_that_reads_an_archive_has_nothing_but_its_folder(tmp_path: 
     source = str(Path(unpacking.__file__).parents[2])
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        code = CONFINED.format(source=source, folder=str(tmp_path / "to"), port=port, root=os.getuid() == 0)
-        ran = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, check=True, timeout=60)
+        code = CONFINED.format(
+            source=source, folder=str(tmp_path / "to"), port=port, root=os.getuid() == 0
+        )
+        ran = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", code], capture_output=True, check=True, timeout=60
+        )
     names = ("passwd", "proc", "chown", "mount", "unshare", "network")
-    assert json.loads(ran.stdout) == {"root": ["in"], "pid": 1, "top": ["in"], **dict.fromkeys(names, True)}
+    assert json.loads(ran.stdout) == {
+        "root": ["in"],
+        "pid": 1,
+        "top": ["in"],
+        **dict.fromkeys(names, True),
+    }

@@ -26,9 +26,22 @@ def why_not(name: str) -> str:
         return ""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
-    probe = ["bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "true"]
+    probe = [
+        "bwrap",
+        "--unshare-user",
+        "--unshare-pid",
+        "--unshare-net",
+        "--ro-bind",
+        "/",
+        "/",
+        "true",
+    ]
     tried = subprocess.run(probe, capture_output=True, check=False)
-    return "" if tried.returncode == 0 else f"this machine has no user namespaces for us: {tried.stderr.decode()[-200:]}"
+    return (
+        ""
+        if tried.returncode == 0
+        else f"this machine has no user namespaces for us: {tried.stderr.decode()[-200:]}"
+    )
 
 
 def needs(name: str) -> None:
@@ -38,7 +51,9 @@ def needs(name: str) -> None:
 
 @asynccontextmanager
 async def opened(name: str) -> AsyncIterator[Backend]:
-    """A back end; when it is closed nothing of it is left: no process, no folder, no descriptor."""
+    """A back end; when it is closed nothing of it is left: no process, no folder, no
+    descriptor.
+    """
     needs(name)
     fds = len(os.listdir("/proc/self/fd"))
     with no_process_left():
@@ -73,11 +88,17 @@ def _command(pid: int) -> str:
 
 def left_of(folders: list[str]) -> list[str]:
     mounts = Path("/proc/self/mounts").read_text().splitlines()
-    return [folder for folder in folders if os.path.exists(folder) or any(folder in line for line in mounts)]
+    return [
+        folder
+        for folder in folders
+        if os.path.exists(folder) or any(folder in line for line in mounts)
+    ]
 
 
 def image(folder: Path) -> str:
-    """A small image: this machine's programs by links into a copy of nothing but what Python needs."""
+    """A small image: this machine's programs by links into a copy of nothing but what
+    Python needs.
+    """
     root = folder / "image"
     for name in ("proc", "dev", "tmp", "etc", "home", "project"):
         (root / name).mkdir(parents=True)
@@ -91,7 +112,14 @@ def image(folder: Path) -> str:
     library = Path(os.__file__).parent
     target = root / "usr" / "lib" / version
     ignore = shutil.ignore_patterns(
-        "site-packages", "dist-packages", "test", "idlelib", "ensurepip", "config-*", "__pycache__", "tkinter"
+        "site-packages",
+        "dist-packages",
+        "test",
+        "idlelib",
+        "ensurepip",
+        "config-*",
+        "__pycache__",
+        "tkinter",
     )
     shutil.copytree(library, target, ignore=ignore)
     for extension in (target / "lib-dynload").glob("*.so"):

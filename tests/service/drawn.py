@@ -1,4 +1,6 @@
-"""An environment whose tasks are drawn slowly, or wrongly: `make_task` notes in `log` when it begins and ends."""
+"""An environment whose tasks are drawn slowly, or wrongly: `make_task` notes in `log`
+when it begins and ends.
+"""
 
 import time
 from pathlib import Path
@@ -6,7 +8,7 @@ from typing import Any
 
 from rollweave.envs.base import Options, new_task
 from rollweave.schema.work import Task
-from tests.live.game import Game
+from tests.runtime.game import Game
 
 
 class Drawn(Game):

@@ -1,7 +1,8 @@
-"""A game in which the members of a group get different rewards, and may have to wait: the payload says so.
+"""A game in which the members of a group get different rewards, and may have to wait:
+the payload says so.
 
-`rewards`: of the members of the groups called `name`, in the order in which they begin; "broken" breaks. `gate`: no step
-returns without this file.
+`rewards`: of the members of the groups called `name`, in the order in which they begin;
+"broken" breaks. `gate`: no step returns without this file.
 """
 
 import asyncio

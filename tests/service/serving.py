@@ -1,4 +1,5 @@
-"""A service for tests: real pipeline, real HTTP, echo engines as processes; in a thread of ours, or as a program to be killed.
+"""A service for tests: real pipeline, real HTTP, echo engines as processes; in a thread
+of ours, or as a program to be killed.
 
 As a program: `python -m tests.service.serving CONFIG`; it prints its address.
 """
@@ -13,20 +14,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollweave.codec.config import dumps, load
 from rollweave.schema.commands import Warn
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.loading import dumps, load
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import launch
 from rollweave.service.engines import connector
 from rollweave.service.service import Service
-from tests.live.whole import FAKES, ROOT, make_config
+from tests.runtime.whole import FAKES, ROOT, make_config
 
 WAIT_S = 60.0
 
 
 def service_config(directory: Path, **sections: Any) -> RunConfig:
-    """Port 0; the game of `tests.live.game`, two echo engines."""
+    """Port 0; the game of `tests.runtime.game`, two echo engines."""
     serve = {"port": 0, **sections.pop("serve", {})}
     run = {"name": "service", **sections.pop("run", {})}
     return make_config(directory, run=run, serve=serve, **sections)
@@ -52,9 +53,14 @@ class Host:
 
 
 class Serving:
-    """A service in a thread, without a token unless told otherwise. `stop` ends it and waits; what it raised is raised here."""
+    """A service in a thread, without a token unless told otherwise.
 
-    def __init__(self, config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool) -> None:
+    `stop` ends it and waits; what it raised is raised here.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool
+    ) -> None:
         self.host = Host()
         self._error: BaseException | None = None
         self._connect = connect
@@ -74,7 +80,14 @@ class Serving:
 
     def _serve(self, config: RunConfig) -> None:
         try:
-            launch.serve(config, host=self.host, connect=self._connect, programs=FAKES, observe=self._observe, **self._given)
+            launch.serve(
+                config,
+                host=self.host,
+                connect=self._connect,
+                programs=FAKES,
+                observe=self._observe,
+                **self._given,
+            )
         except BaseException as error:
             self._error = error
 
@@ -98,7 +111,9 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool) -> Iterator[Serving]:
+def serving(
+    config: RunConfig, *, connect: launch.Connect = no_engine, **given: bool
+) -> Iterator[Serving]:
     service = Serving(config, connect=connect, **given)
     try:
         yield service
@@ -112,11 +127,16 @@ class Program:
     def __init__(self, config: RunConfig, *, files: int | None = None) -> None:
         file = Path(config.run.dir) / "given.toml"
         file.write_text(dumps(config))
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         limit = ["prlimit", f"--nofile={files // 2}:{files}"] if files is not None else []
         command = [*limit, sys.executable, "-m", "tests.service.serving", str(file)]
         with (Path(config.run.dir) / "said").open("wb") as said:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=said)
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=said
+            )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
         assert self.address, "the service ended before it was ready"

@@ -1,7 +1,9 @@
-"""A service on a disk that is really full: `python -m tests.service.small_disk DIRECTORY`, by itself in a namespace.
+"""A service on a disk that is really full: `python -m tests.service.small_disk
+DIRECTORY`, by itself in a namespace.
 
-Fills the disk up while rollouts are accepted, expects each answer to be 202 or 507 and the service to go on or to end with one
-error, and what was accepted, that alone, to be done once there is room.
+Fills the disk up while rollouts are accepted, expects each answer to be 202 or 507 and
+the service to go on or to end with one error, and what was accepted, that alone, to be
+done once there is room.
 """
 
 import asyncio
@@ -11,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.live.small_disk import BALLAST, DISK_BYTES, fill
-from tests.live.whole import run_dir
+from tests.runtime.small_disk import BALLAST, DISK_BYTES, fill
+from tests.runtime.whole import run_dir
 from tests.service.serving import Program, service_config
 from tests.service.test_service import ask, game
 
@@ -50,7 +52,9 @@ def main(directory: Path, spare: int) -> None:
     config = service_config(directory)
     disk = run_dir(config)
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)], check=True
+    )
     program = Program(config)
     fill(disk, spare)
     accepted, refused = asyncio.run(flood(program.address))

@@ -1,4 +1,6 @@
-"""Bodies that ask for rollouts: one and many, whole and wrong, and far too many without holding up others."""
+"""Bodies that ask for rollouts: one and many, whole and wrong, and far too many without
+holding up others.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,9 @@ from rollweave.service.refusals import TooLargeError
 
 Json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 Payload = st.dictionaries(st.text(max_size=4), Json, max_size=3)
@@ -25,10 +29,14 @@ Asked = st.builds(RolloutRequest, handler=st.just("game"), payload=Payload, seed
 
 
 @given(st.lists(Asked, min_size=1, max_size=5), st.sampled_from([None, 1]))
-def test_a_batch_is_what_was_sent_however_it_is_written(requests: list[RolloutRequest], indent: int | None) -> None:
+def test_a_batch_is_what_was_sent_however_it_is_written(
+    requests: list[RolloutRequest], indent: int | None
+) -> None:
     plain = [msgspec.to_builtins(request) for request in requests]
     for ascii_only in (True, False):
-        body = json.dumps({"rollouts": plain}, indent=indent, ensure_ascii=ascii_only).encode(errors="replace")
+        body = json.dumps({"rollouts": plain}, indent=indent, ensure_ascii=ascii_only).encode(
+            errors="replace"
+        )
         found, several = asyncio.run(asked_for(body, most=5))
         assert several
         if ascii_only:
@@ -80,10 +88,14 @@ class Pulse:
 
 
 @pytest.mark.parametrize("count", [11, 250_000, 400_000])
-async def test_too_many_are_refused_before_they_are_made_into_objects(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_are_refused_before_they_are_made_into_objects(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[RolloutRequest] = []
     whole = RolloutRequest.__post_init__
-    monkeypatch.setattr(RolloutRequest, "__post_init__", lambda self: (made.append(self), whole(self))[1])
+    monkeypatch.setattr(
+        RolloutRequest, "__post_init__", lambda self: (made.append(self), whole(self))[1]
+    )
     body = b'{"rollouts": [' + b", ".join([json.dumps(GAME).encode()] * count) + b"]}"
     async with Pulse() as pulse:
         with pytest.raises(TooLargeError, match="at most"):

@@ -1,4 +1,6 @@
-"""Batches for an outside trainer, from real services: what is in them, what is cancelled or carried over, what goes wrong."""
+"""Batches for an outside trainer, from real services: what is in them, what is
+cancelled or carried over, what goes wrong.
+"""
 
 import asyncio
 import itertools
@@ -8,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from rollweave.policy.dapo import DapoRule
-from rollweave.schema.config import RunConfig
+from rollweave.core.policy.dapo import DapoRule
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import SegmentKind
-from rollweave.service.batches import DapoBatch, DapoBatches, DapoError, DapoRollouts, TasksOverError
+from rollweave.service.batches import (
+    DapoBatch,
+    DapoBatches,
+    DapoError,
+    DapoRollouts,
+    TasksOverError,
+)
 from rollweave.service.client import NoServiceError, RolloutClient, ServiceError
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, until
@@ -46,7 +54,10 @@ RULE = DapoRule(groups=2, group_size=2, under_way=4, staleness=1)
 
 async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
-        async with RolloutClient(service.address) as client, DapoBatches(client, endless("a", GOOD, SAME), RULE) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, endless("a", GOOD, SAME), RULE) as batches,
+        ):
             used: set[str] = set()
             for version in range(6):
                 batch = await batches.next(version=version)
@@ -63,7 +74,11 @@ async def test_batches_are_full_informative_fresh_and_disjoint(tmp_path: Path) -
                 used |= set(names(batch))
                 assert batches.account.balances()
             assert all(int(name[1:]) % 2 == 0 for name in used)
-            assert (batches.account.used, batches.account.filtered > 0, batches.account.failed) == (12, True, 0)
+            assert (batches.account.used, batches.account.filtered > 0, batches.account.failed) == (
+                12,
+                True,
+                0,
+            )
         assert (batches.account.carried, batches.account.balances()) == (0, True)
         await until(service.address, "/health", is_idle)
 
@@ -74,17 +89,28 @@ async def test_a_full_batch_does_not_wait_and_on_policy_ends_the_others(tmp_path
     with serving(config(tmp_path)) as service:
         rule = DapoRule(groups=2, group_size=2, under_way=3, staleness=0)
         tasks = itertools.chain([slow], endless("b", GOOD))
-        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, rule) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, tasks, rule) as batches,
+        ):
             assert names(await batches.next(version=0)) == ["b0", "b1"]
-            await until(service.address, "/health", is_idle)  # cancelled, as nobody has opened the gate
-            assert service_reasons(await ask(service.address, "GET", "/metrics")) >= {"cancelled", "finished"}
+            # cancelled, as nobody has opened the gate
+            await until(service.address, "/health", is_idle)
+            assert service_reasons(await ask(service.address, "GET", "/metrics")) >= {
+                "cancelled",
+                "finished",
+            }
             assert (batches.account.cancelled > 0, batches.account.carried) == (True, 0)
             assert len((await batches.next(version=1)).groups) == 2
 
 
 def service_reasons(answer: tuple[int, Any, Any]) -> set[str]:
     text = answer[1].decode()
-    return {line.split('"')[1] for line in text.splitlines() if line.startswith("rollweave_delivered_total{")}
+    return {
+        line.split('"')[1]
+        for line in text.splitlines()
+        if line.startswith("rollweave_delivered_total{")
+    }
 
 
 async def test_what_is_under_way_counts_for_the_next_batch(tmp_path: Path) -> None:
@@ -92,7 +118,10 @@ async def test_what_is_under_way_counts_for_the_next_batch(tmp_path: Path) -> No
     slow = draw("slow", GOOD, gate=str(gate))
     with serving(config(tmp_path)) as service:
         tasks = itertools.chain([slow], (draw(f"c{n}", GOOD) for n in range(2)))
-        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, RULE) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, tasks, RULE) as batches,
+        ):
             assert names(await batches.next(version=0)) == ["c0", "c1"]
             assert batches.account.carried == 1
             waiting = asyncio.create_task(batches.next(version=1))
@@ -104,9 +133,13 @@ async def test_what_is_under_way_counts_for_the_next_batch(tmp_path: Path) -> No
 
 async def test_rollouts_go_on_while_the_trainer_trains(tmp_path: Path) -> None:
     with serving(config(tmp_path)) as service:
-        async with RolloutClient(service.address) as client, DapoBatches(client, endless("d", GOOD), RULE) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, endless("d", GOOD), RULE) as batches,
+        ):
             await batches.next(version=0)
-            await until(service.address, "/health", is_idle)  # as many as the next batch can take are over
+            # as many as the next batch can take are over
+            await until(service.address, "/health", is_idle)
             begun = batches.account.begun
             assert batches.account.carried >= 2
             batch = await batches.next(version=1)
@@ -118,7 +151,10 @@ async def test_a_cancelled_next_loses_nothing(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     tasks = (draw(f"e{n}", GOOD, gate=str(gate)) for n in range(2))
     with serving(config(tmp_path)) as service:
-        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, RULE) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, tasks, RULE) as batches,
+        ):
             waiting = asyncio.create_task(batches.next(version=0))
             await until(service.address, "/health", lambda health: health["run"] == 4)
             with pytest.raises(RuntimeError, match="one batch at a time"):
@@ -134,19 +170,31 @@ async def test_members_and_groups_that_fail_are_made_up_for(tmp_path: Path) -> N
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
         rule = DapoRule(groups=2, group_size=3, under_way=4, staleness=1)
         tasks = endless("f", ["broken", 0.0, 1.0], ["broken"])
-        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, rule) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, tasks, rule) as batches,
+        ):
             batch = await batches.next(version=0)
             assert [sorted(group.rewards) for group in batch.groups] == [[0.0, 1.0]] * 2
             assert batches.account.failed > 0
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [(["broken"], "4 groups in a row failed.*broken on purpose"), (SAME, "100 groups in a row had equal")]
+    ("kind", "message"),
+    [
+        (["broken"], "4 groups in a row failed.*broken on purpose"),
+        (SAME, "100 groups in a row had equal"),
+    ],
 )
-async def test_a_batch_that_can_never_be_full_is_told(tmp_path: Path, kind: list[Any], message: str) -> None:
+async def test_a_batch_that_can_never_be_full_is_told(
+    tmp_path: Path, kind: list[Any], message: str
+) -> None:
     with serving(config(tmp_path, rollout={"retries": 0})) as service:
         rule = DapoRule(groups=1, group_size=2, under_way=2, staleness=1)
-        async with RolloutClient(service.address) as client, DapoBatches(client, endless("g", kind), rule) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, endless("g", kind), rule) as batches,
+        ):
             for _ in range(2):
                 with pytest.raises(DapoError, match=message):
                     await batches.next(version=0)
@@ -156,7 +204,10 @@ async def test_a_batch_that_can_never_be_full_is_told(tmp_path: Path, kind: list
 async def test_a_service_that_is_full_is_asked_again(tmp_path: Path) -> None:
     with serving(config(tmp_path, serve={"queue": 3}, rollout={"max_running": 2})) as service:
         rule = DapoRule(groups=4, group_size=2, under_way=8, staleness=1)
-        async with RolloutClient(service.address) as client, DapoBatches(client, endless("h", GOOD), rule) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, endless("h", GOOD), rule) as batches,
+        ):
             for version in range(2):
                 assert len((await batches.next(version=version)).groups) == 4
             assert batches.account.failed == 0
@@ -169,7 +220,10 @@ async def test_a_service_that_dies_costs_time_alone(tmp_path: Path, unused_tcp_p
     tasks = (draw(f"i{n}", GOOD, gate=str(gate)) for n in range(2))
     program = Program(made)
     try:
-        async with RolloutClient(program.address) as client, DapoBatches(client, tasks, RULE) as batches:
+        async with (
+            RolloutClient(program.address) as client,
+            DapoBatches(client, tasks, RULE) as batches,
+        ):
             waiting = asyncio.create_task(batches.next(version=0))
             await until(program.address, "/health", lambda health: health["run"] == 4)
             program.kill()
@@ -183,7 +237,10 @@ async def test_a_service_that_dies_costs_time_alone(tmp_path: Path, unused_tcp_p
 
 async def test_nobody_there_is_said_once_patience_is_over(unused_tcp_port: int) -> None:
     address = f"http://127.0.0.1:{unused_tcp_port}"
-    async with RolloutClient(address) as client, DapoBatches(client, endless("j", GOOD), RULE, patience_s=0.0) as batches:
+    async with (
+        RolloutClient(address) as client,
+        DapoBatches(client, endless("j", GOOD), RULE, patience_s=0.0) as batches,
+    ):
         with pytest.raises(NoServiceError, match="answers"):
             await batches.next(version=0)
 
@@ -206,12 +263,16 @@ async def test_a_task_that_is_wrong_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pauses", range(8))
-async def test_closing_leaves_nothing_running_whenever_it_comes(tmp_path: Path, pauses: int) -> None:
+async def test_closing_leaves_nothing_running_whenever_it_comes(
+    tmp_path: Path, pauses: int
+) -> None:
     """Also when requests are still on their way."""
     tasks = (draw(f"l{n}", GOOD, gate=str(tmp_path / "gate")) for n in itertools.count())
     with serving(config(tmp_path)) as service:
         async with RolloutClient(service.address) as client:
-            batches = DapoBatches(client, tasks, DapoRule(groups=8, group_size=2, under_way=8, staleness=1))
+            batches = DapoBatches(
+                client, tasks, DapoRule(groups=8, group_size=2, under_way=8, staleness=1)
+            )
             waiting = asyncio.create_task(batches.next(version=0))
             for _ in range(pauses * pauses):
                 await asyncio.sleep(0)
@@ -235,7 +296,10 @@ async def test_a_task_that_is_none_ends_the_waiting(tmp_path: Path) -> None:
     """It is drawn when another group is over, while somebody waits."""
     tasks: Any = iter([*(draw(f"e{number}", SAME) for number in range(4)), {"handler": "game"}])
     with serving(config(tmp_path)) as service:
-        async with RolloutClient(service.address) as client, DapoBatches(client, tasks, RULE) as batches:
+        async with (
+            RolloutClient(service.address) as client,
+            DapoBatches(client, tasks, RULE) as batches,
+        ):
             with pytest.raises(TypeError, match="tasks must be of RolloutRequest"):
                 await batches.next(version=0)
             assert batches.account.balances()

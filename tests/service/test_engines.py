@@ -1,4 +1,6 @@
-"""A service whose engines are elsewhere: registered by address, lost and replaced, with tokens or with text alone."""
+"""A service whose engines are elsewhere: registered by address, lost and replaced, with
+tokens or with text alone.
+"""
 
 import asyncio
 import contextlib
@@ -10,19 +12,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rollweave.backends.client import EngineClient
-from rollweave.backends.inproc import in_thread
-from rollweave.backends.server import EngineServer
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.server import EngineServer
 from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.schema.serving import EngineSpec
 from rollweave.service.client import NoServiceError, RolloutClient
 from rollweave.service.engines import connector, rescored, vocabulary
-from tests.backends.echo_engine import EchoLoop
-from tests.backends.test_conformance import tiny_checkpoint
+from tests.engine.clients.echo_engine import EchoLoop
+from tests.engine.clients.test_conformance import tiny_checkpoint
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 
@@ -46,11 +48,15 @@ ECHO = EngineSpec(id=EngineId("e0"), model="echo", max_slots=4)
 
 
 @contextlib.asynccontextmanager
-async def elsewhere(spec: EngineSpec = ECHO, loop: Any = EchoLoop) -> AsyncIterator[tuple[EngineClient, str]]:
+async def elsewhere(
+    spec: EngineSpec = ECHO, loop: Any = EchoLoop
+) -> AsyncIterator[tuple[EngineClient, str]]:
     """An engine behind HTTP, and its address."""
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
-    engine = EngineClient("echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0)
+    engine = EngineClient(
+        "echo", in_thread(spec, loop, model_ready=present), start_s=20.0, reply_s=20.0
+    )
     app = EngineServer(engine, model="echo", text=Words()).application()
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await engine.ready()
@@ -64,17 +70,36 @@ async def elsewhere(spec: EngineSpec = ECHO, loop: Any = EchoLoop) -> AsyncItera
 
 
 @pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
-async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(tmp_path: Path, dtype: str, exact: bool) -> None:
-    """As vLLM does without --dtype float32: what it is asked and answers looks the same."""
+async def test_an_engine_that_rounds_a_float32_checkpoint_is_named(
+    tmp_path: Path, dtype: str, exact: bool
+) -> None:
+    """As vLLM does without --dtype float32: what it is asked and answers looks the
+    same.
+    """
     config = registered(tmp_path)
     directory = Path(config.model.path or "")
     tiny_checkpoint(directory)
-    spec = EngineSpec(id=EngineId("e0"), model=str(directory), max_slots=4, kv_tokens=1024, dtype=dtype, version=0)
+    spec = EngineSpec(
+        id=EngineId("e0"), model=str(directory), max_slots=4, kv_tokens=1024, dtype=dtype, version=0
+    )
     async with elsewhere(spec, EngineLoop) as (_, address):
         with serving(config, connect=connector(config)) as service:
-            await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "completions"})
-            await until(service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving")
-            said = [warning.message for warning in service.host.warnings if "log-probs" in warning.message]
+            await ask(
+                service.address,
+                "POST",
+                "/v1/engines",
+                {"address": address, "dialect": "completions"},
+            )
+            await until(
+                service.address,
+                "/v1/engines",
+                lambda found: found["engines"][0]["status"] == "serving",
+            )
+            said = [
+                warning.message
+                for warning in service.host.warnings
+                if "log-probs" in warning.message
+            ]
     assert len(said) == (0 if exact else 1), service.host.warnings
     assert exact or "unless it is started with --dtype float32" in said[0]
 
@@ -85,7 +110,9 @@ async def test_what_cannot_be_compared_is_not(tmp_path: Path) -> None:
     assert theirs is not None
     assert len(theirs) == 2
     assert all(-20 < value < 0 for value in theirs)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Mamba"], "vocab_size": 128}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Mamba"], "vocab_size": 128})
+    )
     assert await rescored(tmp_path, (3,), (1,)) is None
     (tmp_path / "model.safetensors").unlink()
     assert await rescored(tmp_path, (3,), (1,)) is None
@@ -104,7 +131,9 @@ async def test_an_engine_elsewhere_serves_rollouts(tmp_path: Path, dialect: str)
     async with elsewhere() as (_, address):
         with serving(config, connect=connector(config)) as service:
             await ask(service.address, "POST", "/v1/rollouts", game(id="early", members=2))
-            status, body, _ = await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": dialect})
+            status, body, _ = await ask(
+                service.address, "POST", "/v1/engines", {"address": address, "dialect": dialect}
+            )
             assert (status, body["address"]) == (202, address)
             for member in (await done(service.address, "early"))["members"]:
                 (sequence,) = member["result"]["sequences"]
@@ -125,7 +154,10 @@ async def test_text_alone_leaves_no_output_that_could_be_trained_on(tmp_path: Pa
             (member,) = (await done(service.address, "text"))["members"]
             assert member["stop_reason"] == "finished"
             (sequence,) = member["result"]["sequences"]
-            assert {segment["kind"] for segment in sequence["segments"]} == {"prompt", "observation"}
+            assert {segment["kind"] for segment in sequence["segments"]} == {
+                "prompt",
+                "observation",
+            }
             assert sequence["turns"]
 
 
@@ -134,21 +166,34 @@ async def test_when_an_engine_is_gone_another_takes_its_turns(tmp_path: Path) ->
     async with elsewhere() as (_, lasting), elsewhere() as (ending, address):
         with serving(config, connect=connector(config)) as service:
             for place in (address, lasting):
-                await ask(service.address, "POST", "/v1/engines", {"address": place, "dialect": "rollweave"})
+                await ask(
+                    service.address,
+                    "POST",
+                    "/v1/engines",
+                    {"address": place, "dialect": "rollweave"},
+                )
             await until(
-                service.address, "/v1/engines", lambda found: [one["status"] for one in found["engines"]] == ["serving"] * 2
+                service.address,
+                "/v1/engines",
+                lambda found: [one["status"] for one in found["engines"]] == ["serving"] * 2,
             )
             ending.kill()
             for number in range(4):
                 await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}"))
             for number in range(4):
-                assert (await done(service.address, f"r{number}"))["members"][0]["stop_reason"] == "finished"
+                assert (await done(service.address, f"r{number}"))["members"][0][
+                    "stop_reason"
+                ] == "finished"
 
 
 async def addresses_at(service: str) -> set[str]:
     """Of the engines that take turns there."""
     _, found, _ = await ask(service, "GET", "/v1/engines")
-    return {one["address"] for one in found["engines"] if one["status"] == "serving" and not one["draining"]}
+    return {
+        one["address"]
+        for one in found["engines"]
+        if one["status"] == "serving" and not one["draining"]
+    }
 
 
 async def shares(services: list[str], sizes: list[int]) -> None:
@@ -161,7 +206,9 @@ async def shares(services: list[str], sizes: list[int]) -> None:
 
 
 async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) -> None:
-    """Four engines and two services, one of which is killed and started again: all go to the other one and come back."""
+    """Four engines and two services, one of which is killed and started again: all go
+    to the other one and come back.
+    """
     configs = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -172,22 +219,33 @@ async def test_engines_are_dealt_to_services_and_move_with_them(tmp_path: Path) 
         async with contextlib.AsyncExitStack() as stack:
             places = [(await stack.enter_async_context(elsewhere()))[1] for _ in range(4)]
             client = await stack.enter_async_context(RolloutClient(services))
-            await client.register_engines([EngineRequest(address=place, dialect="rollweave") for place in places])
+            await client.register_engines(
+                [EngineRequest(address=place, dialect="rollweave") for place in places]
+            )
             await shares(services, [2, 2])
             programs[0].kill()
-            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(8)]
+            tasks = [
+                asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i)))
+                for i in range(8)
+            ]
             await shares(services[1:], [4])
             for status in await asyncio.gather(*tasks):
                 assert status.members[0].stop_reason == "finished"
             port = int(services[0].rpartition(":")[2])
-            again = configs[0].model_copy(update={"serve": configs[0].serve.model_copy(update={"port": port})})
+            again = configs[0].model_copy(
+                update={"serve": configs[0].serve.model_copy(update={"port": port})}
+            )
             programs[0] = Program(again)
             await shares(services, [2, 2])
-            await client.register_engines([EngineRequest(address=place, dialect="rollweave") for place in places[:2]])
+            await client.register_engines(
+                [EngineRequest(address=place, dialect="rollweave") for place in places[:2]]
+            )
             await shares(services, [1, 1])
         async with RolloutClient("http://127.0.0.1:1") as nobody:
             with pytest.raises(NoServiceError):
-                await nobody.register_engines([EngineRequest(address=places[0], dialect="rollweave")])
+                await nobody.register_engines(
+                    [EngineRequest(address=places[0], dialect="rollweave")]
+                )
     finally:
         for program in programs:
             program.kill()
@@ -199,7 +257,10 @@ async def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
         for body, reason in (
             ({"address": "http://x", "dialect": "latin"}, "dialect"),
             ({"address": "x", "dialect": "vllm"}, "http://"),
-            ({"address": "http://x", "dialect": "vllm", "text_only": True}, "text_only must be off"),
+            (
+                {"address": "http://x", "dialect": "vllm", "text_only": True},
+                "text_only must be off",
+            ),
         ):
             status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
             assert status == 400
@@ -223,22 +284,36 @@ async def engines_of(service: str) -> list[Any]:
 
 async def serving_engines(service: str, count: int) -> list[Any]:
     """The engines, as soon as so many serve."""
-    await until(service, "/v1/engines", lambda found: sum(one["status"] == "serving" for one in found["engines"]) == count)
+    await until(
+        service,
+        "/v1/engines",
+        lambda found: sum(one["status"] == "serving" for one in found["engines"]) == count,
+    )
     return await engines_of(service)
 
 
-async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_an_engine_that_refuses_the_connection_is_named_with_its_reason(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     config, address = registered(tmp_path), f"http://127.0.0.1:{unused_tcp_port}"
     with serving(config, connect=connector(config)) as service:
         _, queued, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
         assert queued["waits_for"] == "no engine serves: none is registered"
-        await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
-        await until(service.address, "/v1/engines", lambda found: "tried 3 times" in found["engines"][0]["reason"])
+        await ask(
+            service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
+        )
+        await until(
+            service.address,
+            "/v1/engines",
+            lambda found: "tried 3 times" in found["engines"][0]["reason"],
+        )
         (engine,) = await engines_of(service.address)
         assert engine["status"] == "starting"
         assert engine["reason"].startswith("unreachable: connection refused, tried ")
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
-        assert found["waits_for"].startswith("no engine serves (x0: unreachable: connection refused, tried ")
+        assert found["waits_for"].startswith(
+            "no engine serves (x0: unreachable: connection refused, tried "
+        )
         told = [warning.message for warning in service.host.warnings if warning.component == "x0"]
         assert told == [f"unreachable at {address}: connection refused; it will be tried again"]
         status, health, _ = await ask(service.address, "GET", "/ready")
@@ -251,15 +326,23 @@ async def test_an_engine_that_was_given_up_is_named_to_rollouts_that_wait(tmp_pa
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, connect=connector(config)) as service:
-            await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"})
+            await ask(
+                service.address, "POST", "/v1/engines", {"address": address, "dialect": "sglang"}
+            )
             await ask(service.address, "POST", "/v1/rollouts", game(id="waits"))
-            await until(service.address, "/v1/rollouts/waits", lambda found: "x0: removed after" in found["waits_for"])
+            await until(
+                service.address,
+                "/v1/rollouts/waits",
+                lambda found: "x0: removed after" in found["waits_for"],
+            )
             _, found, _ = await ask(service.address, "GET", "/v1/rollouts/waits")
             assert "cannot be used in the dialect sglang" in found["waits_for"]
             (engine,) = await engines_of(service.address)
             assert engine["status"] == "removed"
             assert "cannot be used in the dialect sglang" in engine["reason"]
-            _, again, _ = await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
+            _, again, _ = await ask(
+                service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"}
+            )
             await serving_engines(service.address, 1)
             assert [engine["id"] for engine in await engines_of(service.address)] == [again["id"]]
             assert (await done(service.address, "waits"))["members"][0]["stop_reason"] == "finished"
@@ -274,7 +357,10 @@ async def test_other_settings_of_an_address_replace_the_former(tmp_path: Path) -
             _, again, _ = await ask(service.address, "POST", "/v1/engines", wrong)
             assert again["id"] == first["id"]
             status, right, _ = await ask(
-                service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave", "slots": 2}
+                service.address,
+                "POST",
+                "/v1/engines",
+                {"address": address, "dialect": "rollweave", "slots": 2},
             )
             assert status == 202
             assert right["id"] != first["id"]
@@ -289,18 +375,34 @@ async def test_the_last_engine_that_serves_is_not_deleted_by_mistake(tmp_path: P
     async with elsewhere() as (_, one), elsewhere() as (_, other):
         with serving(config, connect=connector(config)) as service:
             for address in (one, other):
-                await ask(service.address, "POST", "/v1/engines", {"address": address, "dialect": "rollweave"})
+                await ask(
+                    service.address,
+                    "POST",
+                    "/v1/engines",
+                    {"address": address, "dialect": "rollweave"},
+                )
             first, last = await serving_engines(service.address, 2)
             assert (await ask(service.address, "GET", "/ready"))[0] == 200
-            both = (ask(service.address, "DELETE", f"/v1/engines/{engine['id']}") for engine in (first, last))
-            (status, found, _), (other_status, *_) = sorted(await asyncio.gather(*both), key=lambda each: -each[0])
+            both = (
+                ask(service.address, "DELETE", f"/v1/engines/{engine['id']}")
+                for engine in (first, last)
+            )
+            (status, found, _), (other_status, *_) = sorted(
+                await asyncio.gather(*both), key=lambda each: -each[0]
+            )
             assert (status, other_status, found["error"]["type"]) == (409, 202, "conflict")
             assert "must not be the last one that serves" in found["error"]["message"]
             await until(service.address, "/v1/engines", lambda found: len(found["engines"]) == 1)
             (last,) = await engines_of(service.address)
             assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}"))[0] == 409
-            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps"))[0] == 400
+            assert (
+                await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=perhaps")
+            )[0] == 400
             assert (await ask(service.address, "GET", "/health"))[1]["status"] == "ok"
-            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[0] == 202
+            assert (await ask(service.address, "DELETE", f"/v1/engines/{last['id']}?force=true"))[
+                0
+            ] == 202
             await until(service.address, "/health", lambda health: health["status"] == "no engine")
-            assert (await ask(service.address, "GET", "/health"))[1]["reason"] == "no engine serves: none is registered"
+            assert (await ask(service.address, "GET", "/health"))[1][
+                "reason"
+            ] == "no engine serves: none is registered"

@@ -1,4 +1,6 @@
-"""The API fuzzed from its own description: no 5xx, and every answer is what the description says."""
+"""The API fuzzed from its own description: no 5xx, and every answer is what the
+description says.
+"""
 
 import os
 import subprocess
@@ -15,12 +17,24 @@ def test_nothing_that_is_asked_gives_5xx(tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="pip install 'rollweave[fuzz]'")
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     with serving(service_config(tmp_path)) as service:
-        command = [Path(sys.executable).parent / "schemathesis", "run", f"{service.address}/openapi.json", "--checks", checks]
-        # Engines that are nowhere would be tried for minutes, and completions be waited for, up to a minute each.
-        # Events end only with the service; 503 is what `ready` and ProRL's contract answer by rule.
+        command = [
+            Path(sys.executable).parent / "schemathesis",
+            "run",
+            f"{service.address}/openapi.json",
+            "--checks",
+            checks,
+        ]
+        # Engines that are nowhere would be tried for minutes, and completions be waited
+        # for, up to a minute each. Events end only with the service; 503 is what
+        # `ready` and ProRL's contract answer by rule.
         names = ("register", "completions", "events", "ready")
-        excluded = [word for name in names for word in ("--exclude-operation-id", name)] + ["--exclude-tag", "ProRL"]
+        excluded = [word for name in names for word in ("--exclude-operation-id", name)] + [
+            "--exclude-tag",
+            "ProRL",
+        ]
         more = [*excluded, "--max-examples", "50", "--no-color", "--generation-deterministic"]
         env = {**os.environ, "PYTHONWARNINGS": "ignore"}
-        found = subprocess.run([*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        found = subprocess.run(
+            [*command, *more], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
         assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]

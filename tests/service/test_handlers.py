@@ -1,4 +1,6 @@
-"""Handlers with real sandboxes behind the service and in training: whatever happens, nothing of them is left."""
+"""Handlers with real sandboxes behind the service and in training: whatever happens,
+nothing of them is left.
+"""
 
 import asyncio
 import contextlib
@@ -13,18 +15,18 @@ from typer.testing import CliRunner
 
 from rollweave.cli.main import app
 from rollweave.record.journal import Replay
-from rollweave.rollout.store import TrajectoryReader
+from rollweave.record.store import TrajectoryReader
 from rollweave.sandbox.processes import family, process
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.events import TurnWithdrawn
-from tests.backends.echo_engine import process_state
-from tests.live.whole import make_config, run, run_dir
+from tests.engine.clients.echo_engine import process_state
+from tests.runtime.whole import make_config, run, run_dir
 from tests.sandbox.worlds import needs, no_process_left
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game, until
 from tests.worlds.referee import Referee
 
-BOXED = {"env": "tests.live.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
+BOXED = {"env": "tests.runtime.agents:Boxed", "time_s": 60.0, "step_s": 20.0}
 ZYGOTE = {"backend": "zygote"}
 
 
@@ -37,7 +39,9 @@ def nothing_left() -> Iterator[None]:
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
     """What the one member of a rollout came to."""
-    config = service_config(tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0})
+    config = service_config(
+        tmp_path, task=BOXED, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
+    )
     with nothing_left(), serving(config) as service:
         await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
@@ -47,10 +51,19 @@ async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
 
 async def test_a_rollout_by_a_handler(tmp_path: Path) -> None:
     member = await rollout(tmp_path)
-    assert (member["stop_reason"], member["result"]["reward"], member["result"]["success"]) == ("finished", 1.0, True)
+    assert (member["stop_reason"], member["result"]["reward"], member["result"]["success"]) == (
+        "finished",
+        1.0,
+        True,
+    )
     assert json.loads(member["result"]["result"]) == {"git_patch": "here\nsandbox\n"}
     (sequence,) = member["result"]["sequences"]
-    assert [segment["kind"] for segment in sequence["segments"]] == ["prompt", "output", "observation", "output"]
+    assert [segment["kind"] for segment in sequence["segments"]] == [
+        "prompt",
+        "output",
+        "observation",
+        "output",
+    ]
 
 
 @pytest.mark.parametrize("env", ["math_tool", "stem"])
@@ -62,7 +75,8 @@ async def test_handlers_that_come_with_us(tmp_path: Path, env: str) -> None:
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
     (member,) = found["members"]
     result = member["result"]
-    assert (member["stop_reason"], result["reward"], result["success"]) == ("finished", 0.0, False)  # the echo knows nothing
+    # the echo knows nothing
+    assert (member["stop_reason"], result["reward"], result["success"]) == ("finished", 0.0, False)
     assert json.loads(result["result"]) == {"answer": None}
 
 
@@ -78,7 +92,11 @@ async def test_handlers_that_come_with_us(tmp_path: Path, env: str) -> None:
 async def test_a_failure_is_no_reward(tmp_path: Path, fault: str, reason: str, text: str) -> None:
     member = await rollout(tmp_path, fault=fault)
     result = member["result"]
-    assert (member["stop_reason"], result["reward"], result["blame"]) == (reason, None, "environment")
+    assert (member["stop_reason"], result["reward"], result["blame"]) == (
+        reason,
+        None,
+        "environment",
+    )
     assert text in result["error"]
 
 
@@ -90,7 +108,9 @@ async def test_a_flood_of_output_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("warm", [0, 1])
 async def test_cancelled_in_a_tool_the_process_tree_is_gone(tmp_path: Path, warm: int) -> None:
-    config = service_config(tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": warm})
+    config = service_config(
+        tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": warm}
+    )
     with nothing_left(), serving(config) as service:
         await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
         await sleep_begins(os.getpid())
@@ -103,12 +123,18 @@ async def test_cancelled_in_a_tool_the_process_tree_is_gone(tmp_path: Path, warm
 @pytest.mark.parametrize("how", ["kill", "terminate twice"])
 async def test_whatever_ends_the_service_no_sandbox_is_left(tmp_path: Path, how: str) -> None:
     needs("zygote")
-    config = service_config(tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": 2})
+    config = service_config(
+        tmp_path, task=BOXED, options={"fault": "hang"}, sandbox={**ZYGOTE, "warm": 2}
+    )
     program = Program(config)
     try:
         await ask(program.address, "POST", "/v1/rollouts", game(id="x", members=3))
         await sleep_begins(program.process.pid)
-        held = {pid: found.started for pid in family(program.process.pid) if (found := process(pid)) is not None}
+        held = {
+            pid: found.started
+            for pid in family(program.process.pid)
+            if (found := process(pid)) is not None
+        }
         if how != "kill":
             program.process.terminate()
             await until(program.address, "/health", lambda health: health["status"] == "closing")
@@ -151,9 +177,13 @@ def test_a_run_trains_on_what_a_handler_did(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheduling", ["turn", "trajectory"])
 def test_calls_that_are_given_up_leave_whole_books(tmp_path: Path, scheduling: str) -> None:
-    """Several sequences a trajectory, turns withdrawn at any moment: the journal obeys the contract, and replays."""
+    """Several sequences a trajectory, turns withdrawn at any moment: the journal obeys
+    the contract, and replays.
+    """
     sections: dict[str, Any] = {"rollout": {"scheduling": scheduling}, "engines": {"max_slots": 1}}
-    config = make_config(tmp_path, task={"env": "tests.live.agents:Impatient"}, steps=3, **sections)
+    config = make_config(
+        tmp_path, task={"env": "tests.runtime.agents:Impatient"}, steps=3, **sections
+    )
     summary = run(config)
     assert (summary.error, summary.account.balanced) == ("", True)
     replayed, referee = Replay(run_dir(config) / "journal.bin", config), Referee()
@@ -170,5 +200,7 @@ def test_calls_that_are_given_up_leave_whole_books(tmp_path: Path, scheduling: s
 
 
 def test_a_handler_does_not_run_in_a_process_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="isolation must be inline for a handler, got process for 'game'"):
+    with pytest.raises(
+        ConfigError, match="isolation must be inline for a handler, got process for 'game'"
+    ):
         run(make_config(tmp_path, task={**BOXED, "isolation": "process"}))

@@ -1,4 +1,6 @@
-"""What a service must survive: odd words, races, disks, engines and ends at the wrong moment."""
+"""What a service must survive: odd words, races, disks, engines and ends at the wrong
+moment.
+"""
 
 import asyncio
 import contextlib
@@ -11,15 +13,15 @@ from typing import Any, NoReturn
 import aiohttp
 import pytest
 
-from rollweave.backends.base import EngineBackend
-from rollweave.backends.transport import Failed
-from rollweave.codec.config import load
 from rollweave.core.core import Core
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.transport import Failed
 from rollweave.envs.tasks import TaskSource
 from rollweave.record.journal import Replay, RunJournal
-from rollweave.rollout.store import TrajectoryStore
+from rollweave.record.store import TrajectoryStore
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.commands import Deliver
+from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.events import RolloutCancelled
 from rollweave.schema.service import EngineRequest, RolloutRequest
@@ -28,8 +30,8 @@ from rollweave.service.client import RolloutClient
 from rollweave.service.jobs import Job, Jobs
 from rollweave.service.reach import EngineTokens
 from rollweave.service.service import Service
-from tests.live.test_real_files import can_mount
-from tests.live.whole import ROOT, run_dir
+from tests.runtime.test_real_files import can_mount
+from tests.runtime.whole import ROOT, run_dir
 from tests.service.serving import Program, Serving, service_config, serving
 from tests.service.test_service import ask, game, until
 
@@ -53,17 +55,22 @@ async def test_numbers_of_every_size_and_bodies_of_every_kind(tmp_path: Path) ->
         for name in (b"max_turns", b"max_tokens", b"max_turn_tokens"):
             raw = b'{"handler": "game", "index": 1, "limits": {"%s": %s}}' % (name, huge)
             assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
-        raw = b'{"handler": "game", "id": "nested", "payload": {"x": ' + b"[" * 99 + b"]" * 99 + b"}}"
+        raw = (
+            b'{"handler": "game", "id": "nested", "payload": {"x": ' + b"[" * 99 + b"]" * 99 + b"}}"
+        )
         assert (await ask(service.address, "POST", "/v1/rollouts", raw=raw))[0] == 202
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/nested?wait=30")
         assert found["members"][0]["stop_reason"] == "finished"
         headers = {"Content-Encoding": "gzip"}
-        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", raw=b"not compressed", headers=headers)
+        status, body, _ = await ask(
+            service.address, "POST", "/v1/rollouts", raw=b"not compressed", headers=headers
+        )
         assert (status, body["error"]["type"]) == (400, "invalid")
 
 
 @pytest.mark.parametrize(
-    "asked", [b"no request\r\n\r\n", b"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"]
+    "asked",
+    [b"no request\r\n\r\n", b"POST /v1/rollouts HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n"],
 )
 async def test_what_is_no_http_is_refused_and_fills_no_log(
     tmp_path: Path, asked: bytes, caplog: pytest.LogCaptureFixture
@@ -77,7 +84,9 @@ async def test_what_is_no_http_is_refused_and_fills_no_log(
     assert "Error handling request" not in caplog.text
 
 
-@pytest.mark.parametrize("address", ["http://", "http://[::1", "http://host:port", "http://127.0.0.1:1/\n", "host:1"])
+@pytest.mark.parametrize(
+    "address", ["http://", "http://[::1", "http://host:port", "http://127.0.0.1:1/\n", "host:1"]
+)
 def test_an_engine_must_have_an_address(address: str) -> None:
     with pytest.raises(ValueError, match="address must be"):
         EngineRequest(address=address, dialect="vllm")
@@ -88,7 +97,10 @@ def test_an_engine_must_have_an_address(address: str) -> None:
 
 async def test_of_different_requests_with_one_id_one_is_taken(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        asked = (ask(service.address, "POST", "/v1/rollouts", game(id="same", index=index)) for index in range(8))
+        asked = (
+            ask(service.address, "POST", "/v1/rollouts", game(id="same", index=index))
+            for index in range(8)
+        )
         answers = [status for status, _, _ in await asyncio.gather(*asked)]
         assert sorted(answers) == [202] + [409] * 7
 
@@ -96,7 +108,10 @@ async def test_of_different_requests_with_one_id_one_is_taken(tmp_path: Path) ->
 async def test_no_more_than_may_wait_are_taken_at_once(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue": 10, "engines": "registered"})
     with serving(config) as service:
-        asked = [ask(service.address, "POST", "/v1/rollouts", game(index=None, payload={})) for _ in range(200)]
+        asked = [
+            ask(service.address, "POST", "/v1/rollouts", game(index=None, payload={}))
+            for _ in range(200)
+        ]
         answers = [status for status, _, _ in await asyncio.gather(*asked)]
         assert (answers.count(202), answers.count(429)) == (10, 190)
 
@@ -114,17 +129,26 @@ async def drawn(directory: Path, line: str) -> None:
 
 async def test_who_leaves_while_his_task_is_drawn_lets_nobody_in_beside_it(tmp_path: Path) -> None:
     with serving(drawing(tmp_path)) as service:
-        leaving = asyncio.create_task(ask(service.address, "POST", "/v1/rollouts", game(id="left", index=0)))
+        leaving = asyncio.create_task(
+            ask(service.address, "POST", "/v1/rollouts", game(id="left", index=0))
+        )
         await drawn(tmp_path, "begin 0")
         leaving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await leaving
-        next_one = asyncio.create_task(ask(service.address, "POST", "/v1/rollouts", game(id="next", index=1)))
+        next_one = asyncio.create_task(
+            ask(service.address, "POST", "/v1/rollouts", game(id="next", index=1))
+        )
         for _ in range(3):  # each answer comes after the service has seen that he left
             await ask(service.address, "GET", "/health")
         (tmp_path / "gate").touch()
         assert (await next_one)[0] == 202
-        assert (tmp_path / "log").read_text().split("\n")[:4] == ["begin 0", "end 0", "begin 1", "end 1"]
+        assert (tmp_path / "log").read_text().split("\n")[:4] == [
+            "begin 0",
+            "end 0",
+            "begin 1",
+            "end 1",
+        ]
         assert (await ask(service.address, "GET", "/v1/rollouts/left"))[0] == 404
 
 
@@ -141,7 +165,9 @@ async def test_prorls_stop_finds_what_is_being_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flaw", [{"payload": {"a": 1}}, {"seed": 2**70}])
-async def test_a_task_that_cannot_be_written_down_is_refused(tmp_path: Path, flaw: dict[str, Any]) -> None:
+async def test_a_task_that_cannot_be_written_down_is_refused(
+    tmp_path: Path, flaw: dict[str, Any]
+) -> None:
     with serving(drawing(tmp_path, flaw=flaw)) as service:
         status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(index=1))
         assert (status, body["error"]["type"]) == (400, "invalid")
@@ -152,8 +178,12 @@ async def test_a_task_that_cannot_be_written_down_is_refused(tmp_path: Path, fla
 async def test_what_is_not_done_may_take_so_many_bytes(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"queue_mb": 1, "engines": "registered"})
     with serving(config) as service:
-        large = {"handler": "game", "payload": {"x": "x" * 200_000}}  # in the request and in its task
-        answers = [await ask(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"}) for i in range(4)]
+        # in the request and in its task
+        large = {"handler": "game", "payload": {"x": "x" * 200_000}}
+        answers = [
+            await ask(service.address, "POST", "/v1/rollouts", {**large, "id": f"b{i}"})
+            for i in range(4)
+        ]
         assert [status for status, _, _ in answers] == [202, 202, 429, 429]
         assert "serve.queue_mb" in answers[-1][1]["error"]["message"]
         assert (await ask(service.address, "POST", "/v1/rollouts", game(id="small")))[0] == 202
@@ -182,7 +212,14 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
         for member in range(20):
             await asyncio.sleep(0)
             reason = StopReason.CANCELLED
-            service.delivered(Deliver(trajectory_id=TrajectoryId(f"r1.{member}"), attempt=0, stop_reason=reason, started=False))
+            service.delivered(
+                Deliver(
+                    trajectory_id=TrajectoryId(f"r1.{member}"),
+                    attempt=0,
+                    stop_reason=reason,
+                    started=False,
+                )
+            )
         assert (await waiting).state == "done"
     assert jobs.found == 2, "when it was asked, and for the answer"
     jobs.close()
@@ -191,8 +228,12 @@ async def test_who_waits_for_many_members_is_woken_once(tmp_path: Path) -> None:
 # Connections.
 
 
-async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_may_be_are_told_so(tmp_path: Path) -> None:
-    """Under a limit of 600 files: 700 silent connections cost nothing; while 300 requests wait, others are turned away."""
+async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_may_be_are_told_so(
+    tmp_path: Path,
+) -> None:
+    """Under a limit of 600 files: 700 silent connections cost nothing; while 300
+    requests wait, others are turned away.
+    """
     gate = tmp_path / "gate"
     program = Program(service_config(tmp_path, options={"wait": str(gate)}), files=600)
     host, _, port = program.address.removeprefix("http://").partition(":")
@@ -211,9 +252,15 @@ async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_m
             held.append((await asyncio.open_connection(host, port))[1])
             held[-1].write(whole)
         told = None
-        while told is None or told[0] != 503:  # of those that are turned away only some are told so at one time
+        # of those that are turned away only some are told so at one time
+        while told is None or told[0] != 503:
             with contextlib.suppress(aiohttp.ClientError):
-                told = await ask(program.address, "POST", "/v1/rollouts", game(id="late", payload={"x": "x" * 100_000}))
+                told = await ask(
+                    program.address,
+                    "POST",
+                    "/v1/rollouts",
+                    game(id="late", payload={"x": "x" * 100_000}),
+                )
         _, body, headers = told
         assert (body["error"]["type"], headers["Retry-After"]) == ("busy", "1")
         assert "at most 300 connections" in body["error"]["message"]
@@ -235,7 +282,9 @@ async def test_silent_connections_keep_no_one_out_and_more_requests_than_there_m
 async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path: Path) -> None:
     config = service_config(tmp_path, serve={"engines": "registered"})
     service = Serving(config)
-    await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]})
+    await ask(
+        service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"k{i}") for i in range(5)]}
+    )
     waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/k0?wait=60"))
     await until(service.address, "/health", lambda health: health["queued"] == 5)
     await asyncio.to_thread(service.stop, drain=True)
@@ -249,8 +298,12 @@ async def test_an_orderly_end_without_an_engine_keeps_what_was_accepted(tmp_path
 
 @pytest.mark.parametrize("left", ["nothing", "an older one"])
 @pytest.mark.parametrize("done", [True, False])
-async def test_a_journal_without_its_requests_is_refused(tmp_path: Path, left: str, done: bool) -> None:
-    """Else the next requests would be given names of rollouts that the journal and the store have."""
+async def test_a_journal_without_its_requests_is_refused(
+    tmp_path: Path, left: str, done: bool
+) -> None:
+    """Else the next requests would be given names of rollouts that the journal and the
+    store have.
+    """
     config = service_config(tmp_path, **({} if done else {"serve": {"engines": "registered"}}))
     jobs, older = run_dir(config) / "jobs.sqlite", tmp_path / "older"
     with serving(config):
@@ -265,7 +318,11 @@ async def test_a_journal_without_its_requests_is_refused(tmp_path: Path, left: s
     if left == "an older one":
         older.rename(jobs)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"must hold the jobs\.sqlite that belongs to its journal\.bin"):
+        with pytest.raises(
+            ConfigError,
+            match=r"must hold the jobs\.sqlite that belongs to its "
+            r"journal\.bin",
+        ):
             Serving(config).stop()
 
 
@@ -279,7 +336,11 @@ def test_errors_about_the_directory_name_no_option_of_another_command(tmp_path: 
     full = service_config(tmp_path, run={"name": "full"})
     run_dir(full).mkdir()
     (run_dir(full) / "notes.txt").touch()
-    with pytest.raises(ConfigError, match=r"full must be empty or hold a run, found other files and no config\.toml$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"full must be empty or hold a run, found other files "
+        r"and no config\.toml$",
+    ):
         Serving(full).stop()
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -299,13 +360,19 @@ async def test_segments_whose_results_are_forgotten_are_deleted(tmp_path: Path) 
                 await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
             before = (await ask(service.address, "GET", "/v1/rollouts/b0"))[0]
             assert before == (404 if life else 200)
-            assert (await ask(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0]["result"] is not None
+            assert (await ask(service.address, "GET", f"/v1/rollouts/a{life}"))[1]["members"][0][
+                "result"
+            ] is not None
         begun = (store / "000000.bin").read_bytes()[:8] if not life else begun
         numbers = sorted(int(path.stem) for path in store.glob("*.bin"))
-        assert numbers == list(range(max(0, life - 1), life + 1)), "what a life began with, and its own"
+        assert numbers == list(range(max(0, life - 1), life + 1)), (
+            "what a life began with, and its own"
+        )
 
 
-async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tmp_path: Path) -> None:
+async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(
+    tmp_path: Path,
+) -> None:
     config = service_config(tmp_path, serve={"engines": "registered"})
     program = Program(config)
     try:
@@ -316,7 +383,8 @@ async def test_what_was_delivered_but_not_noted_is_delivered_to_the_next_life(tm
     run = run_dir(config)
     core = Replay(run / "journal.bin", load(run / "config.toml")).finish()
     event = RolloutCancelled(trajectory_id=TrajectoryId("r1.0"))
-    with RunJournal(run / "journal.bin") as journal:  # it is killed between this and what came of it
+    # it is killed between this and what came of it
+    with RunJournal(run / "journal.bin") as journal:
         journal.append(1.0, event, core.handle(1.0, event))
     with serving(config) as service:
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=30")
@@ -358,7 +426,10 @@ async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     service = Serving(service_config(tmp_path, options={"wait": str(gate)}))
     try:
-        async with aiohttp.ClientSession() as session, session.get(service.address + "/v1/events?after=0") as stream:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(service.address + "/v1/events?after=0") as stream,
+        ):
             await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
             await until(service.address, "/health", lambda health: health["run"] == 1)
             poll = asyncio.create_task(ask(service.address, "GET", "/v1/completions?wait=60"))
@@ -373,10 +444,20 @@ async def test_streams_go_on_while_the_service_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted")
+@pytest.mark.skipif(
+    not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
+)
 @pytest.mark.parametrize("spare", [0, 300_000, 1_000_000])
 def test_on_a_full_disk_nothing_is_accepted_that_is_not_noted(tmp_path: Path, spare: int) -> None:
-    command = ["unshare", "-Urm", sys.executable, "-m", "tests.service.small_disk", str(tmp_path), str(spare)]
+    command = [
+        "unshare",
+        "-Urm",
+        sys.executable,
+        "-m",
+        "tests.service.small_disk",
+        str(tmp_path),
+        str(spare),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -396,9 +477,17 @@ async def test_an_engine_that_can_never_be_costs_nothing(tmp_path: Path) -> None
             for _ in range(2):
                 status, found, _ = await ask(service.address, "POST", "/v1/engines", body)
                 assert (status, found["id"][0]) == (202, "x")
-                await until(service.address, "/v1/engines", lambda found: found["engines"][-1]["status"] == "removed")
-                assert len((await ask(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3  # and two local ones
-            assert any("dialect must be another one" in warning.message for warning in service.host.warnings)
+                await until(
+                    service.address,
+                    "/v1/engines",
+                    lambda found: found["engines"][-1]["status"] == "removed",
+                )
+                # and two local ones
+                assert len((await ask(service.address, "GET", "/v1/engines"))[1]["engines"]) == 3
+            assert any(
+                "dialect must be another one" in warning.message
+                for warning in service.host.warnings
+            )
             await ask(service.address, "POST", "/v1/rollouts", game(id=f"x{life}"))
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/x{life}?wait=30")
             assert found["members"][0]["stop_reason"] == "finished"
@@ -424,7 +513,11 @@ class Waiting:
 
 async def test_one_address_is_one_engine(tmp_path: Path) -> None:
     connect: Any = Waiting
-    with serving(service_config(tmp_path, serve={"engines": "registered"}), connect=connect) as service:
+    with serving(
+        service_config(tmp_path, serve={"engines": "registered"}), connect=connect
+    ) as service:
         body = {"address": "http://127.0.0.1:1", "dialect": "prorl"}
-        found = await asyncio.gather(*(ask(service.address, "POST", "/v1/engines", body) for _ in range(20)))
+        found = await asyncio.gather(
+            *(ask(service.address, "POST", "/v1/engines", body) for _ in range(20))
+        )
         assert {(status, engine["id"]) for status, engine, _ in found} == {(202, "x0")}

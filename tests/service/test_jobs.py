@@ -1,4 +1,6 @@
-"""The service's memory: what is noted, forgotten, numbered, and what a disk or a stranger does to it."""
+"""The service's memory: what is noted, forgotten, numbered, and what a disk or a
+stranger does to it.
+"""
 
 import sqlite3
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.rollout.store import Entry
+from rollweave.record.store import Entry
 from rollweave.schema.base import TaskId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.service import RolloutRequest
@@ -20,7 +22,10 @@ TASK = Task(id=TaskId("t"), env="game", seed=0, payload="", tag="game")
 
 
 def add(jobs: Jobs, members: list[int]) -> list[Job]:
-    requests = [RolloutRequest(handler="game", id=f"j{i}", index=i, members=count) for i, count in enumerate(members)]
+    requests = [
+        RolloutRequest(handler="game", id=f"j{i}", index=i, members=count)
+        for i, count in enumerate(members)
+    ]
     added = jobs.add([(request.id, request, TASK) for request in requests], most_bytes=PLENTY)
     assert added is not None
     return added
@@ -41,7 +46,9 @@ def test_a_job_is_known_whole_until_none_of_its_results_is_new(
 ) -> None:
     jobs = Jobs(Path(":memory:"))
     added = add(jobs, members)
-    names = [TrajectoryId(f"{job.group_id}.{number}") for job in added for number in range(job.left)]
+    names = [
+        TrajectoryId(f"{job.group_id}.{number}") for job in added for number in range(job.left)
+    ]
     order.shuffle(names)  # type: ignore[attr-defined]
     told: list[str] = []
     for place in again:  # said again, at whatever time
@@ -57,7 +64,9 @@ def test_a_job_is_known_whole_until_none_of_its_results_is_new(
             known = jobs.find(job.id)
             kept = len(done) < count or any(one in told[-keep:] for one in done)
             assert (known is not None) == kept
-            assert {found.member for found in jobs.results(job.number)} == (set(done) if kept else set())
+            assert {found.member for found in jobs.results(job.number)} == (
+                set(done) if kept else set()
+            )
             if known is not None:
                 assert known.left == count - len(done)
         waits = {one.id for one in jobs.unfinished()}
@@ -108,7 +117,8 @@ def test_the_newest_number_is_known_also_when_its_job_is_forgotten() -> None:
 def test_what_the_disk_refuses_is_not_noted_and_the_rest_stays(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path / "jobs.sqlite")
     add(jobs, [1])
-    jobs._db.execute("PRAGMA max_page_count = 1")  # the file is as large as it may be: as a full disk is
+    # the file is as large as it may be: as a full disk is
+    jobs._db.execute("PRAGMA max_page_count = 1")
     large = RolloutRequest(handler="game", id="large", payload={"x": "x" * 100_000})
     for _ in range(2):
         with pytest.raises(DiskError, match="full"):

@@ -18,14 +18,24 @@ def routes() -> set[tuple[str, str]]:
     service: Any = None
     app = http.build(service, service)
     app.add_routes(ProRL(service, codec=service, hosts=service).table())
-    described = {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource is not None}
+    described = {
+        (route.method, route.resource.canonical)
+        for route in app.router.routes()
+        if route.resource is not None
+    }
     return {(method, path) for method, path in described if method != "HEAD"}
 
 
 def test_every_route_is_in_the_document_and_no_other() -> None:
     paths = document()["paths"]
-    assert {(method.upper(), path) for path, operations in paths.items() for method in operations} == routes()
-    names = [operation["operationId"] for operations in paths.values() for operation in operations.values()]
+    assert {
+        (method.upper(), path) for path, operations in paths.items() for method in operations
+    } == routes()
+    names = [
+        operation["operationId"]
+        for operations in paths.values()
+        for operation in operations.values()
+    ]
     assert len(names) == len(set(names))
 
 
@@ -63,9 +73,13 @@ async def test_answers_are_what_the_document_says(tmp_path: Path) -> None:
             ("POST", "/add_llm_server", "/add_llm_server"),
             ("POST", "/clear_llm_server", "/clear_llm_server"),
         ):
-            status, body, headers = await ask(service.address, method, path, {} if method == "POST" else None)
+            status, body, headers = await ask(
+                service.address, method, path, {} if method == "POST" else None
+            )
             content = found["paths"][at][method.lower()]["responses"][str(status)]["content"]
             kind = headers["Content-Type"].partition(";")[0]
             assert list(content) == [kind], (method, path, status)
             if kind == "application/json":
-                jsonschema.validate(body, {**content[kind]["schema"], "components": found["components"]})
+                jsonschema.validate(
+                    body, {**content[kind]["schema"], "components": found["components"]}
+                )

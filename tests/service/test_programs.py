@@ -1,11 +1,13 @@
-"""Agent programs of somebody else's in sandboxes without a network, behind the service and in training."""
+"""Agent programs of somebody else's in sandboxes without a network, behind the service
+and in training.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from tests.handlers.programs import agent_program
-from tests.live.whole import make_config, run
+from tests.envs.handlers.programs import agent_program
+from tests.runtime.whole import make_config, run
 from tests.service.serving import service_config, serving
 from tests.service.test_handlers import ZYGOTE, nothing_left
 from tests.service.test_service import ask, game
@@ -21,7 +23,9 @@ COUNTS = ["sh", "-c", "wc -w < $SUBMISSION/said.txt"]
 
 
 async def rollout(tmp_path: Path, **options: Any) -> dict[str, Any]:
-    config = service_config(tmp_path, task=TASK, options=options, sandbox=ZYGOTE, rollout={"retries": 0})
+    config = service_config(
+        tmp_path, task=TASK, options=options, sandbox=ZYGOTE, rollout={"retries": 0}
+    )
     with nothing_left(), serving(config) as service:
         await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
@@ -35,13 +39,17 @@ async def test_a_rollout_by_a_program(tmp_path: Path) -> None:
     assert (member["stop_reason"], result["error"]) == ("finished", "")
     kept = json.loads(result["result"])
     assert (kept["rc"], float(kept["score"])) == (0, result["reward"])
-    assert [[segment["kind"] for segment in sequence["segments"]] for sequence in result["sequences"]] == [
-        ["prompt", "output"]
-    ] * 2
+    assert [
+        [segment["kind"] for segment in sequence["segments"]] for sequence in result["sequences"]
+    ] == [["prompt", "output"]] * 2
 
 
-async def test_a_program_that_never_ends_is_no_reward_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    member = await rollout(tmp_path, command=agent_program("say('go')\nwhile True: pass"), score=COUNTS, timeout_s=5.0)
+async def test_a_program_that_never_ends_is_no_reward_and_nothing_of_it_is_left(
+    tmp_path: Path,
+) -> None:
+    member = await rollout(
+        tmp_path, command=agent_program("say('go')\nwhile True: pass"), score=COUNTS, timeout_s=5.0
+    )
     assert (member["stop_reason"], member["result"]["reward"]) == ("env_error", None)
     assert "did not end within timeout_s" in member["result"]["error"]
 
@@ -49,6 +57,10 @@ async def test_a_program_that_never_ends_is_no_reward_and_nothing_of_it_is_left(
 def test_a_run_trains_on_what_a_program_said(tmp_path: Path) -> None:
     with nothing_left():
         options = {"command": TALKS, "score": COUNTS}
-        summary = run(make_config(tmp_path, task=TASK, options=options, sandbox={**ZYGOTE, "warm": 1}, steps=2))
+        summary = run(
+            make_config(
+                tmp_path, task=TASK, options=options, sandbox={**ZYGOTE, "warm": 1}, steps=2
+            )
+        )
     assert summary.error == ""
     assert summary.account.trained == 2 * 2 * 2

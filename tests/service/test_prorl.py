@@ -1,4 +1,6 @@
-"""ProRL's clients' request sequences, replayed: NeMo-Gym's agent, and a NeMo-RL client's set-up and batches."""
+"""ProRL's clients' request sequences, replayed: NeMo-Gym's agent, and a NeMo-RL
+client's set-up and batches.
+"""
 
 import asyncio
 from pathlib import Path
@@ -20,24 +22,49 @@ async def post(service: Serving, path: str, body: Any = None) -> tuple[int, Any]
 
 
 def job(number: int, **fields: Any) -> dict[str, Any]:
-    params = {"temperature": 0.7, "top_p": 1.0, "max_iterations": 8, "max_output_tokens": 4, "token_level_generation": True}
-    instance = {"data_source": "game", "instance_id": f"i{number}", "trajectory_id": f"t{number}", "problem": "say anything"}
-    return {"instance": {**instance, **fields.pop("instance", {})}, "sampling_params": params, **fields}
+    params = {
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "max_iterations": 8,
+        "max_output_tokens": 4,
+        "token_level_generation": True,
+    }
+    instance = {
+        "data_source": "game",
+        "instance_id": f"i{number}",
+        "trajectory_id": f"t{number}",
+        "problem": "say anything",
+    }
+    return {
+        "instance": {**instance, **fields.pop("instance", {})},
+        "sampling_params": params,
+        **fields,
+    }
 
 
 async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
         assert (await post(service, "/process", job(0)))[0] == 503
-        assert (await post(service, "/clear_llm_server"))[1] == {"status": "Cleared all LLM server addresses"}
+        assert (await post(service, "/clear_llm_server"))[1] == {
+            "status": "Cleared all LLM server addresses"
+        }
         assert await post(service, "/start") == (200, {"status": "Server started successfully"})
         status, found = await post(service, "/start")
         assert (status, set(found)) == (400, {"detail"})  # which its clients take for good
-        await until(service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving")
-        answers = await asyncio.gather(*(post(service, "/process", job(number, job_id="again")) for number in range(6)))
+        await until(
+            service.address, "/v1/engines", lambda found: found["engines"][0]["status"] == "serving"
+        )
+        answers = await asyncio.gather(
+            *(post(service, "/process", job(number, job_id="again")) for number in range(6))
+        )
         for number, (status, found) in enumerate(answers):
             assert status == 200
             assert (found["instance_id"], found["trajectory_id"]) == (f"i{number}", f"t{number}")
-            assert (found["success"], found["finish"], found["critical_error"]) == (True, True, None)
+            assert (found["success"], found["finish"], found["critical_error"]) == (
+                True,
+                True,
+                None,
+            )
             assert found["timing"]["counted_elapsed"] >= found["timing"]["run_time"] > 0
             spoken = [message for message in found["messages"] if message["role"] == "assistant"]
             assert len(spoken) == 2
@@ -45,7 +72,10 @@ async def test_a_client_that_starts_sends_and_stops(tmp_path: Path) -> None:
                 assert len(message["token_ids"]) == len(message["logprobs"]) > 0
             first, second = spoken
             assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
-            assert second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])] == first["token_ids"]
+            assert (
+                second["input_ids"][len(first["input_ids"]) :][: len(first["token_ids"])]
+                == first["token_ids"]
+            )
         _, status_found, _ = await ask(service.address, "GET", "/status")
         assert (status_found["total"], status_found["active_run"]) == (0, 0)
         assert await post(service, "/stop") == (200, {"status": "Server stopped successfully"})
@@ -58,15 +88,27 @@ async def test_jobs_are_cancelled_by_name_by_leaving_and_by_the_end(tmp_path: Pa
         await post(service, "/start")
         named = asyncio.create_task(post(service, "/process", job(0, job_id="one")))
         await until(service.address, "/health", lambda health: health["run"] == 1)
-        assert await post(service, "/cancel", {"job_id": "one"}) == (200, {"status": "Job one canceled successfully"})
+        assert await post(service, "/cancel", {"job_id": "one"}) == (
+            200,
+            {"status": "Job one canceled successfully"},
+        )
         status, found = await named
-        assert (status, found["success"], found["finish"], found["filter"]) == (200, False, False, False)
+        assert (status, found["success"], found["finish"], found["filter"]) == (
+            200,
+            False,
+            False,
+            False,
+        )
         assert (await post(service, "/cancel", {"job_id": "one"}))[0] == 404
         leaving = asyncio.create_task(post(service, "/process", job(1)))
         await until(service.address, "/health", lambda health: health["run"] == 1)
         leaving.cancel()
-        await until(service.address, "/health", lambda health: health["run"] + health["closing"] == 0)
-        waiting = [asyncio.create_task(post(service, "/process", job(number))) for number in range(3)]
+        await until(
+            service.address, "/health", lambda health: health["run"] + health["closing"] == 0
+        )
+        waiting = [
+            asyncio.create_task(post(service, "/process", job(number))) for number in range(3)
+        ]
         await until(service.address, "/health", lambda health: health["run"] == 3)
         await post(service, "/stop")
         assert [(await task)[1]["success"] for task in waiting] == [False] * 3
@@ -91,16 +133,28 @@ async def test_what_is_wrong_is_refused_in_its_words(tmp_path: Path) -> None:
         assert (await post(service, "/add_llm_server", {"address": 5}))[0] == 400
         assert (await post(service, "/add_llm_server", {}))[0] == 400
         given = {"data": b"\xff{", "headers": {"Content-Type": "application/json"}}
-        async with aiohttp.ClientSession() as session, session.post(service.address + "/process", **given) as found:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(service.address + "/process", **given) as found,
+        ):
             assert found.status == 400
 
 
 async def test_a_failure_is_named_and_filtered(tmp_path: Path) -> None:
-    config = service_config(tmp_path, task={"env": "tests.service.broken:Broken", "tag": "game"}, options={"stage": "reset"})
+    config = service_config(
+        tmp_path,
+        task={"env": "tests.service.broken:Broken", "tag": "game"},
+        options={"stage": "reset"},
+    )
     with serving(config) as service:
         await post(service, "/start")
         status, found = await post(service, "/process", job(0))
-        assert (status, found["success"], found["critical_error"], found["filter"]) == (200, False, "init", True)
+        assert (status, found["success"], found["critical_error"], found["filter"]) == (
+            200,
+            False,
+            "init",
+            True,
+        )
         assert "broken on purpose" in found["error"]
 
 
@@ -128,22 +182,32 @@ NEMO_RL: dict[str, Any] = {
 
 @pytest.mark.parametrize("source", [{}, {"data_source": "swebench"}, {"data_source": "game"}])
 async def test_its_own_client_works_as_it_is(tmp_path: Path, source: dict[str, str]) -> None:
-    """Its instances have no `data_source`, or the one of their data set, and its addresses end in /v1."""
+    """Its instances have no `data_source`, or the one of their data set, and its
+    addresses end in /v1.
+    """
     config = registered(tmp_path)
     async with elsewhere() as (_, address):
         with serving(config, connect=connector(config)) as service:
             assert (await post(service, "/add_llm_server", {"address": f"{address}/v1"}))[0] == 200
             assert (await post(service, "/start"))[0] == 200
-            body = {"instance": {"instance_id": "i", "trajectory_id": 0, **source}, "sampling_params": NEMO_RL}
+            body = {
+                "instance": {"instance_id": "i", "trajectory_id": 0, **source},
+                "sampling_params": NEMO_RL,
+            }
             status, found = await post(service, "/process", body)
-            assert (status, found["instance_id"], found["critical_error"]) == (200, "i", None), found["error"]
+            assert (status, found["instance_id"], found["critical_error"]) == (200, "i", None), (
+                found["error"]
+            )
             _, engines, _ = await ask(service.address, "GET", "/v1/engines")
             assert [engine["address"] for engine in engines["engines"]] == [address]
 
 
 def test_its_names_find_the_handler_that_does_such_tasks() -> None:
     tasks = {"bugs": "swe", "sums": "math_tool", "own": "my:Agent"}
-    found = [task_of(name, tasks) for name in ("swebench", "swe-gym", "math", "own", "deepcoder-v2", "gui")]
+    found = [
+        task_of(name, tasks)
+        for name in ("swebench", "swe-gym", "math", "own", "deepcoder-v2", "gui")
+    ]
     assert found == ["bugs", "bugs", "sums", "own", "deepcoder-v2", "gui"]
     assert task_of("deepcoder-v2", {"snippets": "code"}) == "snippets"
     assert task_of("swebench", {"own": "my:Agent"}) == "own"

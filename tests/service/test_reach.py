@@ -1,4 +1,6 @@
-"""Engines' addresses: one way to write them, no secret in them, and none but the admitted ones."""
+"""Engines' addresses: one way to write them, no secret in them, and none but the
+admitted ones.
+"""
 
 import asyncio
 import contextlib
@@ -12,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.backends.transport import Transport
+from rollweave.engine.clients.transport import Transport
 from rollweave.schema.address import Hosts, parse_address
+from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, EngineError
-from rollweave.schema.sections import ServeConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import service as module
 from rollweave.service.client import RolloutClient
@@ -62,7 +64,11 @@ def test_an_address_is_written_in_one_way(text: str, address: str) -> None:
     ],
 )
 def test_more_than_an_address_is_refused_and_never_repeated(text: str) -> None:
-    for refuse in (parse_address, RolloutClient, lambda given: EngineRequest(address=given, dialect="vllm")):
+    for refuse in (
+        parse_address,
+        RolloutClient,
+        lambda given: EngineRequest(address=given, dialect="vllm"),
+    ):
         with pytest.raises(ValueError, match="must be http://host:port") as found:
             refuse(text if refuse is not RolloutClient or "://" in text else f"http://{text}")
         assert SECRET not in str(found.value)
@@ -76,25 +82,41 @@ def test_what_is_taken_is_a_scheme_a_host_and_a_port(text: str) -> None:
         assert not set(address.partition("://")[2]) & set("@/?#% ")
 
 
-METADATA = ["169.254.169.254", "[fd00:ec2::254]", "[fd00:ec2::23]", "[fd20:ce::254]", "100.100.100.200", "168.63.129.16"]
+METADATA = [
+    "169.254.169.254",
+    "[fd00:ec2::254]",
+    "[fd00:ec2::23]",
+    "[fd20:ce::254]",
+    "100.100.100.200",
+    "168.63.129.16",
+]
 DEFAULT = Hosts.parse(ServeConfig().engine_hosts, field="x")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "[::1]", "[::ffff:127.0.0.1]", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "10.1.2.3", "192.168.0.9", "[::1]", "[::ffff:127.0.0.1]", "localhost"]
+)
 async def test_this_host_and_private_networks_are_admitted_by_default(host: str) -> None:
     await must_admit(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
-@pytest.mark.parametrize("host", ["169.254.169.254", "8.8.8.8", "[::ffff:169.254.169.254]", "[fe80::1]", "0.0.0.0", *METADATA])
+@pytest.mark.parametrize(
+    "host",
+    ["169.254.169.254", "8.8.8.8", "[::ffff:169.254.169.254]", "[fe80::1]", "0.0.0.0", *METADATA],
+)
 async def test_metadata_services_and_the_internet_are_not(host: str) -> None:
     with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
         await must_admit(DEFAULT, parse_address(f"http://{host}:8000"))
 
 
 @pytest.mark.parametrize("host", METADATA)
-async def test_an_address_of_metadata_must_be_an_entry_itself(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_of_metadata_must_be_an_entry_itself(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = host.strip("[]")
-    everything = Hosts.parse(("0.0.0.0/0", "::/0", "fd00:ec2::/32", "169.254.0.0/16", "127.0.0.1"), field="x")
+    everything = Hosts.parse(
+        ("0.0.0.0/0", "::/0", "fd00:ec2::/32", "169.254.0.0/16", "127.0.0.1"), field="x"
+    )
     with pytest.raises(ConfigError, match=r"serve\.engine_hosts admits"):
         await must_admit(everything, f"http://{host}:1")
     await must_admit(Hosts.parse((bare,), field="x"), f"http://{host}:1")
@@ -126,7 +148,8 @@ async def test_a_name_is_judged_by_where_it_points_when_it_is_connected_to() -> 
         await asyncio.wait_for(wire.get("/"), 30)
     assert "not among the hosts" in wire.trouble
     await wire.closed()
-    await must_admit(Hosts.parse((host,), field="x"), f"http://{host}:1")  # the name itself is admitted
+    # the name itself is admitted
+    await must_admit(Hosts.parse((host,), field="x"), f"http://{host}:1")
 
 
 async def test_an_address_in_digits_is_judged_when_it_is_connected_to() -> None:
@@ -135,14 +158,28 @@ async def test_an_address_in_digits_is_judged_when_it_is_connected_to() -> None:
         Transport("x", "http://169.254.169.254", hosts=DEFAULT, reply_s=2.0)
 
 
-@pytest.mark.parametrize("entry", ["10.0.0.0/99", "http://gpu", "a b", "", "10.0.0.1/8", "::1%eth0"])
+@pytest.mark.parametrize(
+    "entry", ["10.0.0.0/99", "http://gpu", "a b", "", "10.0.0.1/8", "::1%eth0"]
+)
 def test_entries_that_are_no_hosts_are_refused(entry: str) -> None:
     with pytest.raises(ValueError, match=r"serve\.engine_hosts must be"):
         ServeConfig(engine_hosts=(entry,))
 
 
 @pytest.mark.parametrize(
-    "entry", ["a b", "", "http://gpu", "gpu:99999", "gpu:0", "gpu:", "[gpu]", "::1%eth0", "a/b", "10.0.0.0/8"]
+    "entry",
+    [
+        "a b",
+        "",
+        "http://gpu",
+        "gpu:99999",
+        "gpu:0",
+        "gpu:",
+        "[gpu]",
+        "::1%eth0",
+        "a/b",
+        "10.0.0.0/8",
+    ],
 )
 def test_names_of_the_service_that_are_none_are_refused(entry: str) -> None:
     with pytest.raises(ValueError, match=r"serve\.hosts must be names of hosts .*got"):
@@ -150,7 +187,16 @@ def test_names_of_the_service_that_are_none_are_refused(entry: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry", ["gpu-7", "GPU-7.cluster:8000", "10.0.0.1", "10.0.0.1:80", "fd00::1", "[fd00::1]", "[fd00::1]:80"]
+    "entry",
+    [
+        "gpu-7",
+        "GPU-7.cluster:8000",
+        "10.0.0.1",
+        "10.0.0.1:80",
+        "fd00::1",
+        "[fd00::1]",
+        "[fd00::1]:80",
+    ],
 )
 def test_names_of_the_service_are_hosts_with_or_without_a_port(entry: str) -> None:
     assert ServeConfig(hosts=(entry,)).hosts == (entry,)
@@ -158,13 +204,18 @@ def test_names_of_the_service_are_hosts_with_or_without_a_port(entry: str) -> No
 
 async def test_a_body_with_half_a_pair_is_told_so(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        for path, body in (("/v1/rollouts", {"id": "\ud800x"}), ("/v1/engines", {"address": "\ud800xxxxxxxxxxx"})):
+        for path, body in (
+            ("/v1/rollouts", {"id": "\ud800x"}),
+            ("/v1/engines", {"address": "\ud800xxxxxxxxxxx"}),
+        ):
             status, answer, _ = await ask(service.address, "POST", path, body)
             assert status == 400
             assert "text must be valid UTF-8" in str(answer)
 
 
-async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(tmp_path: Path) -> None:
+async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(
+    tmp_path: Path,
+) -> None:
     config = service_config(tmp_path)
     directory = tmp_path / "service"
     engine = {"address": "http://127.0.0.1:9", "dialect": "vllm", "token": SECRET}
@@ -179,35 +230,58 @@ async def test_tokens_of_engines_are_kept_for_the_owner_alone_and_told_to_none(t
         assert [one.token for one in [service.service.address(body["id"])] if one] == [SECRET]
         assert (await ask(service.address, "DELETE", f"/v1/engines/{body['id']}"))[0] == 202
         assert SECRET not in kept.read_text()
-    holders = [path for path in directory.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    holders = [
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     assert holders == []
 
 
-async def test_registrations_are_bounded_and_foreign_hosts_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_registrations_are_bounded_and_foreign_hosts_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MOST_ENGINES", 3)
     with serving(service_config(tmp_path)) as service:
         answers = [
-            (await ask(service.address, "POST", "/v1/engines", {"address": f"http://127.0.0.1:{port}", "dialect": "vllm"}))[0]
+            (
+                await ask(
+                    service.address,
+                    "POST",
+                    "/v1/engines",
+                    {"address": f"http://127.0.0.1:{port}", "dialect": "vllm"},
+                )
+            )[0]
             for port in range(1, 6)
         ]
         assert answers == [202, 202, 202, 429, 429]
         for path, more in (("/v1/engines", {"dialect": "vllm"}), ("/add_llm_server", {})):
-            status, body, _ = await ask(service.address, "POST", path, {"address": "http://169.254.169.254", **more})
+            status, body, _ = await ask(
+                service.address, "POST", path, {"address": "http://169.254.169.254", **more}
+            )
             assert status == 400
             assert "serve.engine_hosts" in str(body)
 
 
-async def test_a_database_with_addresses_of_former_rules_opens_and_says_what_it_drops(tmp_path: Path) -> None:
+async def test_a_database_with_addresses_of_former_rules_opens_and_says_what_it_drops(
+    tmp_path: Path,
+) -> None:
     config, database = service_config(tmp_path), tmp_path / "service" / "jobs.sqlite"
     with serving(config):
         pass
     row = {"address": f"http://user:{SECRET}@127.0.0.1:9/path", "dialect": "vllm"}
     with contextlib.closing(sqlite3.connect(database)) as db, db:
-        db.execute("INSERT INTO engines (id, request) VALUES (?, ?)", ("x0", msgspec.json.encode(row)))
+        db.execute(
+            "INSERT INTO engines (id, request) VALUES (?, ?)", ("x0", msgspec.json.encode(row))
+        )
     with serving(config) as service:
         (warning,) = [one for one in service.host.warnings if one.component == "x0"]
         assert "its registration is not taken over" in warning.message
         assert "127.0.0.1:9" in warning.message
         assert SECRET not in warning.message
-    holders = [path for path in (tmp_path / "service").rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    holders = [
+        path
+        for path in (tmp_path / "service").rglob("*")
+        if path.is_file() and SECRET.encode() in path.read_bytes()
+    ]
     assert holders == []

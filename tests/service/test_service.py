@@ -20,20 +20,38 @@ import pytest
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.service import MemberStatus, RolloutRequest
 from rollweave.service.client import NoServiceError, RolloutClient, Rollouts, ServiceError
-from tests.backends.test_guard import ATTACKS
-from tests.live.whole import assert_gone
+from tests.io.http.test_guard import ATTACKS
+from tests.runtime.whole import assert_gone
 from tests.service.serving import Program, Serving, service_config, serving
 
 
 async def ask(
-    address: str, method: str, path: str, body: Any = None, *, raw: bytes | None = None, headers: Any = None
+    address: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    raw: bytes | None = None,
+    headers: Any = None,
 ) -> tuple[int, Any, Any]:
     """Status, JSON body, headers."""
-    data = io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
-    given = {**({"Content-Type": "application/json"} if data is not None else {}), **(headers or {})}
-    async with aiohttp.ClientSession() as session, session.request(method, address + path, data=data, headers=given) as found:
+    data = (
+        io.BytesIO(raw) if raw is not None else None if body is None else json.dumps(body).encode()
+    )
+    given = {
+        **({"Content-Type": "application/json"} if data is not None else {}),
+        **(headers or {}),
+    }
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, address + path, data=data, headers=given) as found,
+    ):
         text = await found.read()
-        return found.status, json.loads(text) if text and "json" in found.content_type else text, found.headers
+        return (
+            found.status,
+            json.loads(text) if text and "json" in found.content_type else text,
+            found.headers,
+        )
 
 
 async def until(address: str, path: str, holds: Callable[[Any], bool]) -> None:
@@ -48,17 +66,31 @@ def game(**fields: Any) -> dict[str, Any]:
 
 async def test_a_rollout_is_done_and_has_its_tokens_and_reward(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="a/1", members=3))
+        status, body, _ = await ask(
+            service.address, "POST", "/v1/rollouts", game(id="a/1", members=3)
+        )
         assert (status, body["state"], len(body["members"])) == (202, "queued", 3)
         status, body, _ = await ask(service.address, "GET", "/v1/rollouts/a%2F1?wait=30")
         assert (status, body["state"]) == (200, "done")
         for member in body["members"]:
             result = member["result"]
-            assert (member["stop_reason"], result["stop_reason"], result["blame"]) == ("finished", "finished", "none")
+            assert (member["stop_reason"], result["stop_reason"], result["blame"]) == (
+                "finished",
+                "finished",
+                "none",
+            )
             assert result["reward"] is not None
             (sequence,) = result["sequences"]
-            assert len(sequence["tokens"]) == len(sequence["logprobs"]) == sequence["segments"][-1]["end"]
-            assert {segment["version"] for segment in sequence["segments"] if segment["kind"] == "output"} == {0}
+            assert (
+                len(sequence["tokens"])
+                == len(sequence["logprobs"])
+                == sequence["segments"][-1]["end"]
+            )
+            assert {
+                segment["version"]
+                for segment in sequence["segments"]
+                if segment["kind"] == "output"
+            } == {0}
         status, body, _ = await ask(service.address, "GET", "/v1/completions")
         assert {one["rollout"] for one in body["completions"]} == {"a/1"}
         assert body["next"] == 3
@@ -78,11 +110,19 @@ async def test_a_payload_may_be_brought_along(tmp_path: Path) -> None:
 
 async def test_asking_twice_is_asking_once(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service:
-        answers = await asyncio.gather(*(ask(service.address, "POST", "/v1/rollouts", game(id="same")) for _ in range(8)))
+        answers = await asyncio.gather(
+            *(ask(service.address, "POST", "/v1/rollouts", game(id="same")) for _ in range(8))
+        )
         assert {status for status, _, _ in answers} == {202}
-        assert (await ask(service.address, "GET", "/v1/rollouts/same?wait=30"))[1]["state"] == "done"
-        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="same")))[1]["state"] == "done"
-        status, body, _ = await ask(service.address, "POST", "/v1/rollouts", game(id="same", index=2))
+        assert (await ask(service.address, "GET", "/v1/rollouts/same?wait=30"))[1][
+            "state"
+        ] == "done"
+        assert (await ask(service.address, "POST", "/v1/rollouts", game(id="same")))[1][
+            "state"
+        ] == "done"
+        status, body, _ = await ask(
+            service.address, "POST", "/v1/rollouts", game(id="same", index=2)
+        )
         assert (status, body["error"]["type"]) == (409, "conflict")
         assert (await ask(service.address, "GET", "/health"))[1]["submitted"] == 1
 
@@ -106,7 +146,12 @@ WRONG = [
     (b'{"handler": "game", "index": 1, "id": ".."}', 400),
     (b'{"rollouts": []}', 400),
     (b'{"rollouts": [{"handler": "game", "index": 1}, {"handler": "no", "index": 1}]}', 404),
-    (b'{"rollouts": [{"handler": "game", "index": 1, "id": "x"}, {"handler": "game", "index": 2, "id": "x"}]}', 409),
+    (
+        b'{"rollouts": [{"handler": "game", "index": 1, "id": "x"}, {"handler": "game", "index": '
+        b"2, "
+        b'"id": "x"}]}',
+        409,
+    ),
     (b'{"handler": "' + b"\xff" * 9 + b'", "index": 1}', 400),
     (b'{"handler":' * 2000, 400),
     (b'{"handler": "game", "payload": {"x": "' + b"x" * (17 << 20) + b'"}}', 413),
@@ -121,10 +166,16 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
             assert body["error"]["message"]
         for method, path, rule in (
             ("GET", "/v2", "the path must be one that /openapi.json names, got '/v2'"),
-            ("PATCH", "/v1/rollouts", "the method must be GET,HEAD,POST for '/v1/rollouts', got PATCH"),
+            (
+                "PATCH",
+                "/v1/rollouts",
+                "the method must be GET,HEAD,POST for '/v1/rollouts', got PATCH",
+            ),
             ("POST", "/v1/rollouts", f"the body must have at most {16 << 20} bytes, got more"),
         ):
-            _, body, _ = await ask(service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None)
+            _, body, _ = await ask(
+                service.address, method, path, raw=b"x" * (17 << 20) if method == "POST" else None
+            )
             assert body["error"]["message"] == rule
         for method, path, wanted in (
             ("GET", "/v1/rollouts/none", 404),
@@ -144,18 +195,23 @@ async def test_what_is_wrong_is_refused_and_changes_nothing(tmp_path: Path) -> N
 
 async def test_more_than_may_wait_is_refused_whole(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    config = service_config(tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2}, serve={"queue": 10})
+    config = service_config(
+        tmp_path, options={"wait": str(gate)}, rollout={"max_running": 2}, serve={"queue": 10}
+    )
     with serving(config) as service:
         accepted = refused = 0
         for number in range(40):
-            status, body, headers = await ask(service.address, "POST", "/v1/rollouts", game(id=f"j{number}"))
+            status, body, headers = await ask(
+                service.address, "POST", "/v1/rollouts", game(id=f"j{number}")
+            )
             accepted += status == 202
             refused += status == 429
             if status == 429:
                 assert (body["error"]["type"], headers["Retry-After"]) == ("full", "1")
         assert accepted + refused == 40
         assert 10 <= accepted <= 14
-        for count, status in ((10, 429), (11, 413)):  # as many as may ever wait come again, more never
+        # as many as may ever wait come again, more never
+        for count, status in ((10, 429), (11, 413)):
             batch = {"rollouts": [game(id=f"b{number}") for number in range(count)]}
             assert (await ask(service.address, "POST", "/v1/rollouts", batch))[0] == status
         assert (await ask(service.address, "GET", "/v1/rollouts/b0"))[0] == 404
@@ -172,14 +228,28 @@ async def test_a_rollout_can_be_cancelled_in_every_stage(tmp_path: Path) -> None
     with serving(config) as service:
         for name in ("running", "waiting"):
             await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=2))
-        await until(service.address, "/v1/rollouts/running", lambda found: found["members"][0]["stage"] == "run")
+        await until(
+            service.address,
+            "/v1/rollouts/running",
+            lambda found: found["members"][0]["stage"] == "run",
+        )
         for name in ("waiting", "running"):
             assert (await ask(service.address, "DELETE", f"/v1/rollouts/{name}"))[0] == 202
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/{name}?wait=30")
-            assert [member["stop_reason"] for member in found["members"]] == ["cancelled", "cancelled"]
-            assert all((member["result"] is None) == (name == "waiting") for member in found["members"])
+            assert [member["stop_reason"] for member in found["members"]] == [
+                "cancelled",
+                "cancelled",
+            ]
+            assert all(
+                (member["result"] is None) == (name == "waiting") for member in found["members"]
+            )
         _, health, _ = await ask(service.address, "GET", "/health")
-        assert (health["init"], health["run"], health["closing"], health["turns_running"]) == (0, 0, 0, 0)
+        assert (health["init"], health["run"], health["closing"], health["turns_running"]) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
 async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
@@ -187,7 +257,9 @@ async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
         seen: Counter[str] = Counter()
 
         async def listen(session: aiohttp.ClientSession, after: str) -> str:
-            async with session.get(service.address + "/v1/events", headers={"Last-Event-ID": after}) as found:
+            async with session.get(
+                service.address + "/v1/events", headers={"Last-Event-ID": after}
+            ) as found:
                 async for line in found.content:
                     if line.startswith(b"id: "):
                         after = line[4:].decode().strip()
@@ -199,37 +271,60 @@ async def test_events_tell_every_completion_once(tmp_path: Path) -> None:
 
         async with aiohttp.ClientSession() as session:
             after = "0"
-            await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"e{i}") for i in range(20)]})
+            await ask(
+                service.address,
+                "POST",
+                "/v1/rollouts",
+                {"rollouts": [game(id=f"e{i}") for i in range(20)]},
+            )
             while sum(seen.values()) < 20:
                 after = await listen(session, after)
         assert seen == {f"e{i}": 1 for i in range(20)}
 
 
 @pytest.mark.parametrize("stage", ["reset", "step", "score"])
-async def test_an_environment_that_fails_is_a_failure_and_no_reward(tmp_path: Path, stage: str) -> None:
-    config = service_config(tmp_path, task={"env": "tests.service.broken:Broken"}, options={"stage": stage})
+async def test_an_environment_that_fails_is_a_failure_and_no_reward(
+    tmp_path: Path, stage: str
+) -> None:
+    config = service_config(
+        tmp_path, task={"env": "tests.service.broken:Broken"}, options={"stage": stage}
+    )
     with serving(config) as service:
         await ask(service.address, "POST", "/v1/rollouts", game(id="x"))
         _, found, _ = await ask(service.address, "GET", "/v1/rollouts/x?wait=60")
         (member,) = found["members"]
         wanted = "reward_error" if stage == "score" else "env_error"
-        assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (wanted, None, "environment")
+        assert (member["stop_reason"], member["result"]["reward"], member["result"]["blame"]) == (
+            wanted,
+            None,
+            "environment",
+        )
         assert "broken on purpose" in member["result"]["error"]
         assert config.rollout.retries == 2
-        assert member["attempt"] == 1, "what fails twice in the same words is not tried a third time"
+        assert member["attempt"] == 1, (
+            "what fails twice in the same words is not tried a third time"
+        )
 
 
-async def test_a_token_is_wanted_of_everybody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_is_wanted_of_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OUR_TOKEN", "tschüss")
     with serving(service_config(tmp_path, serve={"token_env": "OUR_TOKEN"})) as service:
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "tschüss"}):
             status, body, _ = await ask(service.address, "GET", "/v1/handlers", headers=headers)
             assert (status, body["error"]["type"]) == (401, "unauthorized")
         assert (await ask(service.address, "GET", "/health"))[0] == 200
-        assert (await ask(service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}))[0] == 200
+        assert (
+            await ask(
+                service.address, "GET", "/v1/handlers", headers={"Authorization": "Bearer tschüss"}
+            )
+        )[0] == 200
 
 
-async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_this_host(tmp_path: Path) -> None:
+async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_this_host(
+    tmp_path: Path,
+) -> None:
     config = service_config(tmp_path)
     directory, tokens = tmp_path / "service", []
     for _ in range(2):  # the second finds the first one's
@@ -241,7 +336,9 @@ async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_thi
                 assert (await ask(service.address, "GET", path))[0] == 401
             assert (await ask(service.address, "GET", "/health"))[0] == 200
             async with RolloutClient(directory) as client:
-                assert (await client.rollout(RolloutRequest(handler="game", index=1))).state == "done"
+                assert (
+                    await client.rollout(RolloutRequest(handler="game", index=1))
+                ).state == "done"
     assert tokens[0] == tokens[1]
     with pytest.raises(ValueError, match="the directory of a service that runs"):
         RolloutClient(directory)
@@ -249,7 +346,11 @@ async def test_without_settings_a_token_is_made_kept_and_found_by_clients_of_thi
 
 async def test_sandboxes_that_isolate_nothing_must_be_allowed_by_a_flag(tmp_path: Path) -> None:
     config = service_config(tmp_path, sandbox={"backend": "plain"})
-    with pytest.raises(ConfigError, match=r"sandbox.backend must isolate .* `rollweave serve --unsandboxed` allows that"):
+    with pytest.raises(
+        ConfigError,
+        match=r"sandbox.backend must isolate .* `rollweave serve "
+        r"--unsandboxed` allows that",
+    ):
         Serving(config)
     assert not (tmp_path / "service").exists()
     with serving(config, unsandboxed=True) as service:
@@ -260,8 +361,13 @@ async def test_no_page_reaches_a_service_without_a_token(tmp_path: Path) -> None
     with serving(service_config(tmp_path)) as service:
         for method, headers, status in ATTACKS:
             raw = b'{"handler": "game", "index": 1, "id": "x"}' if method == "POST" else None
-            found, body, _ = await ask(service.address, method, "/v1/rollouts", raw=raw, headers=headers)
-            assert (found, body["error"]["type"]) == (status, "media_type" if status == 415 else "foreign")
+            found, body, _ = await ask(
+                service.address, method, "/v1/rollouts", raw=raw, headers=headers
+            )
+            assert (found, body["error"]["type"]) == (
+                status,
+                "media_type" if status == 415 else "foreign",
+            )
         assert (await ask(service.address, "GET", "/v1/rollouts/x"))[0] == 404
 
 
@@ -282,12 +388,20 @@ async def test_an_end_drains_or_cancels_and_leaves_nothing(tmp_path: Path, drain
     config = service_config(tmp_path, options={"wait": str(gate)})
     service = Serving(config)
     try:
-        await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"d{i}") for i in range(12)]})
+        await ask(
+            service.address,
+            "POST",
+            "/v1/rollouts",
+            {"rollouts": [game(id=f"d{i}") for i in range(12)]},
+        )
         await until(service.address, "/health", lambda health: health["run"] > 0)
         waiting = asyncio.create_task(ask(service.address, "GET", "/v1/rollouts/d0?wait=30"))
         service.ask_to_stop(drain=drain)
         await until(service.address, "/health", lambda health: health["status"] == "closing")
-        assert not drain or (await ask(service.address, "POST", "/v1/rollouts", game(id="late")))[0] == 503
+        assert (
+            not drain
+            or (await ask(service.address, "POST", "/v1/rollouts", game(id="late")))[0] == 503
+        )
         gate.touch()
         await asyncio.to_thread(service.wait)
         with contextlib.suppress(aiohttp.ClientError):
@@ -321,7 +435,9 @@ async def test_killed_and_started_again_nothing_is_lost(tmp_path: Path) -> None:
     try:
         for life in range(3):
             for number in range(20):
-                _, found, _ = await ask(program.address, "GET", f"/v1/rollouts/k{life}-{number}?wait=30")
+                _, found, _ = await ask(
+                    program.address, "GET", f"/v1/rollouts/k{life}-{number}?wait=30"
+                )
                 assert (found["state"], found["members"][0]["stop_reason"]) == ("done", "finished")
                 assert found["members"][0]["result"]["reward"] is not None
         _, body, _ = await ask(program.address, "GET", "/v1/completions?limit=1000")
@@ -335,7 +451,12 @@ async def test_an_engine_that_dies_costs_time_alone(tmp_path: Path) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
         (Path(config.model.path or "") / "kill-engine").touch()
-        await ask(service.address, "POST", "/v1/rollouts", {"rollouts": [game(id=f"e{i}") for i in range(8)]})
+        await ask(
+            service.address,
+            "POST",
+            "/v1/rollouts",
+            {"rollouts": [game(id=f"e{i}") for i in range(8)]},
+        )
         for number in range(8):
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/e{number}?wait=60")
             assert found["members"][0]["stop_reason"] == "finished"
@@ -355,7 +476,10 @@ async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
     programs = [Program(config) for config in configs]
     try:
         async with RolloutClient([program.address for program in programs]) as client:
-            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(16)]
+            tasks = [
+                asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i)))
+                for i in range(16)
+            ]
             counts = {}
             while sum(counts.values()) < 16:
                 health = await client.health()
@@ -372,7 +496,7 @@ async def test_a_client_spreads_and_goes_elsewhere(tmp_path: Path) -> None:
 
 
 async def test_a_service_whose_loop_is_blocked_ends_by_a_signal(tmp_path: Path) -> None:
-    config = service_config(tmp_path, task={"env": "tests.live.holding:Telling"})
+    config = service_config(tmp_path, task={"env": "tests.runtime.holding:Telling"})
     program = Program(config)
     try:
         async with RolloutClient([program.address]) as client:
@@ -392,7 +516,9 @@ async def test_a_cancelled_call_cancels_the_rollout(tmp_path: Path) -> None:
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
     with serving(config) as service:
         async with RolloutClient(service.address) as client:
-            task = asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=0, id="mine")))
+            task = asyncio.create_task(
+                client.rollout(RolloutRequest(handler="game", index=0, id="mine"))
+            )
             await until(service.address, "/health", lambda health: health["run"] > 0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -403,7 +529,9 @@ async def test_a_cancelled_call_cancels_the_rollout(tmp_path: Path) -> None:
 
 def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
     with serving(service_config(tmp_path)) as service, Rollouts(service.address) as rollouts:
-        found = rollouts.run([RolloutRequest(handler="game", index=index, members=2) for index in range(5)])
+        found = rollouts.run(
+            [RolloutRequest(handler="game", index=index, members=2) for index in range(5)]
+        )
         assert [len(status.members) for status in found] == [2] * 5
         with pytest.raises(ServiceError, match="handler must be one of game"):
             rollouts.run([RolloutRequest(handler="none", index=0)])
@@ -411,9 +539,13 @@ def test_a_program_without_a_loop_has_a_client_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interrupted: bool) -> None:
-    """Interrupted in the middle, or with one request that is refused: the others are cancelled before it goes on."""
+    """Interrupted in the middle, or with one request that is refused: the others are
+    cancelled before it goes on.
+    """
     config = service_config(tmp_path, options={"wait": str(tmp_path / "gate")})
-    requests = [RolloutRequest(handler="game", index=index, id=f"mine{index}") for index in range(5)]
+    requests = [
+        RolloutRequest(handler="game", index=index, id=f"mine{index}") for index in range(5)
+    ]
     with serving(config) as service:
 
         def interrupt() -> None:
@@ -428,7 +560,13 @@ def test_a_program_that_goes_on_leaves_nothing_under_way(tmp_path: Path, interru
             else:
                 with pytest.raises(ServiceError, match="handler must be one of game"):
                     rollouts.run([*requests, RolloutRequest(handler="none", index=0)])
-        asyncio.run(until(service.address, "/health", lambda health: not (health["queued"] or health["init"] or health["run"])))
+        asyncio.run(
+            until(
+                service.address,
+                "/health",
+                lambda health: not (health["queued"] or health["init"] or health["run"]),
+            )
+        )
         delivered = asyncio.run(ask(service.address, "GET", "/v1/completions"))[1]["completions"]
         assert {one["stop_reason"] for one in delivered} <= {"cancelled"}
 
@@ -438,11 +576,18 @@ async def test_a_client_asks_by_id(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with serving(service_config(tmp_path, options={"wait": str(gate)})) as service:
         async with RolloutClient(service.address) as client:
-            asked = [RolloutRequest(handler="game", index=index, members=3, id=f"mine/{index}") for index in range(2)]
+            asked = [
+                RolloutRequest(handler="game", index=index, members=3, id=f"mine/{index}")
+                for index in range(2)
+            ]
             assert [(await client.submit(request)).id for request in asked] == ["mine/0", "mine/1"]
             named = await client.submit(RolloutRequest(handler="game", index=2))
         async with RolloutClient(service.address) as client:
-            assert [one.id for one in await client.list_rollouts()] == ["mine/0", "mine/1", named.id]
+            assert [one.id for one in await client.list_rollouts()] == [
+                "mine/0",
+                "mine/1",
+                named.id,
+            ]
             assert (await client.get("mine/0")).state != "done"
             assert (await client.cancel("mine/1")).id == "mine/1"
             cancelled = await client.get("mine/1", wait_s=60.0)
@@ -453,10 +598,16 @@ async def test_a_client_asks_by_id(tmp_path: Path) -> None:
             assert {member.stop_reason for member in members} == {"finished"}
             assert len({member.id for member in members}) == 3
             assert all(member.result is not None and member.result.sequences for member in members)
-            assert [member.id async for member in client.stream("mine/0")] == [f"r1.{number}" for number in range(3)]
+            assert [member.id async for member in client.stream("mine/0")] == [
+                f"r1.{number}" for number in range(3)
+            ]
             await client.get(named.id, wait_s=60.0)
             assert await client.list_rollouts(unfinished=True) == []
-            for call in (client.get("none"), client.cancel("none"), collected(client.stream("none"))):
+            for call in (
+                client.get("none"),
+                client.cancel("none"),
+                collected(client.stream("none")),
+            ):
                 with pytest.raises(ServiceError, match="there is no rollout 'none'") as caught:
                     await call
                 assert caught.value.status == 404
@@ -483,19 +634,28 @@ async def test_the_events_of_one_rollout_end_with_it(tmp_path: Path) -> None:
         for name in ("other", "mine"):
             await ask(service.address, "POST", "/v1/rollouts", game(id=name, members=3))
         _, text, _ = await ask(service.address, "GET", "/v1/events?rollout=mine")
-        events = [json.loads(line.removeprefix("data: ")) for line in text.decode().splitlines() if line.startswith("data:")]
+        events = [
+            json.loads(line.removeprefix("data: "))
+            for line in text.decode().splitlines()
+            if line.startswith("data:")
+        ]
         assert [event["rollout"] for event in events] == ["mine"] * 3
         assert (await ask(service.address, "GET", "/v1/events?rollout=none"))[0] == 404
         _, found, _ = await ask(service.address, "GET", "/v1/completions?rollout=mine&wait=60")
         assert [one["rollout"] for one in found["completions"]] == ["mine"] * 3
         last = found["next"]
-        _, found, _ = await ask(service.address, "GET", f"/v1/completions?rollout=mine&wait=60&after={last}")
+        _, found, _ = await ask(
+            service.address, "GET", f"/v1/completions?rollout=mine&wait=60&after={last}"
+        )
         assert found == {"completions": [], "next": last}  # at once: all of it is done
 
 
 def test_a_program_without_a_loop_asks_by_id(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    with serving(service_config(tmp_path, options={"wait": str(gate)})) as service, Rollouts(service.address) as rollouts:
+    with (
+        serving(service_config(tmp_path, options={"wait": str(gate)})) as service,
+        Rollouts(service.address) as rollouts,
+    ):
         asked = rollouts.submit(RolloutRequest(handler="game", index=0, members=2))
         other = rollouts.submit(RolloutRequest(handler="game", index=1))
         assert [one.id for one in rollouts.list_rollouts(unfinished=True)] == [asked.id, other.id]
@@ -505,13 +665,19 @@ def test_a_program_without_a_loop_asks_by_id(tmp_path: Path) -> None:
         assert [member.stop_reason for member in rollouts.stream(asked.id)] == ["finished"] * 2
 
 
-async def test_who_asks_by_id_is_told_which_service_does_not_answer(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_who_asks_by_id_is_told_which_service_does_not_answer(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     nobody = f"http://127.0.0.1:{unused_tcp_port}"
     with serving(service_config(tmp_path)) as service:
         async with RolloutClient([nobody, service.address]) as client:
             await ask(service.address, "POST", "/v1/rollouts", game(id="mine"))
             assert (await client.get("mine", wait_s=60.0)).state == "done"
-            with pytest.raises(NoServiceError, match=rf"no service that answers knows rollout 'none'; these do not: {nobody}"):
+            with pytest.raises(
+                NoServiceError,
+                match=r"no service that answers knows rollout "
+                rf"'none'; these do not: {nobody}",
+            ):
                 await client.get("none")
 
 
@@ -534,7 +700,10 @@ async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, limits[1]))
     try:
         async with RolloutClient(program.address) as client:
-            tasks = [asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i))) for i in range(300)]
+            tasks = [
+                asyncio.create_task(client.rollout(RolloutRequest(handler="game", index=i)))
+                for i in range(300)
+            ]
             await until(program.address, "/health", lambda health: health["submitted"] == 300)
             (tmp_path / "gate").touch()
             found = await asyncio.gather(*tasks)
@@ -546,5 +715,8 @@ async def test_more_rollouts_than_there_may_be_open_files(tmp_path: Path) -> Non
 
 def test_a_directory_is_one_services_alone(tmp_path: Path) -> None:
     config = service_config(tmp_path)
-    with serving(config), pytest.raises(ConfigError, match=f"in use by another controller, process {os.getpid()}"):
+    with (
+        serving(config),
+        pytest.raises(ConfigError, match=f"in use by another controller, process {os.getpid()}"),
+    ):
         Serving(config).stop()

@@ -1,4 +1,6 @@
-"""Text that is not UTF-8, from environments, handlers and clients: it ends no service, and stops no restart."""
+"""Text that is not UTF-8, from environments, handlers and clients: it ends no service,
+and stops no restart.
+"""
 
 import asyncio
 import contextlib
@@ -8,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollweave.policy.retry import WORLDS
-from rollweave.rollout.store import TrajectoryReader
-from rollweave.schema.config import RunConfig
-from tests.live.whole import run_dir
+from rollweave.core.policy.retry import WORLDS
+from rollweave.record.store import TrajectoryReader
+from rollweave.schema.config.root import RunConfig
+from tests.runtime.whole import run_dir
 from tests.service.serving import Program, service_config, serving
 from tests.service.test_service import ask, game
 
@@ -47,7 +49,9 @@ async def test_words_that_are_no_text_end_their_rollout_alone(
     with serving(words(tmp_path, raises, task)) as service:
         await ask(service.address, "POST", "/start", {})
         for number in range(2):
-            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[0] == 202
+            assert (await ask(service.address, "POST", "/v1/rollouts", game(id=f"r{number}")))[
+                0
+            ] == 202
             _, found, _ = await ask(service.address, "GET", f"/v1/rollouts/r{number}?wait=30")
             member = found["members"][0]
             assert member["stop_reason"] == reason
@@ -55,7 +59,10 @@ async def test_words_that_are_no_text_end_their_rollout_alone(
                 assert "\ufffd words \ufffd" in member["result"]["error"]
         if not task.get("isolation"):
             status, _, _ = await ask(
-                service.address, "POST", "/process", {"instance": {"data_source": "game", "index": 0}, "job_id": "p"}
+                service.address,
+                "POST",
+                "/process",
+                {"instance": {"data_source": "game", "index": 0}, "job_id": "p"},
             )
             assert status == 200
 
@@ -89,7 +96,9 @@ async def test_a_rollout_that_kills_the_service_stops_not_every_restart(tmp_path
         assert any("is given up" in warning.message for warning in again.host.warnings)
 
 
-async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(tmp_path: Path) -> None:
+async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(
+    tmp_path: Path,
+) -> None:
     config = service_config(tmp_path)
     with serving(config) as service:
         for name in ("torn", "odd", "good"):
@@ -102,7 +111,11 @@ async def test_a_request_that_cannot_be_read_any_more_is_given_up_and_no_other(t
         for name in ("torn", "odd"):
             assert (await ask(again.address, "GET", f"/v1/rollouts/{name}"))[0] == 404
         assert (await ask(again.address, "GET", "/v1/rollouts/good"))[1]["state"] == "done"
-        given_up = [warning.component for warning in again.host.warnings if "cannot be read" in warning.message]
+        given_up = [
+            warning.component
+            for warning in again.host.warnings
+            if "cannot be read" in warning.message
+        ]
         assert given_up == ["rollout torn", "rollout odd"]
 
 
@@ -133,16 +146,34 @@ SURROGATE = b"%ED%B2%80"
         ("POST", b"/cancel", b"", rb'{"job_id": "\ud800"}'),
         ("POST", b"/cancel", b"", rb'{"job_id": "\u0000"}'),
         ("POST", b"/process", b"", rb'{"instance": {"data_source": "\ud800"}}'),
-        ("POST", b"/process", b"", rb'{"instance": {"data_source": "game", "x": "\ud800"}, "sampling_params": {"\udc80": 1}}'),
+        (
+            "POST",
+            b"/process",
+            b"",
+            rb'{"instance": {"data_source": "game", "x": "\ud800"}, '
+            rb'"sampling_params": {"\udc80": 1}}',
+        ),
     ],
 )
-async def test_no_words_of_a_client_give_500(tmp_path: Path, method: str, path: bytes, header: bytes, body: bytes) -> None:
+async def test_no_words_of_a_client_give_500(
+    tmp_path: Path, method: str, path: bytes, header: bytes, body: bytes
+) -> None:
     with serving(service_config(tmp_path)) as service:
         await ask(service.address, "POST", "/start", {})
         host, port = service.address.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (method.encode(), path, host.encode(), port.encode())
-        writer.write(head + header + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = b"%s %s HTTP/1.1\r\nHost: %s:%s\r\n" % (
+            method.encode(),
+            path,
+            host.encode(),
+            port.encode(),
+        )
+        writer.write(
+            head
+            + header
+            + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         async with asyncio.timeout(30):
             status = int((await reader.readline()).split()[1])
         writer.close()

@@ -1,10 +1,12 @@
-"""An environment, and a handler, whose words are no text: surrogates wherever they can stand."""
+"""An environment, and a handler, whose words are no text: surrogates wherever they can
+stand.
+"""
 
 import os
 from typing import Any
 
 from rollweave.envs.base import Episode, Observation, Options, Score, Step
-from rollweave.handlers.base import Agent, Job
+from rollweave.envs.handlers.base import Agent, Job
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Task
 

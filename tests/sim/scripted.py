@@ -1,17 +1,22 @@
-"""A world in which trajectories do exactly what a table plans, and which leaves a run's journal and configuration behind."""
+"""A world in which trajectories do exactly what a table plans, and which leaves a run's
+journal and configuration behind.
+"""
 
 from pathlib import Path
 
-from rollweave.codec.config import dumps
 from rollweave.record.journal import RunJournal
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.loading import dumps
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import Purpose, StopReason
 from rollweave.sim.workload import Plan, TurnPlan
 from tests.core.world import World
 
-MANY = TurnPlan(output_tokens=40, observation_tokens=7, env_s=0.5), TurnPlan(output_tokens=3, observation_tokens=2, env_s=1.25)
+MANY = (
+    TurnPlan(output_tokens=40, observation_tokens=7, env_s=0.5),
+    TurnPlan(output_tokens=3, observation_tokens=2, env_s=1.25),
+)
 KINDS: list[tuple[StopReason, str]] = [
     (StopReason.FINISHED, ""),
     (StopReason.MAX_TURNS, ""),
@@ -43,7 +48,9 @@ class Table:
 
 
 class Scripted(World):
-    """A world in which trajectories do what a workload plans, and which writes the journal of a run."""
+    """A world in which trajectories do what a workload plans, and which writes the
+    journal of a run.
+    """
 
     def __init__(self, config: RunConfig, path: Path, *, compact_at: int | None = None) -> None:
         super().__init__(config, seed=3)
@@ -75,10 +82,20 @@ class Scripted(World):
                 self.initiated[command.trajectory_id] = command.initiated_version
                 self.starts[key] = command
                 plan = self.doing[key] = Table().plan(
-                    index=int(command.group_id[1:]), member=command.member, attempt=command.attempt, seed=0
+                    index=int(command.group_id[1:]),
+                    member=command.member,
+                    attempt=command.attempt,
+                    seed=0,
                 )
-                ended = e.TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=plan.stop)
-                self.later(ended if plan.fails_in == "init" else e.EnvReady(trajectory_id=key[0], attempt=key[1]), plan.init_s)
+                ended = e.TrajectoryEnded(
+                    trajectory_id=key[0], attempt=key[1], stop_reason=plan.stop
+                )
+                self.later(
+                    ended
+                    if plan.fails_in == "init"
+                    else e.EnvReady(trajectory_id=key[0], attempt=key[1]),
+                    plan.init_s,
+                )
             case c.StartRun():
                 self.turns_of[command.trajectory_id, command.attempt] = 0
                 self.ask((command.trajectory_id, command.attempt), 0.0)
@@ -103,10 +120,14 @@ class Scripted(World):
                 key = (command.trajectory_id, command.attempt)
                 plan = self.doing[key]
                 if plan.fails_in:
-                    scored: e.Event = e.RewardFailed(trajectory_id=key[0], attempt=key[1], stop_reason=plan.stop, error="")
+                    scored: e.Event = e.RewardFailed(
+                        trajectory_id=key[0], attempt=key[1], stop_reason=plan.stop, error=""
+                    )
                 else:
                     success = plan.success if plan.success != (plan.reward > 0) else None
-                    scored = e.RewardReady(trajectory_id=key[0], attempt=key[1], reward=plan.reward, success=success)
+                    scored = e.RewardReady(
+                        trajectory_id=key[0], attempt=key[1], reward=plan.reward, success=success
+                    )
                 self.later(scored, plan.reward_s)
             case _:
                 if isinstance(command, c.CancelTrajectory):
@@ -117,22 +138,40 @@ class Scripted(World):
         """The next turn, or the end."""
         plan, turn = self.doing[key], self.turns_of[key]
         before = plan.turns[:turn]
-        tokens = plan.prompt_tokens + sum(turn.output_tokens + turn.observation_tokens for turn in before)
+        tokens = plan.prompt_tokens + sum(
+            turn.output_tokens + turn.observation_tokens for turn in before
+        )
         if turn < len(plan.turns):
-            event: e.Event = e.TurnRequested(trajectory_id=key[0], attempt=key[1], turn=turn, context_tokens=tokens)
+            event: e.Event = e.TurnRequested(
+                trajectory_id=key[0], attempt=key[1], turn=turn, context_tokens=tokens
+            )
         else:
             stop = StopReason.FINISHED if plan.fails_in == "eval" else plan.stop
-            event = e.TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=stop, turns=turn, tokens=tokens)
+            event = e.TrajectoryEnded(
+                trajectory_id=key[0], attempt=key[1], stop_reason=stop, turns=turn, tokens=tokens
+            )
         self.later(event, delay)
 
     def expected(self, name: str | None = None) -> list[list[list[Plan]]]:
-        """Plans of the training attempts that ended by themselves, by group, member and attempt, in the order of launch."""
+        """Plans of the training attempts that ended by themselves, by group, member and
+        attempt, in the order of launch.
+        """
         groups: dict[str, dict[int, list[Plan]]] = {}
         for key, start in self.starts.items():
-            if start.purpose is Purpose.TRAIN and key in self.over and name in (None, self.core_names[start.group_id]):
-                groups.setdefault(start.group_id, {}).setdefault(start.member, []).append(self.doing[key])
+            if (
+                start.purpose is Purpose.TRAIN
+                and key in self.over
+                and name in (None, self.core_names[start.group_id])
+            ):
+                groups.setdefault(start.group_id, {}).setdefault(start.member, []).append(
+                    self.doing[key]
+                )
         return [[members[member] for member in sorted(members)] for members in groups.values()]
 
     @property
     def core_names(self) -> dict[str, str]:
-        return {event.group_id: event.task.env for _, event in self.journal if isinstance(event, e.GroupSubmitted)}
+        return {
+            event.group_id: event.task.env
+            for _, event in self.journal
+            if isinstance(event, e.GroupSubmitted)
+        }

@@ -1,4 +1,6 @@
-"""Step times against hand arithmetic and against the slow sum, measured throughputs that were not fitted, and misfits."""
+"""Step times against hand arithmetic and against the slow sum, measured throughputs
+that were not fitted, and misfits.
+"""
 
 import itertools
 
@@ -39,7 +41,8 @@ def looped(costs: EngineCosts, decode: int, context: int, steps: int) -> float:
     return sum(decode_step(costs, decode, context + i * decode) for i in range(steps))
 
 
-# --- one step -----------------------------------------------------------------------------------------------------------------
+# --- one step
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_batch_decodes_in_the_time_of_reading_weights_and_kv():
@@ -60,14 +63,17 @@ def test_a_long_prompt_takes_the_time_of_its_flops():
 def test_a_short_observation_after_a_long_context_pays_for_reading_that_context_once():
     shape = model("qwen3-8b")
     extra = prefill_step(engine(), 16, 16 * 30_000) - prefill_step(engine(), 16, 0)
-    assert extra == pytest.approx(30_000 * shape.kv_bytes_per_token / (3.35e12 * cost.HBM_EFFICIENCY))
+    assert extra == pytest.approx(
+        30_000 * shape.kv_bytes_per_token / (3.35e12 * cost.HBM_EFFICIENCY)
+    )
 
 
 def test_tensor_parallel_steps_pay_two_all_reduces_a_layer():
     shape = model("qwen3-8b")
     one, two = engine(tp=1), engine(tp=2)
     tokens = 4096
-    sent = 72 * 1 * tokens * shape.hidden * 2 / (200e9 * cost.LINK_EFFICIENCY)  # 2 (tp - 1) / tp = 1
+    # 2 (tp - 1) / tp = 1
+    sent = 72 * 1 * tokens * shape.hidden * 2 / (200e9 * cost.LINK_EFFICIENCY)
     alone = prefill_step(one, tokens, 0) - cost.STEP_OVERHEAD_S
     expected = alone / 2 + sent + 72 * cost.ALLREDUCE_LATENCY_S + cost.STEP_OVERHEAD_S
     assert prefill_step(two, tokens, 0) == pytest.approx(expected)
@@ -77,32 +83,56 @@ def test_tensor_parallel_steps_pay_two_all_reduces_a_layer():
 def test_a_mixture_reads_the_experts_that_even_draws_would_touch(tokens):
     shape = model("qwen3-30b-a3b")
     draw = np.random.default_rng(0)
-    distinct = np.mean([len(np.unique(np.concatenate([draw.permutation(128)[:8] for _ in range(tokens)]))) for _ in range(100)])
-    read = 2 * (shape.dense_parameters + shape.head_parameters + shape.expert_parameters * distinct / 128)
+    distinct = np.mean(
+        [
+            len(np.unique(np.concatenate([draw.permutation(128)[:8] for _ in range(tokens)])))
+            for _ in range(100)
+        ]
+    )
+    read = 2 * (
+        shape.dense_parameters + shape.head_parameters + shape.expert_parameters * distinct / 128
+    )
     expected = read / (4e12 * cost.HBM_EFFICIENCY) + cost.STEP_OVERHEAD_S
-    assert decode_step(engine("h20", "qwen3-30b-a3b"), tokens, 0) == pytest.approx(expected, rel=0.02)
+    assert decode_step(engine("h20", "qwen3-30b-a3b"), tokens, 0) == pytest.approx(
+        expected, rel=0.02
+    )
 
 
 @settings(deadline=None)
 @given(
     st.sampled_from(PLACEMENTS),
-    st.tuples(*[st.integers(0, 4096), st.integers(0, 40_000), st.integers(0, 512), st.integers(0, 40_000)]),
+    st.tuples(
+        *[st.integers(0, 4096), st.integers(0, 40_000), st.integers(0, 512), st.integers(0, 40_000)]
+    ),
     st.sampled_from([(512, 0), (0, 64)]),
 )
 def test_more_work_never_takes_less_time(placement, work, more):
     costs = engine(*placement)
     prefill, span, decode, context = work
-    small = costs.step_s(prefill_tokens=prefill, prefill_context=prefill * span, decode=decode, decode_context=decode * context)
+    small = costs.step_s(
+        prefill_tokens=prefill,
+        prefill_context=prefill * span,
+        decode=decode,
+        decode_context=decode * context,
+    )
     prefill, decode = prefill + more[0], decode + more[1]
-    large = costs.step_s(prefill_tokens=prefill, prefill_context=prefill * span, decode=decode, decode_context=decode * context)
+    large = costs.step_s(
+        prefill_tokens=prefill,
+        prefill_context=prefill * span,
+        decode=decode,
+        decode_context=decode * context,
+    )
     assert 0 < small <= large * (1 + 1e-12)
 
 
-# --- many steps ---------------------------------------------------------------------------------------------------------------
+# --- many steps
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
-@given(st.sampled_from(PLACEMENTS), st.integers(1, 2000), st.integers(1, 20_000), st.integers(0, 400))
+@given(
+    st.sampled_from(PLACEMENTS), st.integers(1, 2000), st.integers(1, 20_000), st.integers(0, 400)
+)
 def test_decode_s_equals_the_sum_of_steps(placement, decode, mean_context, steps):
     costs = engine(*placement)
     closed = costs.decode_s(decode=decode, decode_context=decode * mean_context, steps=steps)
@@ -110,9 +140,17 @@ def test_decode_s_equals_the_sum_of_steps(placement, decode, mean_context, steps
 
 
 @settings(deadline=None)
-@given(st.floats(1e10, 1e16), st.floats(1e10, 1e14), st.integers(1, 1000), st.integers(0, 100_000), st.integers(1, 300))
+@given(
+    st.floats(1e10, 1e16),
+    st.floats(1e10, 1e14),
+    st.integers(1, 1000),
+    st.integers(0, 100_000),
+    st.integers(1, 300),
+)
 @example(4e13, 4e12, 256, 0, 300)
-def test_decode_s_equals_the_sum_of_steps_on_any_balance_of_compute_and_memory(flops, bandwidth, decode, context, steps):
+def test_decode_s_equals_the_sum_of_steps_on_any_balance_of_compute_and_memory(
+    flops, bandwidth, decode, context, steps
+):
     odd = Gpu(
         name="odd",
         bf16_flops=flops,
@@ -128,12 +166,15 @@ def test_decode_s_equals_the_sum_of_steps_on_any_balance_of_compute_and_memory(f
 
 
 def test_a_batch_crosses_from_compute_to_memory_within_one_closed_form():
-    costs = engine("h800", "qwen3-8b")  # 800 contexts from 0: bound by compute at first, by reading KV at the end
+    # 800 contexts from 0: bound by compute at first, by reading KV at the end
+    costs = engine("h800", "qwen3-8b")
     steps = 600
     times = [decode_step(costs, 800, 800 * i) for i in range(steps)]
     slopes = [after - before for before, after in itertools.pairwise(times)]
     assert slopes[0] * 2 < slopes[-1]
-    assert costs.decode_s(decode=800, decode_context=0, steps=steps) == pytest.approx(sum(times), rel=1e-12)
+    assert costs.decode_s(decode=800, decode_context=0, steps=steps) == pytest.approx(
+        sum(times), rel=1e-12
+    )
 
 
 def test_parts_of_a_run_of_steps_add_up():
@@ -144,13 +185,16 @@ def test_parts_of_a_run_of_steps_add_up():
     assert before + after == pytest.approx(whole, rel=1e-12)
 
 
-# --- against measurements that no constant was fitted to ----------------------------------------------------------------------
+# --- against measurements that no constant was fitted to
+# ----------------------------------------------------------------------
 
 
 def test_decoding_of_qwen3_30b_a3b_on_four_h20_is_near_sglang_s():
-    """InferSim's README: SGLang, world size 4, batch 100 a GPU, 4,096 tokens in and 2,048 out: 2,749 tokens/s a GPU.
+    """InferSim's README: SGLang, world size 4, batch 100 a GPU, 4,096 tokens in and
+    2,048 out: 2,749 tokens/s a GPU.
 
-    A roofline of whole steps is optimistic: it lets attention and experts overlap, which layer after layer they cannot.
+    A roofline of whole steps is optimistic: it lets attention and experts overlap,
+    which layer after layer they cannot.
     """
     costs = engine("h20", "qwen3-30b-a3b", tp=4)
     per_gpu = 100 / decode_step(costs, 400, 400 * (4096 + 1024))
@@ -158,9 +202,13 @@ def test_decoding_of_qwen3_30b_a3b_on_four_h20_is_near_sglang_s():
 
 
 def test_prefill_of_qwen3_30b_a3b_on_h20_is_sglang_s():
-    """The measurement that ENGINE_COMPUTE is from: 16,594 tokens/s at 4,096-token prompts."""
+    """The measurement that ENGINE_COMPUTE is from: 16,594 tokens/s at 4,096-token
+    prompts.
+    """
     pairs = 4096 * 4097 // 2
-    assert 4 * 4096 / prefill_step(engine("h20", "qwen3-30b-a3b"), 4 * 4096, 4 * pairs) == pytest.approx(16_594, rel=0.02)
+    assert 4 * 4096 / prefill_step(
+        engine("h20", "qwen3-30b-a3b"), 4 * 4096, 4 * pairs
+    ) == pytest.approx(16_594, rel=0.02)
 
 
 def test_h800_prefills_faster_for_its_price_and_h20_decodes_faster():
@@ -171,7 +219,8 @@ def test_h800_prefills_faster_for_its_price_and_h20_decodes_faster():
     assert 6 / decode_step(h20, 32, 32 * 8192) > 2 / decode_step(h800, 32, 32 * 8192)
 
 
-# --- what fits ----------------------------------------------------------------------------------------------------------------
+# --- what fits
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_kv_capacity_is_what_weights_and_activations_leave():
@@ -189,14 +238,25 @@ def test_more_gpus_than_key_value_heads_hold_copies():
 
 @pytest.mark.parametrize("hardware", GPUS)
 def test_the_models_of_the_papers_fit_as_the_papers_place_them(hardware):
-    for shape, tp in (("qwen2.5-7b", 1), ("qwen2.5-32b", 4), ("qwen2.5-72b", 4), ("qwen3-14b", 2), ("qwen3-32b", 4)):
+    for shape, tp in (
+        ("qwen2.5-7b", 1),
+        ("qwen2.5-32b", 4),
+        ("qwen2.5-72b", 4),
+        ("qwen3-14b", 2),
+        ("qwen3-32b", 4),
+    ):
         assert engine(hardware, shape, tp).kv_tokens > 40_000
 
 
 @pytest.mark.parametrize(
     ("hardware", "shape", "tp", "words"),
     [
-        ("h800", "qwen2.5-72b", 1, "tp must be at least 2 for qwen2.5-72b on h800 (145.4 GB of weights, 75.3 GB usable"),
+        (
+            "h800",
+            "qwen2.5-72b",
+            1,
+            "tp must be at least 2 for qwen2.5-72b on h800 (145.4 GB of weights, 75.3 GB usable",
+        ),
         ("h800", "qwen3-8b", 0, "tp must be from 1 to 8, the GPUs of a machine, got 0"),
         ("h800", "qwen3-8b", 16, "tp must be from 1 to 8, the GPUs of a machine, got 16"),
         ("h800", "qwen3-8b", 3, "tp must divide the 32 heads of qwen3-8b"),
@@ -212,13 +272,23 @@ def test_an_engine_that_cannot_be_is_refused(hardware, shape, tp, words):
 
 def test_a_model_that_no_machine_holds_is_refused_as_such():
     small = Gpu(
-        name="small", bf16_flops=1e14, matmul_efficiency=0.9, hbm_bytes_per_s=1e12, hbm_bytes=8e9, nvlink_bytes_per_s=1e11
+        name="small",
+        bf16_flops=1e14,
+        matmul_efficiency=0.9,
+        hbm_bytes_per_s=1e12,
+        hbm_bytes=8e9,
+        nvlink_bytes_per_s=1e11,
     )
-    with pytest.raises(ConfigError, match=r"model must fit one machine of 8 small \(.*\), got qwen2.5-72b"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model must fit one machine of 8 small \(.*\), got "
+        r"qwen2.5-72b",
+    ):
         EngineCost(gpu=small, model=model("qwen2.5-72b"), tp=8)
 
 
-# --- trainer ------------------------------------------------------------------------------------------------------------------
+# --- trainer
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def trainer(gpus: int = 32, shape: str = "qwen3-8b", over: str = "rdma") -> TrainerCost:
@@ -227,7 +297,10 @@ def trainer(gpus: int = 32, shape: str = "qwen3-8b", over: str = "rdma") -> Trai
 
 def test_a_training_step_is_its_flops_gradients_and_update():
     shape = model("qwen3-8b")
-    flops = 6 * (shape.active_parameters - shape.head_parameters) * 1_000_000 + 12 * 36 * 32 * 128 * 2_000_000_000
+    flops = (
+        6 * (shape.active_parameters - shape.head_parameters) * 1_000_000
+        + 12 * 36 * 32 * 128 * 2_000_000_000
+    )
     reduce = 2 * 3 / 4 * shape.weight_bytes / (8 * 50e9 * cost.LINK_EFFICIENCY) + 6 * 5e-6
     update = 30 * shape.parameters / (32 * 3.35e12 * cost.HBM_EFFICIENCY)
     expected = flops / (32 * 989.5e12 * cost.TRAIN_MFU) + reduce + update
@@ -240,13 +313,15 @@ def test_one_machine_reduces_no_gradients_between_machines():
 
 
 def test_gradients_stay_within_the_training_cluster():
-    assert trainer(16, over="rdma").step_s(tokens=0, context=0) == trainer(16, over="ethernet").step_s(tokens=0, context=0)
+    assert trainer(16, over="rdma").step_s(tokens=0, context=0) == trainer(
+        16, over="ethernet"
+    ).step_s(tokens=0, context=0)
 
 
 def test_a_mixture_trains_its_active_parameters():
-    assert trainer(64, "qwen3-30b-a3b").step_s(tokens=10**8, context=0) < trainer(64, "qwen3-8b").step_s(
-        tokens=10**8, context=0
-    )
+    assert trainer(64, "qwen3-30b-a3b").step_s(tokens=10**8, context=0) < trainer(
+        64, "qwen3-8b"
+    ).step_s(tokens=10**8, context=0)
 
 
 def test_publishing_is_sharded_over_the_adapters_of_one_machine():
@@ -261,16 +336,26 @@ def test_loading_is_bound_by_the_engine_alone_and_by_the_sender_when_many_pull()
     assert trainer().load_s(engines=1, tp=2) == pytest.approx(size / (2 * 40e9) + 5e-6)
     assert trainer().load_s(engines=4, tp=2) == pytest.approx(trainer().load_s(engines=1, tp=2))
     assert trainer().load_s(engines=32, tp=2) == pytest.approx(32 * size / (8 * 40e9) + 5e-6)
-    assert trainer().load_s(engines=3, tp=2, over=link("ethernet")) == pytest.approx(3 * size / 20e9 + 1e-4)
+    assert trainer().load_s(engines=3, tp=2, over=link("ethernet")) == pytest.approx(
+        3 * size / 20e9 + 1e-4
+    )
 
 
 def test_a_checkpoint_is_written_by_all_machines():
-    assert trainer(64).checkpoint_s() == pytest.approx(14 * model("qwen3-8b").parameters / (8 * 4e9))
+    assert trainer(64).checkpoint_s() == pytest.approx(
+        14 * model("qwen3-8b").parameters / (8 * 4e9)
+    )
     assert trainer(9).checkpoint_s() == trainer(16).checkpoint_s()
 
 
-@pytest.mark.parametrize(("gpus", "shape", "least"), [(1, "qwen3-8b", 2), (0, "qwen2.5-7b", 2), (8, "qwen2.5-72b", 16)])
+@pytest.mark.parametrize(
+    ("gpus", "shape", "least"), [(1, "qwen3-8b", 2), (0, "qwen2.5-7b", 2), (8, "qwen2.5-72b", 16)]
+)
 def test_a_trainer_that_cannot_hold_its_state_is_refused(gpus, shape, least):
-    with pytest.raises(ConfigError, match=rf"gpus must be at least {least} to train {shape} on h800 .*, got {gpus}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"gpus must be at least {least} to train {shape} on "
+        rf"h800 .*, got {gpus}",
+    ):
         trainer(gpus, shape)
     trainer(least, shape)

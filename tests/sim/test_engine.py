@@ -1,9 +1,12 @@
-"""The macro-step engine against the real planner: `policy/batching` driven step by step, each step timed by the same cost.
+"""The macro-step engine against the real planner: `engine/planner/batching` driven step
+by step, each step timed by the same cost.
 
-The reference knows tokens, the engine only counts of them. Where no prompt is shared the two agree exactly (to
-rounding), with ample and with tight KV; where a group shares its prompt they do so with ample KV. With both, the engine forgets
-which member's copy of a block was the first, which can move an eviction: there the ends must agree within 1 % of the elapsed
-time. (Not every seed would: in a cache of some dozen blocks one block can decide who is admitted. Of 1,000 cases one is off.)
+The reference knows tokens, the engine only counts of them. Where no prompt is shared
+the two agree exactly (to rounding), with ample and with tight KV; where a group shares
+its prompt they do so with ample KV. With both, the engine forgets which member's copy
+of a block was the first, which can move an eviction: there the ends must agree within 1
+% of the elapsed time. (Not every seed would: in a cache of some dozen blocks one block
+can decide who is admitted. Of 1,000 cases one is off.)
 """
 
 import itertools
@@ -14,8 +17,8 @@ from random import Random
 
 import pytest
 
-from rollweave.policy.batching import Batcher, Entry
-from rollweave.policy.blocks import BlockLedger
+from rollweave.engine.planner.batching import Batcher, Entry
+from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.sim.engine import Done, SimEngine
 from rollweave.sim.kv import Request
 
@@ -24,12 +27,17 @@ SIZE = 4
 
 @dataclass(frozen=True)
 class Linear:
-    """A cost that grows with everything. `kinked`: no closed form, so that nothing relies on evenly spaced steps."""
+    """A cost that grows with everything.
+
+    `kinked`: no closed form, so that nothing relies on evenly spaced steps.
+    """
 
     kv_tokens: int
     kinked: bool = False
 
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
         memory = 0.01 + 1e-5 * (decode_context + prefill_context / 8)
         compute = 1e-4 * (prefill_tokens + decode) + 1e-6 * (prefill_context + decode_context)
         return max(memory, 3 * compute) if self.kinked else memory + compute
@@ -37,7 +45,12 @@ class Linear:
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         if self.kinked:
             return sum(
-                self.step_s(prefill_tokens=0, prefill_context=0, decode=decode, decode_context=decode_context + step * decode)
+                self.step_s(
+                    prefill_tokens=0,
+                    prefill_context=0,
+                    decode=decode,
+                    decode_context=decode_context + step * decode,
+                )
                 for step in range(steps)
             )
         total = steps * decode_context + decode * steps * (steps - 1) // 2
@@ -46,7 +59,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Turn:
-    """`new` tokens are appended to the context, `output` are sampled; the environment takes `gap_s` afterwards."""
+    """`new` tokens are appended to the context, `output` are sampled; the environment
+    takes `gap_s` afterwards.
+    """
 
     new: int
     output: int
@@ -82,7 +97,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """`ends` of turns by (trajectory, turn), what the cache gave each, and the figures of the engine.
+    """`ends` of turns by (trajectory, turn), what the cache gave each, and the figures
+    of the engine.
 
     `left`: tokens that an aborted turn had sampled.
     """
@@ -107,7 +123,9 @@ class Agenda:
         return self._heap[0][0] if self._heap else None
 
     def until(self, now: float, *, kind: str = "") -> None:
-        """Make the calls up to `now`, of one kind if given: "turn" for what adds or aborts one, "engine" for the rest."""
+        """Make the calls up to `now`, of one kind if given: "turn" for what adds or
+        aborts one, "engine" for the rest.
+        """
         kept = []
         while self._heap and self._heap[0][0] <= now:
             entry = heappop(self._heap)
@@ -120,7 +138,10 @@ class Agenda:
 
 
 class Reference:
-    """One step after the other, with real tokens. Orders take effect as a step ends; an aborted turn is not reported."""
+    """One step after the other, with real tokens.
+
+    Orders take effect as a step ends; an aborted turn is not reported.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case, self.outcome, self.agenda = case, Outcome(), Agenda()
@@ -139,7 +160,9 @@ class Reference:
         now = 0.0
         for one in self.case.trajectories:
             group = [hash((one.group, index)) for index in range(one.shared)]
-            self.tokens[one.key] = group + [next(self.fresh) for _ in range(one.turns[0].new - one.shared)]
+            self.tokens[one.key] = group + [
+                next(self.fresh) for _ in range(one.turns[0].new - one.shared)
+            ]
             self.at[one.key] = 0
             self.agenda.at(one.start_s, "turn", lambda _, key=one.key: self.add(key))
         for when, what, name in self.case.orders:
@@ -154,20 +177,31 @@ class Reference:
             if later is None:
                 break
             now = later
-        figures = {"busy_s": self.busy_s, "tokens": self.sampled, "prefill": self.computed, "again": self.again}
+        figures = {
+            "busy_s": self.busy_s,
+            "tokens": self.sampled,
+            "prefill": self.computed,
+            "again": self.again,
+        }
         self.outcome.figures = {**figures, "preemptions": self.batcher.preemptions}
         return self.outcome
 
     def add(self, key: str) -> None:
         turn = self.by_key[key].turns[self.at[key]]
         tokens = list(self.tokens[key])
-        self.batcher.add(Entry(id=key, tokens=tokens, limit=len(tokens) + turn.output - 1, rank=turn.rank))
+        self.batcher.add(
+            Entry(id=key, tokens=tokens, limit=len(tokens) + turn.output - 1, rank=turn.rank)
+        )
 
     def obey(self, what: str, name: str) -> None:
         if what == "abort":
             gone = self.batcher.remove(name)
             if gone is not None:  # what the step under way samples is its own yet
-                sampled = len(gone.tokens) - len(self.tokens[name]) + (self.begun.get(name, -1) == len(gone.tokens))
+                sampled = (
+                    len(gone.tokens)
+                    - len(self.tokens[name])
+                    + (self.begun.get(name, -1) == len(gone.tokens))
+                )
                 self.outcome.left[name, self.at[name]] = sampled
         elif what == "load":
             self.batcher.retag(int(name))
@@ -178,7 +212,9 @@ class Reference:
         plan = self.batcher.plan()
         seconds = self.case.cost.step_s(
             prefill_tokens=sum(count for _, count in plan.prefill),
-            prefill_context=sum(count * one.computed + count * (count + 1) // 2 for one, count in plan.prefill),
+            prefill_context=sum(
+                count * one.computed + count * (count + 1) // 2 for one, count in plan.prefill
+            ),
             decode=len(plan.decode),
             decode_context=sum(len(one.tokens) for one in plan.decode),
         )
@@ -208,17 +244,26 @@ class Reference:
         turns = self.by_key[one.id].turns
         self.at[one.id] += 1
         if index + 1 < len(turns):
-            self.tokens[one.id] = one.tokens + [next(self.fresh) for _ in range(turns[index + 1].new)]
+            self.tokens[one.id] = one.tokens + [
+                next(self.fresh) for _ in range(turns[index + 1].new)
+            ]
             self.agenda.at(now + turns[index].gap_s, "turn", lambda _, key=one.id: self.add(key))
 
 
 class Macro:
-    """The same case on the engine under test. With `look_s` it is also asked between its events, which must change nothing."""
+    """The same case on the engine under test.
+
+    With `look_s` it is also asked between its events, which must change nothing.
+    """
 
     def __init__(self, case: Case, *, look_s: float = 0.0) -> None:
         self.case, self.outcome, self.agenda, self.look_s = case, Outcome(), Agenda(), look_s
         self.engine = SimEngine(
-            cost=case.cost, slots=case.slots, chunk_tokens=case.chunk, block_tokens=SIZE, prefix_cache=case.caching
+            cost=case.cost,
+            slots=case.slots,
+            chunk_tokens=case.chunk,
+            block_tokens=SIZE,
+            prefix_cache=case.caching,
         )
         self.by_key = {one.key: one for one in case.trajectories}
         self.context = {one.key: one.turns[0].new for one in case.trajectories}
@@ -241,7 +286,8 @@ class Macro:
                 for key, told in self.engine.told(looked).items():
                     assert 0 <= told <= self.by_key[key].turns[self.at[key]].output
                 self.engine.check()
-            if self.agenda.next() == now:  # what arrives at the very end of a step is part of the next one
+            # what arrives at the very end of a step is part of the next one
+            if self.agenda.next() == now:
                 self.agenda.until(now)
             else:
                 for done in self.engine.advance(now):
@@ -250,8 +296,16 @@ class Macro:
             self.engine.check()
         assert (self.engine.waiting, self.engine.running) == (0, 0) or self.engine._suspended
         engine = self.engine
-        figures = {"busy_s": engine.busy_s, "tokens": engine.tokens, "prefill": engine.prefill_tokens}
-        self.outcome.figures = {**figures, "again": engine.recomputed_tokens, "preemptions": engine.preemptions}
+        figures = {
+            "busy_s": engine.busy_s,
+            "tokens": engine.tokens,
+            "prefill": engine.prefill_tokens,
+        }
+        self.outcome.figures = {
+            **figures,
+            "again": engine.recomputed_tokens,
+            "preemptions": engine.preemptions,
+        }
         return self.outcome
 
     def add(self, now: float, key: str) -> None:
@@ -292,22 +346,34 @@ class Macro:
 
 
 def random_case(seed: str, *, tight: bool, shared: bool) -> Case:
-    """A small workload: groups or single trajectories of several turns, ranks, aborts, loads, all kinds of batch."""
+    """A small workload: groups or single trajectories of several turns, ranks, aborts,
+    loads, all kinds of batch.
+    """
     random = Random(seed)
     ranks = random.choice([(0.0,), (0.0, 1.0, 2.0)])
     trajectories = []
     for number in range(random.randint(2, 6)):
-        start, prompt = random.random() * random.choice([0.0, 2.0]), random.choice([1, 3, 8, 9, 20, 33, 60])
+        start, prompt = (
+            random.random() * random.choice([0.0, 2.0]),
+            random.choice([1, 3, 8, 9, 20, 33, 60]),
+        )
         rank = random.choice(ranks)
         for member in range(random.randint(2, 4) if shared else random.randint(1, 2)):
             turns = []
             for index in range(random.randint(1, 4)):
                 gap = random.choice([0.0, random.random() * 3])
                 turns.append(
-                    Turn(new=random.randint(1, 20), output=random.choice([1, 2, 7, 30]), gap_s=gap, rank=rank + index % 2)
+                    Turn(
+                        new=random.randint(1, 20),
+                        output=random.choice([1, 2, 7, 30]),
+                        gap_s=gap,
+                        rank=rank + index % 2,
+                    )
                 )
             suffix = random.choice([0, 0, 1, 5]) if shared else 0
-            turns[0] = Turn(new=prompt + suffix, output=turns[0].output, gap_s=turns[0].gap_s, rank=rank)
+            turns[0] = Turn(
+                new=prompt + suffix, output=turns[0].output, gap_s=turns[0].gap_s, rank=rank
+            )
             trajectories.append(
                 Trajectory(
                     key=f"{number}.{member}",
@@ -318,10 +384,17 @@ def random_case(seed: str, *, tight: bool, shared: bool) -> Case:
                 )
             )
     most = max(sum(turn.new + turn.output for turn in one.turns) for one in trajectories)
-    orders = [(random.random() * 5, "abort", random.choice(trajectories).key) for _ in range(random.choice([0, 0, 3]))]
+    orders = [
+        (random.random() * 5, "abort", random.choice(trajectories).key)
+        for _ in range(random.choice([0, 0, 3]))
+    ]
     for weights in range(random.choice([0, 0, 1, 2])):
         when = random.random() * 4
-        orders += [(when, "suspend", ""), (when + 0.3, "load", str(weights)), (when + 0.5, "resume", "")]
+        orders += [
+            (when, "suspend", ""),
+            (when + 0.3, "load", str(weights)),
+            (when + 0.5, "resume", ""),
+        ]
     return Case(
         trajectories=tuple(trajectories),
         orders=tuple(orders),
@@ -360,7 +433,9 @@ def test_an_aborted_turn_had_sampled_what_the_planner_says(tight: bool) -> None:
     for number in range(60):
         case, random = random_case(f"aborted {number}", tight=tight, shared=False), Random(number)
         end = max(Reference(case).run().ends.values(), default=1.0)
-        aborts = [(random.random() * end, "abort", one.key) for one in case.trajectories for _ in range(2)]
+        aborts = [
+            (random.random() * end, "abort", one.key) for one in case.trajectories for _ in range(2)
+        ]
         case = replace(case, orders=tuple(sorted((*case.orders, *aborts))))
         check_exact(case, look_s=0.013 if number % 2 else 0.0)
         left += Reference(case).run().left.values()
@@ -370,7 +445,10 @@ def test_an_aborted_turn_had_sampled_what_the_planner_says(tight: bool) -> None:
 
 def test_with_shared_prompts_and_ample_kv_it_is_the_planner_exactly() -> None:
     for number in range(80):
-        check_exact(random_case(f"group {number}", tight=False, shared=True), look_s=0.013 if number % 2 else 0.0)
+        check_exact(
+            random_case(f"group {number}", tight=False, shared=True),
+            look_s=0.013 if number % 2 else 0.0,
+        )
 
 
 def test_with_shared_prompts_and_tight_kv_the_ends_are_within_one_percent() -> None:
@@ -389,10 +467,15 @@ def test_with_shared_prompts_and_tight_kv_the_ends_are_within_one_percent() -> N
 class Counting(Linear):
     calls = 0
 
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
         Counting.calls += 1
         return super().step_s(
-            prefill_tokens=prefill_tokens, prefill_context=prefill_context, decode=decode, decode_context=decode_context
+            prefill_tokens=prefill_tokens,
+            prefill_context=prefill_context,
+            decode=decode,
+            decode_context=decode_context,
         )
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
@@ -401,7 +484,13 @@ class Counting(Linear):
 
 
 def engine(*, kv_tokens: int = 100_000, slots: int = 8) -> SimEngine:
-    return SimEngine(cost=Counting(kv_tokens=kv_tokens), slots=slots, chunk_tokens=16, block_tokens=SIZE, prefix_cache=True)
+    return SimEngine(
+        cost=Counting(kv_tokens=kv_tokens),
+        slots=slots,
+        chunk_tokens=16,
+        block_tokens=SIZE,
+        prefix_cache=True,
+    )
 
 
 def drain(one: SimEngine) -> list[Done]:
@@ -430,7 +519,8 @@ def test_an_arrival_waits_for_the_end_of_the_running_step() -> None:
     one.add(5.005, Request(key="b", context_tokens=10, output_tokens=5))
     at = one.next_at()
     assert at is not None
-    assert 5.005 < at < 5.005 + 0.03  # one step takes 10 ms and some microseconds for each token of context
+    # one step takes 10 ms and some microseconds for each token of context
+    assert 5.005 < at < 5.005 + 0.03
     assert one.advance(at) == []
     assert (one.running, one.waiting) == (2, 0)
 
@@ -480,7 +570,8 @@ def test_an_engine_has_told_of_what_it_sampled_until_the_last_half_second_ended(
     assert at[2.5] > at[0.5] > 10
     told = {hundredths / 100: one.told(hundredths / 100)["a"] for hundredths in range(50, 299)}
     for now, count in told.items():
-        assert abs(count - at[now // 0.5 * 0.5]) <= 2  # the step under way, and the pace of a growing context
+        # the step under way, and the pace of a growing context
+        assert abs(count - at[now // 0.5 * 0.5]) <= 2
     one.suspend(3.0)
     one.advance(3.1)
     assert one.told(3.4)["a"] == one.told(3.1)["a"] == one.abort(3.4, "a")
@@ -499,13 +590,19 @@ def test_a_call_finds_what_was_due_before_it_done() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(key="live", context_tokens=1, output_tokens=1), "key must be unique among live requests, got 'live' again"),
+        (
+            Request(key="live", context_tokens=1, output_tokens=1),
+            "key must be unique among live requests, got 'live' again",
+        ),
         (
             Request(key="a", context_tokens=30, output_tokens=12),
             r"must fit the KV cache \(40 tokens\), got a request of up to 41",
         ),
         (Request(key="a", context_tokens=1, output_tokens=0), "output_tokens must be at least 1"),
-        (Request(key="a", context_tokens=1, output_tokens=1, shared_tokens=2), "shared ones among them"),
+        (
+            Request(key="a", context_tokens=1, output_tokens=1, shared_tokens=2),
+            "shared ones among them",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(request_: Request, message: str) -> None:

@@ -1,10 +1,12 @@
-"""The examples of simulated runs can be simulated as they are, from the root of the repository."""
+"""The examples of simulated runs can be simulated as they are, from the root of the
+repository.
+"""
 
 from pathlib import Path
 
 import pytest
 
-from rollweave.codec.config import load
+from rollweave.schema.config.loading import load
 from rollweave.sim.run import simulate
 from rollweave.sim.workload import Recorded, workload
 
@@ -24,4 +26,6 @@ def test_the_trace_has_two_tasks_with_their_members() -> None:
     found = workload(str(ROOT / "examples" / "trace.jsonl"))
     assert isinstance(found, Recorded)
     assert [len(members) for members in found.groups] == [2, 3]
-    assert {plan.fails_in for members in found.groups for attempts in members for plan in attempts} == {"", "run"}
+    assert {
+        plan.fails_in for members in found.groups for attempts in members for plan in attempts
+    } == {"", "run"}

@@ -1,15 +1,17 @@
-"""The fault search: it finds nothing in our core, and it finds what cores with planted mistakes do."""
+"""The fault search: it finds nothing in our core, and it finds what cores with planted
+mistakes do.
+"""
 
 from typing import Any
 
 import pytest
 
-from rollweave.bench.faults import result_of, searched
+from benchmarks.faults import result_of, searched
 from rollweave.core.core import Core
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import GroupId, TrajectoryId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import TRAINABLE
 from rollweave.sim import faults
 from rollweave.sim.books import Books
@@ -23,7 +25,9 @@ BLOCK = 10
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
 def test_nothing_breaks(first: int) -> None:
-    assert [report for seed in range(first, first + BLOCK) if (report := search(seed)).violation] == []
+    assert [
+        report for seed in range(first, first + BLOCK) if (report := search(seed)).violation
+    ] == []
 
 
 def test_a_seed_is_all_there_is_to_a_report() -> None:
@@ -37,7 +41,13 @@ def test_every_mode_and_every_fault_comes_up() -> None:
     assert {scenario(seed).rollout.mode for seed in range(SEEDS)} == set(MODES)
     seen = {kind for seed in (3, 5, 8, 9) for kind in search(seed).faults}
     others = {f"message {what}" for what in ("lost", "doubled", "delayed", "reordered")}
-    others |= {"environment fails", "environment hangs", "environment slow", "reward fails", "reward hangs"}
+    others |= {
+        "environment fails",
+        "environment hangs",
+        "environment slow",
+        "reward fails",
+        "reward hangs",
+    }
     assert set(KINDS) | others <= seen
 
 
@@ -48,7 +58,9 @@ def test_engines_join_and_leave_where_each_keeps_to_its_own_pace() -> None:
 
 def calm() -> int:
     """A seed of which nothing but a planted mistake can break a run."""
-    return next(seed for seed in range(SEEDS) if rates(seed).until_s == 0 and rates(seed).stop_s is None)
+    return next(
+        seed for seed in range(SEEDS) if rates(seed).until_s == 0 and rates(seed).stop_s is None
+    )
 
 
 class Planted(Core):
@@ -68,14 +80,19 @@ class TrainsTwice(Planted):
         if not isinstance(command, c.TrainStep):
             return command
         self.first = self.first or command.groups
-        return c.TrainStep(step=command.step, part=command.part, parts=command.parts, groups=self.first)
+        return c.TrainStep(
+            step=command.step, part=command.part, parts=command.parts, groups=self.first
+        )
 
 
 class DeliversHalves(Planted):
     def changed(self, command: c.Command) -> c.Command:
         if not isinstance(command, c.TrainStep):
             return command
-        halves = tuple(c.GroupRef(id=ref.id, name=ref.name, trajectory_ids=ref.trajectory_ids[:1]) for ref in command.groups)
+        halves = tuple(
+            c.GroupRef(id=ref.id, name=ref.name, trajectory_ids=ref.trajectory_ids[:1])
+            for ref in command.groups
+        )
         return c.TrainStep(step=command.step, part=command.part, parts=command.parts, groups=halves)
 
 
@@ -96,7 +113,11 @@ class LosesOne(Planted):
 
 class NeverPublishes(Planted):
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
-        return [command for command in super().handle(now, event) if not isinstance(command, c.PublishWeights)]
+        return [
+            command
+            for command in super().handle(now, event)
+            if not isinstance(command, c.PublishWeights)
+        ]
 
 
 class Moody(Planted):
@@ -106,12 +127,16 @@ class Moody(Planted):
 
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
         self.handled += 1
-        extra: list[c.Command] = [c.Warn(component="mood", message="")] if self.handled == 50 else []
+        extra: list[c.Command] = (
+            [c.Warn(component="mood", message="")] if self.handled == 50 else []
+        )
         return super().handle(now, event) + extra
 
 
 class CountsTwice(Planted):
-    """An attempt whose reward fails is counted at the end of its RUN stage, and again at its own."""
+    """An attempt whose reward fails is counted at the end of its RUN stage, and again
+    at its own.
+    """
 
     def handle(self, now: float, event: e.Event) -> list[c.Command]:
         commands = super().handle(now, event)
@@ -140,13 +165,17 @@ class Stumbles(Planted):
         (Stumbles, "KeyError: 'planted'"),
     ],
 )
-def test_a_planted_mistake_is_found(core: type[Core], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_is_found(
+    core: type[Core], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(faults, "EVENTS", 2000)
     assert words in search(calm(), make_core=core).violation
 
 
 def books(initiated: int, **rollout: Any) -> tuple[Books, c.TrainStep]:
-    """Books over two trajectories of one group, launched under version `initiated`, and the step that trains them."""
+    """Books over two trajectories of one group, launched under version `initiated`, and
+    the step that trains them.
+    """
     config = RunConfig.model_validate(
         {
             "tasks": [{"env": "frozenlake"}],
@@ -156,13 +185,18 @@ def books(initiated: int, **rollout: Any) -> tuple[Books, c.TrainStep]:
         }
     )
     members = (TrajectoryId("g0.0"), TrajectoryId("g0.1"))
-    scored = Scored(name="frozenlake", initiated=initiated, tokens=9, turns=1, reward=1.0, success=True)
+    scored = Scored(
+        name="frozenlake", initiated=initiated, tokens=9, turns=1, reward=1.0, success=True
+    )
     group = c.GroupRef(id=GroupId("g0"), name="frozenlake", trajectory_ids=members)
-    return Books(config, dict.fromkeys(members, scored)), c.TrainStep(step=0, part=0, parts=1, groups=(group,))
+    return Books(config, dict.fromkeys(members, scored)), c.TrainStep(
+        step=0, part=0, parts=1, groups=(group,)
+    )
 
 
 def test_the_books_know_what_is_too_old() -> None:
-    kept, step = books(initiated=1, mode="bounded", alpha=1)  # of a lineage that was lost: one step away
+    # of a lineage that was lost: one step away
+    kept, step = books(initiated=1, mode="bounded", alpha=1)
     kept.asked(step)
     kept, step = books(initiated=2, mode="bounded", alpha=1)
     with pytest.raises(AssertionError, match="2 steps old where 1 are allowed"):
@@ -189,7 +223,10 @@ def report(seed: int, violation: str = "", **faults: int) -> Report:
 
 def test_figures_of_the_bench() -> None:
     result = result_of(
-        [report(0, **{"engine lost": 2}), report(1, "unaccounted", **{"engine lost": 1, "save failed": 4})],
+        [
+            report(0, **{"engine lost": 2}),
+            report(1, "unaccounted", **{"engine lost": 1, "save failed": 4}),
+        ],
         seconds=4.0,
         workers=2,
     )

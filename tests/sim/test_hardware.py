@@ -31,7 +31,11 @@ def test_what_is_reached_is_less_than_what_is_published():
     [
         (gpu, "h8000", ["gpu must be one of a100, h100, h20", "got 'h8000'", "did you mean h800?"]),
         (gpu, "", ["gpu must be", "got ''"]),
-        (link, "rmda", ["link must be one of ethernet, nvlink", "got 'rmda'", "did you mean rdma?"]),
+        (
+            link,
+            "rmda",
+            ["link must be one of ethernet, nvlink", "got 'rmda'", "did you mean rdma?"],
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_closest_one(find, wrong, words):

@@ -1,4 +1,6 @@
-"""Engines that join and leave a simulated run in mid-training: the contract is kept, and who joins works."""
+"""Engines that join and leave a simulated run in mid-training: the contract is kept,
+and who joins works.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +11,8 @@ from rollweave.core.seats import next_id
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import RunConfig
-from rollweave.schema.sections import ModeName
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModeName
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.sim.test_world import config
@@ -31,7 +33,9 @@ class Kept:
 @pytest.mark.parametrize("mode", list(ModeName))
 def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_path: Path) -> None:
     """One joins after the first step, and the first one leaves once it serves."""
-    made = RunConfig.model_validate({**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}})
+    made = RunConfig.model_validate(
+        {**config(tmp_path, mode=mode).model_dump(), "weights": {"relays": relays}}
+    )
     journal = Kept()
     metrics = SimMetrics()
     world = World(made, listener=metrics, journal=journal)

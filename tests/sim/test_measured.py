@@ -1,11 +1,13 @@
-"""The times of a recorded run are those that its commands and their answers have; a line fits them without negative prices."""
+"""The times of a recorded run are those that its commands and their answers have; a
+line fits them without negative prices.
+"""
 
 from pathlib import Path
 
 import pytest
 
 from rollweave.record.journal import RunJournal
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.measured import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.sim.metrics import SimMetrics
@@ -50,7 +52,9 @@ class Priced:
 
 
 def simulated() -> RunConfig:
-    config = core_config("bounded", steps=5, tasks=[{"env": "frozenlake"}], eval={"final_episodes": 0})
+    config = core_config(
+        "bounded", steps=5, tasks=[{"env": "frozenlake"}], eval={"final_episodes": 0}
+    )
     return RunConfig.model_validate(config.model_dump() | {"sim": {"model": "qwen3-8b"}})
 
 
@@ -68,7 +72,9 @@ def test_timings_of_a_run_are_read_from_its_journal(tmp_path: Path) -> None:
     world = simulate(config, tmp_path / "journal.bin")
     found = read_timings(tmp_path / "journal.bin", config)
     assert (found.steps, found.events, len(found.trained)) == (5, world.events, 5)
-    assert [seconds for _, seconds in found.trained] == pytest.approx([2.0 + 0.001 * tokens for tokens, _ in found.trained])
+    assert [seconds for _, seconds in found.trained] == pytest.approx(
+        [2.0 + 0.001 * tokens for tokens, _ in found.trained]
+    )
     assert min(tokens for tokens, _ in found.trained) > 0
     assert found.published == pytest.approx([0.5] * len(found.published))
     assert found.loaded == pytest.approx([0.125] * len(found.loaded))
@@ -126,5 +132,7 @@ def test_a_journal_that_was_compacted_is_refused(tmp_path: Path) -> None:
         ([(10, 1.0), (20, 4.0)], (0.0, 0.18)),  # nor does a step take less than nothing
     ],
 )
-def test_a_line_has_no_negative_price(points: list[tuple[int, float]], expected: tuple[float, float]) -> None:
+def test_a_line_has_no_negative_price(
+    points: list[tuple[int, float]], expected: tuple[float, float]
+) -> None:
     assert fit_line(points) == pytest.approx(expected)

@@ -27,7 +27,8 @@ def test_parameters_are_the_card_s_within_two_percent(name):
 
 
 def test_kv_bytes():
-    assert model("qwen3-8b").kv_bytes_per_token == 144 * 1024  # 2 x 36 layers x 8 heads x 128 x 2 bytes
+    # 2 x 36 layers x 8 heads x 128 x 2 bytes
+    assert model("qwen3-8b").kv_bytes_per_token == 144 * 1024
     assert model("qwen3-30b-a3b").kv_bytes_per_token == 96 * 1024  # as InferSim's README prints it
 
 
@@ -35,11 +36,21 @@ def test_a_dense_model_uses_all_of_its_layers_and_a_mixture_few():
     dense, mixture = model("qwen3-8b"), model("qwen3-30b-a3b")
     assert dense.layer_parameters == dense.dense_parameters
     assert dense.expert_parameters == 0
-    assert mixture.layer_parameters - mixture.dense_parameters == mixture.expert_parameters * 8 // 128
+    assert (
+        mixture.layer_parameters - mixture.dense_parameters == mixture.expert_parameters * 8 // 128
+    )
 
 
 def test_a_tied_head_is_counted_once():
-    sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "vocab": 100}
+    sizes = {
+        "layers": 1,
+        "hidden": 8,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 4,
+        "ffn": 16,
+        "vocab": 100,
+    }
     tied = ModelShape(name="tied", tied=True, **sizes)
     untied = ModelShape(name="untied", tied=False, **sizes)
     assert untied.parameters - tied.parameters == 800
@@ -48,5 +59,9 @@ def test_a_tied_head_is_counted_once():
 
 
 def test_an_unknown_model_is_refused_with_the_closest_one():
-    with pytest.raises(ConfigError, match=r"model must be one of .*qwen3-8b.*, got 'Qwen3-8' \(did you mean qwen3-8b\?\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model must be one of .*qwen3-8b.*, got 'Qwen3-8' "
+        r"\(did you mean qwen3-8b\?\)",
+    ):
         model("Qwen3-8")

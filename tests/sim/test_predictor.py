@@ -1,22 +1,26 @@
-"""The simulated predictor: the same numbers as the predictor itself, later by a constant, and the same every time."""
+"""The simulated predictor: the same numbers as the predictor itself, later by a
+constant, and the same every time.
+"""
 
 import random
 
 import pytest
 
-from rollweave.policy.predict import PRIOR_TOKENS, ProgressivePredictor
-from rollweave.predict.registry import build
+from rollweave.core.policy.predict import PRIOR_TOKENS, ProgressivePredictor
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.predictor import PREDICTION_S, SimPredictor
-from tests.predict.worlds import Told, trajectories
+from rollweave.train.lengths.registry import build
+from tests.train.lengths.worlds import Told, trajectories
 
 
 def ask(number: int, told: Told, turn: int) -> c.Predict:
-    return c.Predict(trajectory_id=TrajectoryId(f"t{number}"), attempt=1, turn=turn, context=told.contexts[turn])
+    return c.Predict(
+        trajectory_id=TrajectoryId(f"t{number}"), attempt=1, turn=turn, context=told.contexts[turn]
+    )
 
 
 def over(number: int, tokens: int | None) -> c.Harvest:
@@ -30,7 +34,9 @@ class Desk:
         self.clock = Clock()
         self.posted: list[tuple[float, e.Event]] = []
         self.predictor = SimPredictor(
-            clock=self.clock, post=lambda event: self.posted.append((self.clock.now, event)), name=name
+            clock=self.clock,
+            post=lambda event: self.posted.append((self.clock.now, event)),
+            name=name,
         )
 
     def run(self) -> None:
@@ -45,7 +51,9 @@ def test_an_answer_comes_the_latency_after_its_question() -> None:
     desk.clock.after(1.1, lambda: desk.predictor.predict(ask(0, told, 1)))
     desk.run()
     ready = [
-        e.PredictionReady(trajectory_id=TrajectoryId("t0"), attempt=1, turn=turn, remaining_tokens=PRIOR_TOKENS)
+        e.PredictionReady(
+            trajectory_id=TrajectoryId("t0"), attempt=1, turn=turn, remaining_tokens=PRIOR_TOKENS
+        )
         for turn in (0, 1)
     ]
     assert desk.posted == [(1.0 + PREDICTION_S, ready[0]), (1.1 + PREDICTION_S, ready[1])]
@@ -63,7 +71,9 @@ def test_what_is_answered_together_is_what_would_be_answered_alone(name: str) ->
         at = rng.uniform(0.0, 3.0) + number / 20
         for turn in range(len(one.contexts)):
             desk.clock.at(at, lambda n=number, o=one, t=turn: desk.predictor.predict(ask(n, o, t)))  # type: ignore[misc]
-            desk.clock.at(at, lambda n=number, o=one, t=turn: expected.append(slow.predict(n, o.contexts[t])))  # type: ignore[misc]
+            desk.clock.at(
+                at, lambda n=number, o=one, t=turn: expected.append(slow.predict(n, o.contexts[t]))
+            )  # type: ignore[misc]
             at += rng.expovariate(20.0)
         tokens = one.tokens if rng.random() < 0.9 else None
         desk.clock.at(at, lambda n=number, k=tokens: desk.predictor.harvest(over(n, k)))  # type: ignore[misc]
@@ -73,9 +83,12 @@ def test_what_is_answered_together_is_what_would_be_answered_alone(name: str) ->
         desk.clock.at(step * 1.5, slow.fit)
         desk.clock.at(step * 1.5, lambda: fits.append((slow.fits, len(expected))))
     desk.run()
-    found = [event.remaining_tokens for _, event in desk.posted if isinstance(event, e.PredictionReady)]
+    found = [
+        event.remaining_tokens for _, event in desk.posted if isinstance(event, e.PredictionReady)
+    ]
     assert len(found) == len(expected) == 360
-    unfitted = max(asked for count, asked in fits if count <= 1)  # until then statistics answer, as of the time of the answer
+    # until then statistics answer, as of the time of the answer
+    unfitted = max(asked for count, asked in fits if count <= 1)
     assert desk.predictor.predictor.fits == slow.fits >= 2
     assert found[unfitted:] == expected[unfitted:]
 
@@ -84,8 +97,13 @@ def journal(name: str) -> list[tuple[float, e.Event]]:
     desk = Desk(name)
     for number, one in enumerate(trajectories(80, seed=2)):
         for turn in range(len(one.contexts)):
-            desk.clock.at(number / 40 + turn / 7, lambda n=number, o=one, t=turn: desk.predictor.predict(ask(n, o, t)))  # type: ignore[misc]
-        desk.clock.at(number / 40 + 1.0, lambda n=number, o=one: desk.predictor.harvest(over(n, o.tokens)))  # type: ignore[misc]
+            desk.clock.at(
+                number / 40 + turn / 7,
+                lambda n=number, o=one, t=turn: desk.predictor.predict(ask(n, o, t)),
+            )  # type: ignore[misc]
+        desk.clock.at(
+            number / 40 + 1.0, lambda n=number, o=one: desk.predictor.harvest(over(n, o.tokens))
+        )  # type: ignore[misc]
     for step in range(1, 4):
         desk.clock.at(float(step), lambda n=step: desk.predictor.fit(c.FitPredictor(step=n)))  # type: ignore[misc]
     desk.run()
@@ -106,7 +124,9 @@ def test_one_that_is_lost_with_its_controller_answers_nothing_and_knows_nothing(
     desk.predictor.drop()
     desk.predictor.predict(ask(2, told, 0))
     desk.run()
-    assert [(event.trajectory_id, event.remaining_tokens) for _, event in desk.posted] == [("t2", PRIOR_TOKENS)]  # type: ignore[union-attr]
+    assert [(event.trajectory_id, event.remaining_tokens) for _, event in desk.posted] == [
+        ("t2", PRIOR_TOKENS)
+    ]  # type: ignore[union-attr]
     assert desk.predictor.predictor.pairs == 0
 
 

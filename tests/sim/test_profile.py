@@ -1,4 +1,6 @@
-"""Prices that are fitted to measured steps: exact where the samples are, the best nonnegative ones where they are not."""
+"""Prices that are fitted to measured steps: exact where the samples are, the best
+nonnegative ones where they are not.
+"""
 
 import json
 
@@ -14,13 +16,21 @@ from rollweave.sim.profile import ProfileCost, Sample
 from tests.sim.test_cost import decode_step, looped
 
 PRICES = st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-7, 1e-2)) for _ in range(4)])
-WORK = st.tuples(st.integers(0, 2048), st.integers(0, 10**6), st.integers(0, 256), st.integers(0, 10**6))
+WORK = st.tuples(
+    st.integers(0, 2048), st.integers(0, 10**6), st.integers(0, 256), st.integers(0, 10**6)
+)
 ENDS = [(0, 0, 1, 10), (64, 2080, 0, 0)]
 
 
 def sample(work: tuple[int, int, int, int], seconds: float) -> Sample:
     tokens, pairs, decode, context = work
-    return Sample(prefill_tokens=tokens, prefill_context=pairs, decode=decode, decode_context=context, seconds=seconds)
+    return Sample(
+        prefill_tokens=tokens,
+        prefill_context=pairs,
+        decode=decode,
+        decode_context=context,
+        seconds=seconds,
+    )
 
 
 def predicted(costs: ProfileCost, one: Sample) -> float:
@@ -35,7 +45,10 @@ def predicted(costs: ProfileCost, one: Sample) -> float:
 @settings(deadline=None)
 @given(st.floats(1e-5, 1e-2), PRICES, st.lists(WORK, min_size=4, max_size=20))
 def test_exact_samples_are_fitted_exactly(fixed, prices, works):
-    samples = [sample(work, fixed + sum(a * p for a, p in zip(work, prices, strict=True))) for work in [*ENDS, *works]]
+    samples = [
+        sample(work, fixed + sum(a * p for a, p in zip(work, prices, strict=True)))
+        for work in [*ENDS, *works]
+    ]
     costs = ProfileCost(samples=samples, kv_tokens=1000)
     for one in samples:
         assert predicted(costs, one) == pytest.approx(one.seconds, rel=1e-6)
@@ -49,7 +62,11 @@ def test_exact_samples_are_fitted_exactly(fixed, prices, works):
 )
 def test_no_other_nonnegative_prices_fit_better(measured, column, step):
     works, seconds, scales = zip(*[*((end, 0.01, 0.02) for end in ENDS), *measured], strict=True)
-    amounts, wanted, scale = np.array([(1, *work) for work in works], dtype=float), np.array(seconds), np.array(scales)
+    amounts, wanted, scale = (
+        np.array([(1, *work) for work in works], dtype=float),
+        np.array(seconds),
+        np.array(scales),
+    )
     prices = profile._weighted_fit(amounts, wanted, scale)
     assert (prices >= 0).all()
 
@@ -57,13 +74,19 @@ def test_no_other_nonnegative_prices_fit_better(measured, column, step):
         return (((amounts @ prices - wanted) / scale) ** 2).sum()
 
     moved = prices.copy()
-    for sign in (1, -1):  # the error is convex, so that no better neighbour along any price means no better fit at all
-        moved[column] = max(0.0, prices[column] + sign * step / (amounts / scale[:, None])[:, column].max())
+    # the error is convex, so that no better neighbour along any price means no better
+    # fit at all
+    for sign in (1, -1):
+        moved[column] = max(
+            0.0, prices[column] + sign * step / (amounts / scale[:, None])[:, column].max()
+        )
         assert error(moved) >= error(prices) * (1 - 1e-9) - 1e-12
 
 
 def test_more_work_never_costs_less_even_if_the_samples_say_so():
-    samples = [sample((0, 0, n, 10 * n), 0.01 / n) for n in (1, 2, 4, 8)] + [sample((64, 2080, 0, 0), 0.01)]
+    samples = [sample((0, 0, n, 10 * n), 0.01 / n) for n in (1, 2, 4, 8)] + [
+        sample((64, 2080, 0, 0), 0.01)
+    ]
     costs = ProfileCost(samples=samples, kv_tokens=1000)
     assert decode_step(costs, 1, 10) <= decode_step(costs, 8, 80)
 
@@ -71,7 +94,12 @@ def test_more_work_never_costs_less_even_if_the_samples_say_so():
 @settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 10_000), st.integers(0, 300))
 def test_a_profile_s_decode_s_equals_the_sum_of_steps(decode, context, steps):
-    samples = [sample(ENDS[0], 0.001), sample((0, 0, 8, 100), 0.002), sample((0, 0, 8, 9000), 0.004), sample(ENDS[1], 0.003)]
+    samples = [
+        sample(ENDS[0], 0.001),
+        sample((0, 0, 8, 100), 0.002),
+        sample((0, 0, 8, 9000), 0.004),
+        sample(ENDS[1], 0.003),
+    ]
     costs = ProfileCost(samples=samples, kv_tokens=1000)
     closed = costs.decode_s(decode=decode, decode_context=context, steps=steps)
     assert closed == pytest.approx(looped(costs, decode, context, steps), rel=1e-9)
@@ -81,8 +109,20 @@ GOOD = {
     "kv_tokens": 4096,
     "subject": "tiny model, one thread",
     "samples": [
-        {"prefill_tokens": 0, "prefill_context": 0, "decode": 1, "decode_context": 10, "seconds": 0.001},
-        {"prefill_tokens": 64, "prefill_context": 2080, "decode": 0, "decode_context": 0, "seconds": 0.004},
+        {
+            "prefill_tokens": 0,
+            "prefill_context": 0,
+            "decode": 1,
+            "decode_context": 10,
+            "seconds": 0.001,
+        },
+        {
+            "prefill_tokens": 64,
+            "prefill_context": 2080,
+            "decode": 0,
+            "decode_context": 0,
+            "seconds": 0.004,
+        },
     ],
 }
 
@@ -107,8 +147,14 @@ def changed(**fields: object) -> str:
         (json.dumps({"kv_tokens": 1}), "missing required field `samples`"),
         (json.dumps({**GOOD, "kv_tokens": 0}), "kv_tokens must be at least 1, got 0"),
         (json.dumps({**GOOD, "kv_token": 0}), "kv_token"),
-        (json.dumps({**GOOD, "samples": []}), "samples must have at least two different values of prefill_tokens, got []"),
-        (json.dumps({**GOOD, "samples": GOOD["samples"][:1]}), "different values of prefill_tokens, got [0]"),
+        (
+            json.dumps({**GOOD, "samples": []}),
+            "samples must have at least two different values of prefill_tokens, got []",
+        ),
+        (
+            json.dumps({**GOOD, "samples": GOOD["samples"][:1]}),
+            "different values of prefill_tokens, got [0]",
+        ),
         (changed(decode=0), "different values of decode, got [0]"),
         (changed(decode="many"), "Expected `int`, got `str` - at `$.samples[0].decode`"),
         (changed(decode=-1), "samples[0].decode must be at least 0, got -1"),
@@ -130,13 +176,25 @@ def test_a_missing_profile_is_refused(tmp_path):
 
 
 def test_noise_moves_no_fit_below_its_mean():
-    """Half of the samples took three times as long by chance: a step costs what it took on average."""
+    """Half of the samples took three times as long by chance: a step costs what it took
+    on average.
+    """
     samples = [
-        Sample(prefill_tokens=p, prefill_context=0, decode=d, decode_context=0, seconds=(1.0 + p + d) * chance)
+        Sample(
+            prefill_tokens=p,
+            prefill_context=0,
+            decode=d,
+            decode_context=0,
+            seconds=(1.0 + p + d) * chance,
+        )
         for p in (0, 1, 2)
         for d in (0, 1, 2)
         for chance in (0.5, 1.5)
     ]
     cost = ProfileCost(samples=samples, kv_tokens=1)
-    assert cost.step_s(prefill_tokens=1, prefill_context=0, decode=1, decode_context=0) == pytest.approx(3.0)
-    assert cost.step_s(prefill_tokens=0, prefill_context=0, decode=0, decode_context=0) == pytest.approx(1.0)
+    assert cost.step_s(
+        prefill_tokens=1, prefill_context=0, decode=1, decode_context=0
+    ) == pytest.approx(3.0)
+    assert cost.step_s(
+        prefill_tokens=0, prefill_context=0, decode=0, decode_context=0
+    ) == pytest.approx(1.0)

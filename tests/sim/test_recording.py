@@ -1,4 +1,6 @@
-"""What a run did is read back from its journal exactly: every kind of end, no matter what the core cancelled in between."""
+"""What a run did is read back from its journal exactly: every kind of end, no matter
+what the core cancelled in between.
+"""
 
 import json
 from pathlib import Path
@@ -7,26 +9,33 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.rollout.store import TrajectoryReader
+from rollweave.record.store import TrajectoryReader
 from rollweave.schema import events as e
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import SegmentKind
 from rollweave.sim.workload import Plan, Recorded, read_run, workload
 from tests.core.test_core import config as core_config
-from tests.live import whole
+from tests.runtime import whole
 from tests.sim.scripted import KINDS, Scripted
 
 
 def one_domain(mode: str = "bounded") -> RunConfig:
-    return core_config(mode, steps=6, tasks=[{"env": "a"}], rollout={"spare_members": 1, "min_members": 1, "retries": 3})
+    return core_config(
+        mode,
+        steps=6,
+        tasks=[{"env": "a"}],
+        rollout={"spare_members": 1, "min_members": 1, "retries": 3},
+    )
 
 
 def rounded(groups: list[list[list[Plan]]]) -> list[list[list[Any]]]:
     """Times as they can be told from sums of floats."""
 
     def plain(plan: Plan) -> Any:
-        return json.loads(json.dumps(msgspec.to_builtins(plan)), parse_float=lambda text: round(float(text), 9))
+        return json.loads(
+            json.dumps(msgspec.to_builtins(plan)), parse_float=lambda text: round(float(text), 9)
+        )
 
     return [[[plain(plan) for plan in attempts] for attempts in members] for members in groups]
 
@@ -39,11 +48,16 @@ def test_a_run_is_read_back_as_it_was(mode: str, tmp_path: Path) -> None:
     found = workload(str(tmp_path / "run"))
     assert isinstance(found, Recorded)
     assert rounded(found.groups) == rounded(lived)
-    kinds = {(plan.stop, plan.fails_in) for members in lived for attempts in members for plan in attempts}
+    kinds = {
+        (plan.stop, plan.fails_in) for members in lived for attempts in members for plan in attempts
+    }
     assert kinds == set(KINDS)
     assert world.cancelled  # some were cut off, and are not among those
     assert max(len(attempts) for members in lived for attempts in members) > 1
-    assert workload(str(tmp_path / "run" / "journal.bin")).plan(index=1, member=0, attempt=0, seed=0) == found.groups[1][0][0]
+    assert (
+        workload(str(tmp_path / "run" / "journal.bin")).plan(index=1, member=0, attempt=0, seed=0)
+        == found.groups[1][0][0]
+    )
 
 
 def test_of_a_compacted_journal_what_began_after_it_is_read(tmp_path: Path) -> None:
@@ -55,7 +69,9 @@ def test_of_a_compacted_journal_what_began_after_it_is_read(tmp_path: Path) -> N
 
 
 def test_of_several_domains_one_must_be_named(tmp_path: Path) -> None:
-    world = Scripted(core_config("sync", rollout={"retries": 3, "min_members": 1}), tmp_path / "run")
+    world = Scripted(
+        core_config("sync", rollout={"retries": 3, "min_members": 1}), tmp_path / "run"
+    )
     assert world.run().error == ""
     for name in ("a", "b"):
         found = workload(str(tmp_path / "run"), domain=name)
@@ -71,7 +87,11 @@ def test_a_journal_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
     Scripted(one_domain("sync"), run).run()
     journal, settings = (run / "journal.bin").read_bytes(), (run / "config.toml").read_text()
     (run / "config.toml").write_text(settings.replace("init_slots = 3", "init_slots = 2"))
-    with pytest.raises(ConfigError, match=r"must lead to the decisions recorded in it, event .* another configuration"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must lead to the decisions recorded in it, event .* "
+        r"another configuration",
+    ):
         workload(str(run))
     (run / "config.toml").unlink()
     with pytest.raises(ConfigError, match=r"must have the run's config\.toml beside it"):
@@ -81,7 +101,9 @@ def test_a_journal_that_cannot_be_trusted_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be a whole journal of this version: .* byte"):
         workload(str(run))
     (run / "journal.bin").write_bytes(journal[:400])
-    with pytest.raises(ConfigError, match="must hold training trajectories that ended by themselves, none in"):
+    with pytest.raises(
+        ConfigError, match="must hold training trajectories that ended by themselves, none in"
+    ):
         workload(str(run))
 
 
@@ -94,16 +116,33 @@ def test_a_live_run_is_read_back_as_its_store_has_it(tmp_path: Path) -> None:
     stored = {
         entry.trajectory_id: reader.load(entry)
         for entry in reader.entries
-        if entry.score is not None and entry.score.reward is not None and entry.trajectory_id.startswith("g")
+        if entry.score is not None
+        and entry.score.reward is not None
+        and entry.trajectory_id.startswith("g")
     }
-    plans = {f"g{g}.{m}": attempts[0] for g, members in enumerate(found.groups) for m, attempts in enumerate(members)}
+    plans = {
+        f"g{g}.{m}": attempts[0]
+        for g, members in enumerate(found.groups)
+        for m, attempts in enumerate(members)
+    }
     assert set(plans) == set(stored)
     for name, plan in plans.items():
         trajectory = stored[name]  # type: ignore[index]
-        spans = [(segment.kind, segment.end - segment.start) for segment in trajectory.sequences[0].segments]
+        spans = [
+            (segment.kind, segment.end - segment.start)
+            for segment in trajectory.sequences[0].segments
+        ]
         assert plan.prompt_tokens == spans[0][1]
-        assert [turn.output_tokens for turn in plan.turns] == [length for kind, length in spans if kind is SegmentKind.OUTPUT]
-        assert plan.prompt_tokens + sum(t.output_tokens + t.observation_tokens for t in plan.turns) == sum(n for _, n in spans)
-        assert (plan.stop, plan.reward, plan.fails_in) == (trajectory.stop_reason, trajectory.reward, "")
+        assert [turn.output_tokens for turn in plan.turns] == [
+            length for kind, length in spans if kind is SegmentKind.OUTPUT
+        ]
+        assert plan.prompt_tokens + sum(
+            t.output_tokens + t.observation_tokens for t in plan.turns
+        ) == sum(n for _, n in spans)
+        assert (plan.stop, plan.reward, plan.fails_in) == (
+            trajectory.stop_reason,
+            trajectory.reward,
+            "",
+        )
         assert plan.init_s >= trajectory.timing.init_s > 0
         assert all(turn.env_s > 0 for turn in plan.turns)

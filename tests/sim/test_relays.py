@@ -1,4 +1,6 @@
-"""Simulated relays: the time of a chain, of its repair, and what a relay does not have it refuses."""
+"""Simulated relays: the time of a chain, of its repair, and what a relay does not have
+it refuses.
+"""
 
 from typing import Any
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.policy.relay import broadcast_s
+from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
@@ -33,14 +35,18 @@ class Stage:
     def __init__(self, relays: int) -> None:
         self.clock = Clock()
         self.said: list[tuple[float, e.Event]] = []
-        self.relays = SimRelays(clock=self.clock, post=self._post, cost=Costs(), machines=relays, trace=None)
+        self.relays = SimRelays(
+            clock=self.clock, post=self._post, cost=Costs(), machines=relays, trace=None
+        )
         self.relays.start()
         self.run()
 
     def _post(self, event: e.Event) -> None:
         self.said.append((self.clock.now, event))
 
-    def take(self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None) -> None:
+    def take(
+        self, relay: int, source: int | None, weights_id: int = 0, *, base: int | None = None
+    ) -> None:
         name = f"r{source}" if source is not None else None
         self.relays.take(
             c.TakeWeights(
@@ -90,9 +96,18 @@ def test_a_repair_sends_nothing_again(relays: int, lost: int, at: float) -> None
     assert max(held.values()) <= 10.0 + (relays - 1) * 10.0 / CHUNKS
 
 
-@given(relays=st.integers(2, 6), hung=st.integers(0, 5), at=st.floats(0.1, 9.9), seconds=st.floats(0.05, 4.9))
-def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(relays: int, hung: int, at: float, seconds: float) -> None:
-    """Nothing of what has come comes again; without a new source everybody behind it is as late as it was silent."""
+@given(
+    relays=st.integers(2, 6),
+    hung=st.integers(0, 5),
+    at=st.floats(0.1, 9.9),
+    seconds=st.floats(0.05, 4.9),
+)
+def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(
+    relays: int, hung: int, at: float, seconds: float
+) -> None:
+    """Nothing of what has come comes again; without a new source everybody behind it is
+    as late as it was silent.
+    """
     hung = min(hung, relays - 1)
     times = []
     for pause in (0.0, seconds):
@@ -106,7 +121,11 @@ def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(relays: int, hung:
             stage.relays.hang(f"r{hung}", pause)  # no more than once at a time
         stage.run()
         times.append({name: when - began for name, when in stage.held_at().items()})
-        said = [type(event) for _, event in stage.said if isinstance(event, e.RelaySuspected | e.RelayHeard | e.RelayLost)]
+        said = [
+            type(event)
+            for _, event in stage.said
+            if isinstance(event, e.RelaySuspected | e.RelayHeard | e.RelayLost)
+        ]
         assert said == ([e.RelaySuspected, e.RelayHeard] if pause > SUSPECT_S else [])
     quiet, late = times
     assert late.keys() == quiet.keys()
@@ -163,7 +182,11 @@ def test_what_is_not_there_is_refused() -> None:
     stage.take(1, 0)
     stage.take(2, None, 5, base=4)
     stage.run()
-    refused = {event.relay_id: event.reason for _, event in stage.said if isinstance(event, e.WeightsRefused)}
+    refused = {
+        event.relay_id: event.reason
+        for _, event in stage.said
+        if isinstance(event, e.WeightsRefused)
+    }
     assert refused == {"r1": "source", "r2": "base"}
     assert not stage.relays.serves(EngineId("e1"), 0)
 

@@ -1,4 +1,6 @@
-"""Simulated engines read weights from checkpoints that are there, in the time that the drive needs, and from no others."""
+"""Simulated engines read weights from checkpoints that are there, in the time that the
+drive needs, and from no others.
+"""
 
 from pathlib import Path
 
@@ -19,13 +21,17 @@ def begun(directory: Path) -> World:
     world = World(config(directory, mode="decoupled"), listener=SimMetrics())
     world.start()
     state = world.core.state
-    while state.checkpoint is None or any(engine.status is not EngineStatus.SERVING for engine in state.engines.values()):
+    while state.checkpoint is None or any(
+        engine.status is not EngineStatus.SERVING for engine in state.engines.values()
+    ):
         world.step()
     return world
 
 
 def load(world: World, engine_id: EngineId, step: int) -> None:
-    world.fleet.load(c.LoadWeights(engine_id=engine_id, version=step, weights_id=0, from_checkpoint=step))
+    world.fleet.load(
+        c.LoadWeights(engine_id=engine_id, version=step, weights_id=0, from_checkpoint=step)
+    )
 
 
 def answers(world: World, count: int) -> list[tuple[float, Event]]:
@@ -33,7 +39,11 @@ def answers(world: World, count: int) -> list[tuple[float, Event]]:
     found: list[tuple[float, Event]] = []
     while len(found) < count:
         assert world.clock.step()
-        loads = [event for event in world.inbox if isinstance(event, e.WeightsLoaded | e.WeightsLoadFailed)]
+        loads = [
+            event
+            for event in world.inbox
+            if isinstance(event, e.WeightsLoaded | e.WeightsLoadFailed)
+        ]
         found += [(world.clock.now, event) for event in loads]
         world.inbox.clear()
     return found
@@ -49,7 +59,8 @@ def test_a_checkpoint_that_is_there_is_read_by_all_from_one_drive(tmp_path: Path
     first, second = answers(world, 2)
     assert isinstance(first[1], e.WeightsLoaded)
     assert isinstance(second[1], e.WeightsLoaded)
-    # float32 from a drive of 4 GB/s: 8.2 B parameters take 8 s, and twice that where two read.
+    # float32 from a drive of 4 GB/s: 8.2 B parameters take 8 s, and twice that where
+    # two read.
     alone = first[0] - began
     assert 8.0 < alone < 8.5
     assert abs(second[0] - began - 2 * alone) < 1e-6

@@ -1,4 +1,6 @@
-"""Turns that are stopped half-way in the simulated world: what goes on, what is lost with an engine, what the core is told."""
+"""Turns that are stopped half-way in the simulated world: what goes on, what is lost
+with an engine, what the core is told.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,9 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import Command
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import EngineConfig
 from rollweave.schema.events import Event
-from rollweave.schema.sections import EngineConfig
 from rollweave.schema.serving import TELL_S
 from rollweave.schema.work import Limits, Purpose, Task
 from rollweave.sim.clock import Clock
@@ -52,11 +54,20 @@ class Long:
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
         turn = TurnPlan(output_tokens=self.tokens, observation_tokens=7, env_s=0.5)
-        return Plan(prompt_tokens=PROMPT, init_s=0.1, turns=(turn,), reward_s=0.1, reward=1.0, success=bool(member % 2))
+        return Plan(
+            prompt_tokens=PROMPT,
+            init_s=0.1,
+            turns=(turn,),
+            reward_s=0.1,
+            reward=1.0,
+            success=bool(member % 2),
+        )
 
 
 class Stage:
-    """One attempt before its first turn, and engines; a step takes some ten milliseconds."""
+    """One attempt before its first turn, and engines; a step takes some ten
+    milliseconds.
+    """
 
     def __init__(self, *, keeps_turns: bool = True, engines: int = 2) -> None:
         self.clock, self.events = Clock(), list[tuple[float, Event]]()
@@ -67,7 +78,9 @@ class Stage:
             post=self.post,
             costs={1: COST},
             trainer=trainer,
-            relays=SimRelays(clock=self.clock, post=self.post, cost=trainer, machines=0, trace=None),
+            relays=SimRelays(
+                clock=self.clock, post=self.post, cost=trainer, machines=0, trace=None
+            ),
             settings=lambda _: settings,
             trace=None,
         )
@@ -80,7 +93,9 @@ class Stage:
             trace=None,
             keeps_turns=keeps_turns,
         )
-        self.fleet.start([e.EngineSeat(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]])
+        self.fleet.start(
+            [e.EngineSeat(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
+        )
         self.rollouts.start_init(
             c.StartInit(
                 trajectory_id=TrajectoryId("g0.0"),
@@ -128,20 +143,28 @@ class Stage:
     def abort(self, engine: str, try_number: int) -> None:
         self.rollouts.abort_turn(
             c.AbortTurn(
-                trajectory_id=TrajectoryId("g0.0"), attempt=0, turn=0, engine_id=EngineId(engine), try_number=try_number
+                trajectory_id=TrajectoryId("g0.0"),
+                attempt=0,
+                turn=0,
+                engine_id=EngineId(engine),
+                try_number=try_number,
             )
         )
 
     def done(self) -> tuple[float, e.TurnDone]:
         """When the turn is over, and what is said of it."""
-        while not (found := [(at, event) for at, event in self.events if isinstance(event, e.TurnDone)]):
+        while not (
+            found := [(at, event) for at, event in self.events if isinstance(event, e.TurnDone)]
+        ):
             self.fleet.settle()
             assert self.clock.step()
         return found[0]
 
     def told(self) -> list[tuple[float, int, int]]:
         """What the core was told of the turn: when, by which try, how many tokens."""
-        found = [(at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)]
+        found = [
+            (at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)
+        ]
         assert all(len(turns) == 1 for _, turns in found)
         return [(at, turns[0].try_number, turns[0].output_tokens) for at, turns in found]
 
@@ -185,11 +208,14 @@ def test_a_turn_that_moves_with_its_kv_computes_nothing_again() -> None:
     stage.until(1.0 + whole / 2)
     stage.abort("e0", 0)
     attempt = {"trajectory_id": TrajectoryId("g0.0"), "attempt": 0}
-    stage.rollouts.migrate(c.Migrate(number=0, source=EngineId("e0"), target=EngineId("e1"), **attempt))
+    stage.rollouts.migrate(
+        c.Migrate(number=0, source=EngineId("e0"), target=EngineId("e1"), **attempt)
+    )
     stage.until(stage.clock.now + 1.0)
     (moved,) = [event for _, event in stage.events if isinstance(event, e.MigrationDone)]
     half = sampled_by(whole / 2)
-    assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half  # whole blocks; the last token has none
+    # whole blocks; the last token has none
+    assert PROMPT + half - 6 < moved.moved_tokens < PROMPT + half
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
     assert at - 1.0 - whole < 1.0 + 0.1
@@ -246,7 +272,9 @@ def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time()
     assert (done.output_tokens, done.try_number) == (TURN, lives)
     assert 5 < lives < (at - 1.0) / 3.3
     length = PROMPT + TURN
-    prefill_s = COST.step_s(prefill_tokens=length, prefill_context=length**2 // 2, decode=0, decode_context=0)
+    prefill_s = COST.step_s(
+        prefill_tokens=length, prefill_context=length**2 // 2, decode=0, decode_context=0
+    )
     assert at - 1.0 - whole < lives * (TELL_S + prefill_s)
 
 
@@ -261,7 +289,9 @@ def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
     stage.start("e1", 1, resume=True)
     end, _ = stage.done()
     told = stage.told()
-    assert [at for at, _, _ in told if at <= half] == pytest.approx([1.0 + LOOK_S * n for n in range(2, len(first) + 2)])
+    assert [at for at, _, _ in told if at <= half] == pytest.approx(
+        [1.0 + LOOK_S * n for n in range(2, len(first) + 2)]
+    )
     assert {number for _, number, _ in told} == {0, 1}
     tokens = [count for _, _, count in told]
     assert tokens == sorted(tokens)
@@ -294,7 +324,9 @@ RUN_TURN = 4000
 
 
 class Resuming(World):
-    """Every turn that is tried again is resumed, as if all engines had the same weights; which they have in `sync`."""
+    """Every turn that is tried again is resumed, as if all engines had the same
+    weights; which they have in `sync`.
+    """
 
     def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
         super().__init__(made, listener=Deaf(), work={"webshop": Long(RUN_TURN)}, keeps_turns=True)
@@ -351,7 +383,8 @@ def test_a_run_whose_engines_die_keeps_the_contract_and_loses_less_time() -> Non
         core = world.run()
         assert core.state.error == ""
         assert core.state.trainer.step == 4
-        assert core.state.counters.output_tokens == world.turns * RUN_TURN  # what is resumed is not counted twice
+        # what is resumed is not counted twice
+        assert core.state.counters.output_tokens == world.turns * RUN_TURN
         assert "TurnsProgressed" in world.referee.seen
         assert world.lost > 10
         assert (world.resumed > 20) is resume

@@ -1,4 +1,6 @@
-"""The simulated world: the same seed gives the same bytes, other seeds others; modes keep their bounds; books balance."""
+"""The simulated world: the same seed gives the same bytes, other seeds others; modes
+keep their bounds; books balance.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollweave.record.journal import Replay
-from rollweave.report.page import write_report
-from rollweave.schema.config import RunConfig
+from rollweave.record.report.page import write_report
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.run import Outcome, directory_of, simulate
 from rollweave.sim.world import costs_of, workloads_of
@@ -16,14 +18,33 @@ MODES = ("sync", "one_step", "stream", "partial", "bounded")
 
 
 def config(
-    directory: Path, *, mode: str = "bounded", seed: int = 0, sim: dict[str, Any] | None = None, **rollout: Any
+    directory: Path,
+    *,
+    mode: str = "bounded",
+    seed: int = 0,
+    sim: dict[str, Any] | None = None,
+    **rollout: Any,
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "small", "dir": str(directory), "steps": 4, "seed": seed},
             "sim": {"model": "qwen3-8b", "trainer_gpus": 8, **(sim or {})},
-            "tasks": [{"env": "webshop", "max_turns": 20, "max_tokens": 16384, "max_turn_tokens": 4096, "step_s": 600.0}],
-            "rollout": {"mode": mode, "groups_per_step": 8, "group_size": 4, "max_running": 64, **rollout},
+            "tasks": [
+                {
+                    "env": "webshop",
+                    "max_turns": 20,
+                    "max_tokens": 16384,
+                    "max_turn_tokens": 4096,
+                    "step_s": 600.0,
+                }
+            ],
+            "rollout": {
+                "mode": mode,
+                "groups_per_step": 8,
+                "group_size": 4,
+                "max_running": 64,
+                **rollout,
+            },
             "engines": {"count": 3, "max_slots": 16},
             "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
             "watchdog": {"turn_s": 3600.0},
@@ -55,7 +76,9 @@ def test_modes_keep_their_bounds(mode: str, tmp_path: Path) -> None:
 
 
 def test_asynchrony_pays() -> None:
-    """Not a result, a sanity check: on one long-tailed workload, `sync` is the slowest of all modes."""
+    """Not a result, a sanity check: on one long-tailed workload, `sync` is the slowest
+    of all modes.
+    """
     step_s = {mode: simulate(config(Path("unused"), mode=mode)).median_step_s for mode in MODES}
     assert max(step_s, key=lambda mode: step_s[mode]) == "sync"
 
@@ -90,7 +113,9 @@ def test_what_a_run_leaves_is_read_like_a_live_one(tmp_path: Path) -> None:
         ({"workloads": {"lake": "frozenlake"}}, "sim.workloads must name task domains"),
     ],
 )
-def test_what_cannot_be_is_told_before_anything_is_written(sim: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_told_before_anything_is_written(
+    sim: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     made = config(tmp_path, sim=sim)
     with pytest.raises(ConfigError, match=words):
         _ = costs_of(made), workloads_of(made)
@@ -106,7 +131,9 @@ def test_a_simulation_leaves_the_files_of_one_that_is_under_way(tmp_path: Path) 
 
 
 def test_colocated_is_for_sync_and_counts_its_gpus_once() -> None:
-    outcome: Outcome = simulate(config(Path("unused"), mode="sync", sim={"colocated": True, "trainer_gpus": 3}))
+    outcome: Outcome = simulate(
+        config(Path("unused"), mode="sync", sim={"colocated": True, "trainer_gpus": 3})
+    )
     assert outcome.gpus == 3
     with pytest.raises(ValueError, match=r"sim\.colocated must go with rollout\.mode sync"):
         config(Path("unused"), mode="bounded", sim={"colocated": True})
@@ -117,9 +144,9 @@ def test_a_controller_that_takes_time_serves_one_event_after_another() -> None:
     slow = simulate(config(Path("unused"), sim={"controller_s": 0.5}))
     assert slow.summary.steps == free.summary.steps
     assert slow.summary.wall_s >= 0.5 * slow.events
-    assert simulate(config(Path("unused"), sim={"controller_s": 1e-9})).summary.wall_s == pytest.approx(
-        free.summary.wall_s, rel=0.2
-    )
+    assert simulate(
+        config(Path("unused"), sim={"controller_s": 1e-9})
+    ).summary.wall_s == pytest.approx(free.summary.wall_s, rel=0.2)
 
 
 def test_a_trajectory_that_no_engine_can_hold_is_refused(tmp_path: Path) -> None:
@@ -130,9 +157,13 @@ def test_a_trajectory_that_no_engine_can_hold_is_refused(tmp_path: Path) -> None
 
 
 def test_prompts_without_room_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    line = '{"prompt_tokens": 1000000, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
+    line = (
+        '{"prompt_tokens": 1000000, "init_s": 1, "turns": [[5, 5, 1]], "reward_s": 1, "reward": 1}'
+    )
     (tmp_path / "long.jsonl").write_text(line + "\n")
-    outcome = simulate(config(tmp_path, sim={"workloads": {"webshop": str(tmp_path / "long.jsonl")}}))
+    outcome = simulate(
+        config(tmp_path, sim={"workloads": {"webshop": str(tmp_path / "long.jsonl")}})
+    )
     assert "the first prompt (1000000 tokens) leaves no room" in outcome.summary.error
     assert outcome.summary.account.balanced
 

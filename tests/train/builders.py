@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rollweave.schema.base import GroupId, TaskId, TrajectoryId
-from rollweave.schema.config import RunConfig
-from rollweave.schema.sections import ScratchModel
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ScratchModel
 from rollweave.schema.work import (
     Batch,
     Blame,
@@ -26,8 +26,14 @@ from rollweave.train.scratch import build_checkpoint
 
 torch.set_num_threads(1)
 
-SCRATCH = ScratchModel(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, init_std=0.1, context=256)
-WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + ["<up>", "<down>", "<tool>"]
+SCRATCH = ScratchModel(
+    hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, init_std=0.1, context=256
+)
+WORDS = [f" at={column}{row}" for column in "abcd" for row in range(1, 5)] + [
+    "<up>",
+    "<down>",
+    "<tool>",
+]
 VOCABULARY = 100  # fewer than the tokenizer has
 
 
@@ -36,7 +42,9 @@ def make_model(path: Path, *, seed: int = 0, **shape: Any) -> Path:
     return path
 
 
-def make_config(*, steps: int = 10, trainer: dict[str, Any] | None = None, **algorithm: Any) -> RunConfig:
+def make_config(
+    *, steps: int = 10, trainer: dict[str, Any] | None = None, **algorithm: Any
+) -> RunConfig:
     settings = {"lr": 1e-2, "warmup_steps": 0, **(trainer or {})}
     return RunConfig.model_validate(
         {
@@ -49,8 +57,12 @@ def make_config(*, steps: int = 10, trainer: dict[str, Any] | None = None, **alg
     )
 
 
-def make_sequence(rng: random.Random, *, turns: int = 3, version: int = 0, rewards: list[float] | None = None) -> TokenSequence:
-    """A prompt, then turns of output with observations between, and log-probs of a wide policy."""
+def make_sequence(
+    rng: random.Random, *, turns: int = 3, version: int = 0, rewards: list[float] | None = None
+) -> TokenSequence:
+    """A prompt, then turns of output with observations between, and log-probs of a wide
+    policy.
+    """
     segments: list[Segment] = []
     spans: list[TurnSpan] = []
     tokens: list[int] = []
@@ -66,16 +78,26 @@ def make_sequence(rng: random.Random, *, turns: int = 3, version: int = 0, rewar
         start = len(tokens)
         add(SegmentKind.OUTPUT, rng.randint(1, 4), version)
         reward = rewards[turn] if rewards else 0.0
-        spans.append(TurnSpan(start=start, end=len(tokens), reward=reward, state_key=f"s{rng.randrange(3)}"))
+        spans.append(
+            TurnSpan(start=start, end=len(tokens), reward=reward, state_key=f"s{rng.randrange(3)}")
+        )
     mask = [False] * len(tokens)
     for span in spans:
         mask[span.start : span.end] = [True] * (span.end - span.start)
     logprobs = tuple(-rng.uniform(3.0, 6.0) if sampled else 0.0 for sampled in mask)
-    return TokenSequence(tokens=tuple(tokens), segments=tuple(segments), logprobs=logprobs, turns=tuple(spans))
+    return TokenSequence(
+        tokens=tuple(tokens), segments=tuple(segments), logprobs=logprobs, turns=tuple(spans)
+    )
 
 
 def make_trajectory(
-    name: str, sequences: tuple[TokenSequence, ...], reward: float, *, group: str = "g", engine: str = "e0", version: int = 0
+    name: str,
+    sequences: tuple[TokenSequence, ...],
+    reward: float,
+    *,
+    group: str = "g",
+    engine: str = "e0",
+    version: int = 0,
 ) -> Trajectory:
     return Trajectory(
         id=TrajectoryId(name),
@@ -91,7 +113,9 @@ def make_trajectory(
     )
 
 
-def make_group(name: str, rewards: list[float], rng: random.Random, *, version: int = 0) -> ScoredGroup:
+def make_group(
+    name: str, rewards: list[float], rng: random.Random, *, version: int = 0
+) -> ScoredGroup:
     trajectories = tuple(
         make_trajectory(
             f"{name}/{index}",
@@ -106,24 +130,41 @@ def make_group(name: str, rewards: list[float], rng: random.Random, *, version: 
 
 
 def make_batch(
-    seed: int = 0, *, step: int = 0, part: int = 0, parts: int = 1, groups: int = 3, size: int = 4, version: int | None = None
+    seed: int = 0,
+    *,
+    step: int = 0,
+    part: int = 0,
+    parts: int = 1,
+    groups: int = 3,
+    size: int = 4,
+    version: int | None = None,
 ) -> Batch:
     rng = random.Random(seed)
     version = step if version is None else version
     made = tuple(
-        make_group(f"g{seed}.{index}", [float(rng.randint(0, 3)) for _ in range(size)], rng, version=version)
+        make_group(
+            f"g{seed}.{index}",
+            [float(rng.randint(0, 3)) for _ in range(size)],
+            rng,
+            version=version,
+        )
         for index in range(groups)
     )
     return Batch(step=step, version=version, part=part, parts=parts, groups=made)
 
 
-def make_examples(count: int, *, seed: int = 0, longest: int = 40, vocabulary: int = VOCABULARY) -> list[Example]:
+def make_examples(
+    count: int, *, seed: int = 0, longest: int = 40, vocabulary: int = VOCABULARY
+) -> list[Example]:
     rng = random.Random(seed)
     made = []
     for _ in range(count):
         length = rng.randint(2, longest)
         targets = sorted(rng.sample(range(1, length), rng.randint(1, length - 1)))
         made.append(
-            Example(tokens=torch.tensor([rng.randrange(4, vocabulary) for _ in range(length)]), targets=torch.tensor(targets))
+            Example(
+                tokens=torch.tensor([rng.randrange(4, vocabulary) for _ in range(length)]),
+                targets=torch.tensor(targets),
+            )
         )
     return made

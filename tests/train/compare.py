@@ -7,11 +7,15 @@ import torch
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
-def assert_equal(fused: Function, plain: Function, *inputs: torch.Tensor, tolerance: float = 2e-5) -> None:
+def assert_equal(
+    fused: Function, plain: Function, *inputs: torch.Tensor, tolerance: float = 2e-5
+) -> None:
     """Same outputs and gradients for a random cotangent; `plain` runs in float64."""
     ours = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     theirs = [
-        (tensor.double() if tensor.is_floating_point() else tensor).clone().requires_grad_(tensor.is_floating_point())
+        (tensor.double() if tensor.is_floating_point() else tensor)
+        .clone()
+        .requires_grad_(tensor.is_floating_point())
         for tensor in inputs
     ]
     found, wanted = fused(*ours), plain(*theirs)
@@ -28,7 +32,9 @@ def assert_equal(fused: Function, plain: Function, *inputs: torch.Tensor, tolera
             assert mine.grad is not None
             assert their.grad is not None
             scale = float(their.grad.abs().max().clamp(min=1.0))
-            torch.testing.assert_close(mine.grad.double() / scale, their.grad / scale, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(
+                mine.grad.double() / scale, their.grad / scale, atol=tolerance, rtol=tolerance
+            )
 
 
 def randn(seed: int, *shape: int) -> torch.Tensor:

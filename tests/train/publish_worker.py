@@ -1,6 +1,8 @@
-"""One rank of a trainer that publishes, as its parent starts it: `python -m tests.train.publish_worker CASE MODEL OUT`.
+"""One rank of a trainer that publishes, as its parent starts it: `python -m
+tests.train.publish_worker CASE MODEL OUT`.
 
-Rank and world come from the environment. Asserts what this rank sees; its last words go to standard output.
+Rank and world come from the environment. Asserts what this rank sees; its last words go
+to standard output.
 """
 
 import os
@@ -29,7 +31,9 @@ class Rank:
     def __init__(self, model_dir: Path, out: Path) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         config = make_config()
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+        )
         self.trainer = Trainer(config, model_dir, out, rank=self.rank, world=self.world)
         self.train(0)
 
@@ -62,11 +66,15 @@ def watched(rank: Rank, version: int) -> tuple[Published, int]:
     with CommDebugMode() as watch:
         reply = rank.publish(version)
     assert isinstance(reply, Published), reply
-    return reply, sum(count for name, count in watch.get_comm_counts().items() if "into_tensor" in str(name))
+    return reply, sum(
+        count for name, count in watch.get_comm_counts().items() if "into_tensor" in str(name)
+    )
 
 
 def shares(rank: Rank) -> None:
-    """Nobody gathers; and a rank without room fails the version on all, after which the next one comes."""
+    """Nobody gathers; and a rank without room fails the version on all, after which the
+    next one comes.
+    """
     expected = rank.expected()
     first, gathers = watched(rank, 1)
     assert not first.gathered
@@ -81,7 +89,10 @@ def shares(rank: Rank) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         assert isinstance(failed, TrainFailed), failed
         who = f"trainer rank {poor}: " if poor else ""
-        assert failed.error == f"cannot publish weights version {version}: {who}[Errno 27] File too large"
+        assert (
+            failed.error
+            == f"cannot publish weights version {version}: {who}[Errno 27] File too large"
+        )
         check(first.manifest, expected)  # the old version serves on
     last = rank.publish(9)
     assert isinstance(last, Published), last
@@ -89,7 +100,9 @@ def shares(rank: Rank) -> None:
 
 
 def far(rank: Rank) -> None:
-    """A rank that cannot see rank 0's process: as on another machine, weights are gathered, and come out the same."""
+    """A rank that cannot see rank 0's process: as on another machine, weights are
+    gathered, and come out the same.
+    """
     expected = rank.expected()
     for version in (1, 2):
         reply, gathers = watched(rank, version)
@@ -103,7 +116,9 @@ def far(rank: Rank) -> None:
 
 
 def dies(rank: Rank) -> None:
-    """The last rank dies in the middle of a version: the others say so, and what was published serves on."""
+    """The last rank dies in the middle of a version: the others say so, and what was
+    published serves on.
+    """
     expected = rank.expected()
     first = rank.publish(1)
     assert isinstance(first, Published)

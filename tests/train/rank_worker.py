@@ -1,4 +1,5 @@
-"""One rank of a trainer, as torchrun or a parent process starts it: train, save, restore, and leave the weights in a file.
+"""One rank of a trainer, as torchrun or a parent process starts it: train, save,
+restore, and leave the weights in a file.
 
 Arguments: model directory, output directory. Rank and world come from the environment.
 """
@@ -28,7 +29,12 @@ from rollweave.train.trainer import Trainer
 from rollweave.weights.store import read_tensors
 from tests.train.builders import make_batch, make_config
 
-CASE = {"trainer": {"minibatches": 2, "micro_tokens": 60}, "correction": "decoupled", "kl": 0.1, "entropy": 0.01}
+CASE = {
+    "trainer": {"minibatches": 2, "micro_tokens": 60},
+    "correction": "decoupled",
+    "kl": 0.1,
+    "entropy": 0.01,
+}
 
 
 def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
@@ -38,20 +44,29 @@ def weights_of(trainer: Trainer, version: int) -> dict[str, torch.Tensor]:
 
 
 def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Weights after three steps, the last of them repeated after going back to a checkpoint; ratios that were measured."""
+    """Weights after three steps, the last of them repeated after going back to a
+    checkpoint; ratios that were measured.
+    """
     trainer = Trainer(make_config(**CASE), model_dir, out, rank=rank, world=world)  # type: ignore[arg-type]
     refused = trainer.handle(TrainOn(batch=make_batch(0, step=5)))
     assert isinstance(refused, TrainFailed)
     figures = {}
     for step in range(3):
         if step == 2:
-            assert isinstance(saved := trainer.handle(Save(path=str(out / "c"), export=True)), Saved), saved
-        # One group of two: with two minibatches some ranks have nothing of their own to do.
-        reply = trainer.handle(TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2)))
+            assert isinstance(
+                saved := trainer.handle(Save(path=str(out / "c"), export=True)), Saved
+            ), saved
+        # One group of two: with two minibatches some ranks have nothing of their own to
+        # do.
+        reply = trainer.handle(
+            TrainOn(batch=make_batch(step, step=step, groups=1 if step == 1 else 3, size=2))
+        )
         assert isinstance(reply, Trained), reply
         figures = reply.metrics.values
     first = weights_of(trainer, 3)
-    measured = trainer.handle(Measure(step=3, part=0, groups=make_batch(9, groups=4, size=2).groups))
+    measured = trainer.handle(
+        Measure(step=3, part=0, groups=make_batch(9, groups=4, size=2).groups)
+    )
     assert isinstance(measured, Measured), measured
     first["ratios"] = torch.tensor(measured.ratios, dtype=torch.float64)
     impossible = trainer.handle(Save(path="/proc/nowhere/c"))
@@ -59,14 +74,23 @@ def run(model_dir: Path, out: Path, *, rank: int, world: int) -> dict[str, torch
     assert trainer.handle(Restore(path=str(out / "c"))) == Restored(step=2)
     assert isinstance(trainer.handle(TrainOn(batch=make_batch(2, step=2, size=2))), Trained)
     again = weights_of(trainer, 4)
-    assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), "a restored trainer goes on the same way"
+    assert all(torch.allclose(first[name], again[name], atol=1e-6) for name in again), (
+        "a restored trainer goes on the same way"
+    )
     if world > 1:
         torch.distributed.barrier()  # rank 0's publication ends with it
     assert trainer.handle(StopTrainer()) is None
-    return first | {f"figure/{name}": torch.tensor(value) for name, value in figures.items() if name != "tokens_per_s"}
+    return first | {
+        f"figure/{name}": torch.tensor(value)
+        for name, value in figures.items()
+        if name != "tokens_per_s"
+    }
 
 
 if __name__ == "__main__":
     own_rank, own_world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = run(Path(sys.argv[1]), Path(sys.argv[2]), rank=own_rank, world=own_world)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, Path(sys.argv[2]) / f"rank{own_rank}.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in found.items()},
+        Path(sys.argv[2]) / f"rank{own_rank}.safetensors",
+    )

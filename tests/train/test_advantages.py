@@ -1,4 +1,6 @@
-"""Advantages against slow, obvious definitions; flat groups give zeros; other tokens than outputs get none."""
+"""Advantages against slow, obvious definitions; flat groups give zeros; other tokens
+than outputs get none.
+"""
 
 import math
 import random
@@ -10,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, Trajectory
 from rollweave.train.advantages import token_advantages
 from tests.train.builders import make_group, make_sequence, make_trajectory
@@ -50,39 +52,63 @@ def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator:
             match estimator:
                 case "grpo":
                     deviation = statistics.pstdev(row)
-                    wanted.append((reward - statistics.fmean(row)) / deviation if deviation > 1e-6 else 0.0)
+                    wanted.append(
+                        (reward - statistics.fmean(row)) / deviation if deviation > 1e-6 else 0.0
+                    )
                 case "grpo_no_std":
                     wanted.append(reward - statistics.fmean(row))
                 case "rloo":
                     wanted.append(reward - statistics.fmean(others) if others else 0.0)
                 case _:
                     deviation = statistics.pstdev(flat)
-                    wanted.append((reward - statistics.fmean(flat)) / deviation if deviation > 1e-6 else 0.0)
+                    wanted.append(
+                        (reward - statistics.fmean(flat)) / deviation if deviation > 1e-6 else 0.0
+                    )
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    values = [value_of(trajectory, tensors) for trajectory, tensors in zip(trajectories, found, strict=True)]
+    values = [
+        value_of(trajectory, tensors)
+        for trajectory, tensors in zip(trajectories, found, strict=True)
+    ]
     assert values == pytest.approx(wanted, abs=1e-5)
 
 
 def random_group(rng: random.Random, size: int) -> ScoredGroup:
-    """Trajectories of one or two sequences, rewards by turn, and something added at the end."""
+    """Trajectories of one or two sequences, rewards by turn, and something added at the
+    end.
+    """
     trajectories = []
     for index in range(size):
         sequences = []
         for _ in range(rng.randint(1, 2)):
             turns = rng.randint(1, 4)
-            sequences.append(make_sequence(rng, turns=turns, rewards=[rng.choice([0.0, 1.0, -0.1]) for _ in range(turns)]))
-        total = sum(span.reward for sequence in sequences for span in sequence.turns) + rng.choice([0.0, 2.0])
+            sequences.append(
+                make_sequence(
+                    rng, turns=turns, rewards=[rng.choice([0.0, 1.0, -0.1]) for _ in range(turns)]
+                )
+            )
+        total = sum(span.reward for sequence in sequences for span in sequence.turns) + rng.choice(
+            [0.0, 2.0]
+        )
         trajectories.append(make_trajectory(f"t{index}", tuple(sequences), total))
     return ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=tuple(trajectories))
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 5), gamma=st.sampled_from([0.5, 0.9, 1.0]), scaled=st.booleans())
+@given(
+    seed=st.integers(0, 10_000),
+    size=st.integers(1, 5),
+    gamma=st.sampled_from([0.5, 0.9, 1.0]),
+    scaled=st.booleans(),
+)
 def test_gigpo(seed: int, size: int, gamma: float, scaled: bool) -> None:
     group = random_group(random.Random(seed), size)
     turns = []  # (trajectory, sequence, span, return)
     for which, trajectory in enumerate(group.trajectories):
-        spans = [(index, span) for index, sequence in enumerate(trajectory.sequences) for span in sequence.turns]
+        spans = [
+            (index, span)
+            for index, sequence in enumerate(trajectory.sequences)
+            for span in sequence.turns
+        ]
         rewards = [span.reward for _, span in spans]
         assert trajectory.reward is not None
         rewards[-1] += trajectory.reward - sum(rewards)
@@ -107,10 +133,15 @@ def test_gigpo(seed: int, size: int, gamma: float, scaled: bool) -> None:
 def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
     rng = random.Random(0)
     bare = [msgspec.structs.replace(make_sequence(rng), turns=()) for _ in range(2)]
-    trajectories = tuple(make_trajectory(f"t{i}", (sequence,), float(i)) for i, sequence in enumerate(bare))
+    trajectories = tuple(
+        make_trajectory(f"t{i}", (sequence,), float(i)) for i, sequence in enumerate(bare)
+    )
     group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
     found = token_advantages([group], AlgorithmConfig(advantage="gigpo"))
-    assert [value_of(t, tensors) for t, tensors in zip(trajectories, found, strict=True)] == [-1.0, 1.0]
+    assert [value_of(t, tensors) for t, tensors in zip(trajectories, found, strict=True)] == [
+        -1.0,
+        1.0,
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,4 +159,6 @@ def test_a_trajectory_without_reward_is_an_error() -> None:
     group = groups_of([[1.0, 0.0]], 0)[0]
     missing = msgspec.structs.replace(group.trajectories[0], reward=None)
     with pytest.raises(ValueError, match="no reward"):
-        token_advantages([msgspec.structs.replace(group, trajectories=(missing,))], AlgorithmConfig())
+        token_advantages(
+            [msgspec.structs.replace(group, trajectories=(missing,))], AlgorithmConfig()
+        )

@@ -1,4 +1,6 @@
-"""Attention equals its definition in float64, values and gradients, whatever the blocks, places and size of the scores."""
+"""Attention equals its definition in float64, values and gradients, whatever the
+blocks, places and size of the scores.
+"""
 
 import hypothesis.strategies as st
 import pytest
@@ -24,7 +26,9 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tenso
 
 
 def rounding(sharpness: float) -> float:
-    """A weight is the exponential of a score, whose float32 is wrong by a share of it: scores grow with the square."""
+    """A weight is the exponential of a score, whose float32 is wrong by a share of it:
+    scores grow with the square.
+    """
     return 2e-5 * max(1.0, sharpness**2 / 16)
 
 
@@ -36,12 +40,20 @@ def rounding(sharpness: float) -> float:
     sharpness=st.sampled_from([0.1, 1.0, 12.0]),
     seed=st.integers(0, 9),
 )
-def test_every_place_once(batch: int, length: int, heads: tuple[int, int], sharpness: float, seed: int) -> None:
+def test_every_place_once(
+    batch: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
+) -> None:
     q = randn(seed, batch, length, heads[0], 4) * sharpness
-    k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
+    k, v = (
+        randn(seed + 1, batch, length, heads[1], 4) * sharpness,
+        randn(seed + 2, batch, length, heads[1], 4),
+    )
     places = torch.arange(length).expand(batch, -1)
     for max_scores in (0, 1 << 20):
-        fused, reference = lambda *a, m=max_scores: attend(*a, None, max_scores=m), lambda *a: plain(*a, places)
+        fused, reference = (
+            lambda *a, m=max_scores: attend(*a, None, max_scores=m),
+            lambda *a: plain(*a, places),
+        )
         assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 
@@ -54,12 +66,20 @@ def test_every_place_once(batch: int, length: int, heads: tuple[int, int], sharp
     sharpness=st.sampled_from([0.1, 1.0, 12.0]),
     seed=st.integers(0, 9),
 )
-def test_chosen_places(batch: int, width: int, length: int, heads: tuple[int, int], sharpness: float, seed: int) -> None:
+def test_chosen_places(
+    batch: int, width: int, length: int, heads: tuple[int, int], sharpness: float, seed: int
+) -> None:
     q = randn(seed, batch, width, heads[0], 4) * sharpness
-    k, v = randn(seed + 1, batch, length, heads[1], 4) * sharpness, randn(seed + 2, batch, length, heads[1], 4)
+    k, v = (
+        randn(seed + 1, batch, length, heads[1], 4) * sharpness,
+        randn(seed + 2, batch, length, heads[1], 4),
+    )
     places = torch.randint(length, (batch, width), generator=torch.Generator().manual_seed(seed))
     for max_scores in (0, 1 << 20):
-        fused, reference = lambda *a, m=max_scores: attend(*a, places, max_scores=m), lambda *a: plain(*a, places)
+        fused, reference = (
+            lambda *a, m=max_scores: attend(*a, places, max_scores=m),
+            lambda *a: plain(*a, places),
+        )
         assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 

@@ -1,4 +1,6 @@
-"""A checkpoint is complete or recognisably not one; a failing disk leaves what was there."""
+"""A checkpoint is complete or recognisably not one; a failing disk leaves what was
+there.
+"""
 
 import json
 import os
@@ -12,7 +14,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollweave.schema.errors import TrainerError
-from rollweave.schema.training import Restore, Restored, Save, Saved, SaveFailed, Trained, TrainFailed, TrainOn
+from rollweave.schema.training import (
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SaveFailed,
+    Trained,
+    TrainFailed,
+    TrainOn,
+)
 from rollweave.train.checkpoint import Checkpoint, latest, load, save, verify
 from rollweave.train.trainer import Trainer
 from tests.train.builders import make_batch, make_config, make_model
@@ -47,7 +58,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "digests.json"]
+    "name",
+    ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "digests.json"],
 )
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "missing"])
 def test_any_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
@@ -59,7 +71,9 @@ def test_any_damage_is_noticed(tmp_path: Path, name: str, damage: str) -> None:
         file.unlink()
     else:
         whole[len(whole) // 2] ^= 1
-        file.write_bytes({"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage])
+        file.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage]
+        )
     with pytest.raises(TrainerError, match="torn"):
         verify(tmp_path / "bad")
     with pytest.raises(TrainerError, match="torn"):
@@ -92,7 +106,9 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "c")
 
 
-def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whole(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "c", 1)
     (tmp_path / "c" / "core.msgpack").write_bytes(b"x")
     assert load(tmp_path / "c").step == 1
@@ -102,7 +118,9 @@ def test_files_of_others_are_left_alone_and_a_former_checkpoint_is_replaced_whol
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(model_dir: Path, tmp_path: Path) -> None:
+def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(
+    model_dir: Path, tmp_path: Path
+) -> None:
     trainer = Trainer(make_config(), model_dir, tmp_path)
     assert isinstance(trainer.handle(Save(path=str(tmp_path / "c"))), Saved)
     trainer.handle(TrainOn(batch=make_batch()))
@@ -113,7 +131,9 @@ def test_the_trainer_refuses_a_torn_checkpoint_and_stays_as_it_is(model_dir: Pat
     assert "torn" in reply.error
     assert trainer.step == 1
     other = make_model(tmp_path / "other", ffn=32)
-    assert isinstance(Trainer(make_config(), other, tmp_path).handle(Save(path=str(tmp_path / "o"))), Saved)
+    assert isinstance(
+        Trainer(make_config(), other, tmp_path).handle(Save(path=str(tmp_path / "o"))), Saved
+    )
     reply = trainer.handle(Restore(path=str(tmp_path / "o")))
     assert isinstance(reply, TrainFailed)
     assert "shape" in reply.error
@@ -130,7 +150,10 @@ def test_an_export_is_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, weights[name])
     text = " at=a1<up> and more"
-    before, after = AutoTokenizer.from_pretrained(model_dir), AutoTokenizer.from_pretrained(exported)
+    before, after = (
+        AutoTokenizer.from_pretrained(model_dir),
+        AutoTokenizer.from_pretrained(exported),
+    )
     assert after(text).input_ids == before(text).input_ids
     assert after.chat_template == before.chat_template
     again = Trainer(make_config(), exported, tmp_path)  # and can be trained further
@@ -139,7 +162,8 @@ def test_an_export_is_a_hugging_face_checkpoint(model_dir: Path, tmp_path: Path)
     assert isinstance(trainer.handle(Restore(path=str(tmp_path / "c"))), TrainFailed)
 
 
-# A file-size limit acts like a full disk, and needs no privileges. SIGXFSZ is ignored, so that writes fail with an OSError.
+# A file-size limit acts like a full disk, and needs no privileges. SIGXFSZ is ignored,
+# so that writes fail with an OSError.
 LIMITED = """
 import resource, signal, sys
 from pathlib import Path
@@ -162,7 +186,10 @@ def test_a_write_that_fails_keeps_the_former_checkpoint(model_dir: Path, tmp_pat
         text=True,
         check=True,
         cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        },
     )
     assert done.stdout.split() == ["Saved", "SaveFailed", "SaveFailed", "Saved"]
     assert load(tmp_path / "c").step == 0
@@ -173,7 +200,11 @@ def test_a_full_disk_keeps_the_former_checkpoint(model_dir: Path, tmp_path: Path
     """On a real file system of 250 kB, where one may be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=250k", "tmpfs", str(disk)],
+        capture_output=True,
+        check=False,
+    )
     if mounted.returncode:
         pytest.skip("mounting a file system is not permitted here")
     try:

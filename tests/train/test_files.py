@@ -1,4 +1,6 @@
-"""A directory appears complete or not at all, and at every instant its name leads to a complete one."""
+"""A directory appears complete or not at all, and at every instant its name leads to a
+complete one.
+"""
 
 import os
 import signal
@@ -72,7 +74,10 @@ with new_directory(Path(sys.argv[1])) as directory:
 
 def test_what_a_kill_left_is_cleared_by_the_next_writer(tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path / "a")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD, str(tmp_path / "a")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with child:
         assert child.stdout is not None

@@ -11,14 +11,21 @@ from tests.train.compare import assert_equal, randn
 
 
 @settings(max_examples=25, deadline=None)
-@given(rows=st.integers(1, 6), heads=st.integers(0, 3), size=st.sampled_from([2, 8, 16]), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(1, 6),
+    heads=st.integers(0, 3),
+    size=st.sampled_from([2, 8, 16]),
+    seed=st.integers(0, 9),
+)
 def test_rms_norm(rows: int, heads: int, size: int, seed: int) -> None:
     shape = (heads, size) if heads else (size,)
 
     def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
-    assert_equal(lambda x, w: rms_norm(x, w, 1e-6), plain, randn(seed, rows, *shape), randn(seed + 1, *shape))
+    assert_equal(
+        lambda x, w: rms_norm(x, w, 1e-6), plain, randn(seed, rows, *shape), randn(seed + 1, *shape)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -37,14 +44,21 @@ def test_rotate() -> None:
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
-        turned = torch.stack([even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1)
+        turned = torch.stack(
+            [even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()], -1
+        )
         return turned.flatten(-2)
 
     assert_equal(lambda x: rotate(x, turns.to(torch.complex64)), plain, randn(1, 2, 5, 8))
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 6), size=st.integers(1, 12), spread=st.sampled_from([0.5, 5.0, 200.0]), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(1, 6),
+    size=st.integers(1, 12),
+    spread=st.sampled_from([0.5, 5.0, 200.0]),
+    seed=st.integers(0, 9),
+)
 def test_token_logprobs(rows: int, size: int, spread: float, seed: int) -> None:
     labels = torch.randint(size, (rows,), generator=torch.Generator().manual_seed(seed))
 
@@ -52,7 +66,12 @@ def test_token_logprobs(rows: int, size: int, spread: float, seed: int) -> None:
         logprobs = logits.log_softmax(-1)
         return logprobs.gather(1, labels[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
 
-    assert_equal(lambda logits: token_logprobs(logits, labels), plain, randn(seed, rows, size) * spread, tolerance=1e-4)
+    assert_equal(
+        lambda logits: token_logprobs(logits, labels),
+        plain,
+        randn(seed, rows, size) * spread,
+        tolerance=1e-4,
+    )
 
 
 def test_a_certain_policy_has_no_entropy_and_finite_gradients() -> None:

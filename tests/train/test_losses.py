@@ -1,4 +1,6 @@
-"""The policy loss against a slow, token-by-token reference in plain Python, gradients included."""
+"""The policy loss against a slow, token-by-token reference in plain Python, gradients
+included.
+"""
 
 import math
 import random
@@ -8,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, from_sums
 
@@ -22,14 +24,20 @@ def slow_loss(
     reference: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[float, float, float]:
-    """One token: its loss, and the derivatives by logprob and entropy, written out by hand."""
+    """One token: its loss, and the derivatives by logprob and entropy, written out by
+    hand.
+    """
     old = behaviour if algorithm.correction == "bypass" else proximal
     ratio = math.exp(logprob - old)
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if advantage >= 0:
-        surrogate, slope = (ratio * advantage, ratio * advantage) if ratio <= high else (high * advantage, 0.0)
+        surrogate, slope = (
+            (ratio * advantage, ratio * advantage) if ratio <= high else (high * advantage, 0.0)
+        )
     else:
-        surrogate, slope = (ratio * advantage, ratio * advantage) if ratio >= low else (low * advantage, 0.0)
+        surrogate, slope = (
+            (ratio * advantage, ratio * advantage) if ratio >= low else (low * advantage, 0.0)
+        )
     importance = math.exp(proximal - behaviour)
     if algorithm.correction == "bypass":
         importance = 1.0
@@ -87,17 +95,23 @@ def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -
     loss.backward()  # type: ignore[no-untyped-call]
     rows = list(zip(logprobs, entropy, behaviour, advantages, proximal, reference, strict=True))
     slow = [slow_loss(*row, algorithm) for row in rows]
-    assert loss.item() == pytest.approx(sum(w * s[0] for w, s in zip(weights, slow, strict=True)), rel=1e-9, abs=1e-9)
+    assert loss.item() == pytest.approx(
+        sum(w * s[0] for w, s in zip(weights, slow, strict=True)), rel=1e-9, abs=1e-9
+    )
     assert given_logprobs.grad is not None
     wanted = [w * s[1] for w, s in zip(weights, slow, strict=True)]
     assert given_logprobs.grad.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
     if algorithm.entropy:
         assert given_entropy.grad is not None
-        assert given_entropy.grad.tolist() == pytest.approx([w * s[2] for w, s in zip(weights, slow, strict=True)])
+        assert given_entropy.grad.tolist() == pytest.approx(
+            [w * s[2] for w, s in zip(weights, slow, strict=True)]
+        )
     check_sums(dict(zip(TOKEN_SUMS, sums.tolist(), strict=True)), rows, algorithm)
 
 
-def check_sums(sums: dict[str, float], rows: list[tuple[float, ...]], algorithm: AlgorithmConfig) -> None:
+def check_sums(
+    sums: dict[str, float], rows: list[tuple[float, ...]], algorithm: AlgorithmConfig
+) -> None:
     ratios = [math.exp(logprob - behaviour) for logprob, _, behaviour, *_ in rows]
     assert sums["count"] == len(rows)
     assert sums["ratio"] == pytest.approx(sum(ratios))
@@ -107,8 +121,12 @@ def check_sums(sums: dict[str, float], rows: list[tuple[float, ...]], algorithm:
     clipped = masked = 0
     for logprob, _, behaviour, advantage, proximal, _ in rows:
         ratio = math.exp(logprob - (behaviour if algorithm.correction == "bypass" else proximal))
-        clipped += (advantage > 0 and ratio > 1 + algorithm.clip_high) or (advantage < 0 and ratio < 1 - algorithm.clip_low)
-        masked += algorithm.correction != "bypass" and math.exp(proximal - behaviour) > algorithm.is_cap
+        clipped += (advantage > 0 and ratio > 1 + algorithm.clip_high) or (
+            advantage < 0 and ratio < 1 - algorithm.clip_low
+        )
+        masked += (
+            algorithm.correction != "bypass" and math.exp(proximal - behaviour) > algorithm.is_cap
+        )
     assert sums["clipped"] == clipped
     assert sums["masked"] == masked
 
@@ -149,7 +167,9 @@ def run_one(correction: str, *, logprob: float, behaviour: float, proximal: floa
 
 
 def test_decoupled_at_the_start_is_the_importance_weighted_policy_gradient() -> None:
-    """Before the first update the ratio to the proximal policy is 1, so that staleness alone weighs."""
+    """Before the first update the ratio to the proximal policy is 1, so that staleness
+    alone weighs.
+    """
     for stale in (-1.0, -0.3, 0.0, 0.6):
         gradient = run_one("decoupled", logprob=-1.0, behaviour=-1.0 - stale, proximal=-1.0)
         assert gradient == pytest.approx(-math.exp(stale), rel=1e-5)
@@ -163,7 +183,9 @@ def test_the_two_corrections_differ_beyond_the_cap() -> None:
 def test_extreme_log_probs_stay_finite() -> None:
     for correction in ("bypass", "decoupled", "tis"):
         for behaviour in (-1e4, -1e-9):
-            assert math.isfinite(run_one(correction, logprob=-50.0, behaviour=behaviour, proximal=-30.0))
+            assert math.isfinite(
+                run_one(correction, logprob=-50.0, behaviour=behaviour, proximal=-30.0)
+            )
 
 
 def test_no_tokens_no_figures() -> None:

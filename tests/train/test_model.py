@@ -1,10 +1,19 @@
-"""transformers' forward is the oracle: log-probs, entropies and gradients of packed sequences equal those of each alone."""
+"""transformers' forward is the oracle: log-probs, entropies and gradients of packed
+sequences equal those of each alone.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from rollweave.schema.errors import TrainerError
 from rollweave.train.model import Attention, Model, Reference, load_model
@@ -35,7 +44,9 @@ def llama_scaling() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "llama3-bias"])
-def checkpoint_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint_dir(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path: Path = tmp_path_factory.mktemp("oracle") / request.param
     torch.manual_seed(0)
     match request.param:
@@ -46,10 +57,16 @@ def checkpoint_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         case "llama":
             model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False))
         case _:
-            extra = {"attention_bias": True, "mlp_bias": True, "rope_parameters": llama_scaling(), "head_dim": 16}
+            extra = {
+                "attention_bias": True,
+                "mlp_bias": True,
+                "rope_parameters": llama_scaling(),
+                "head_dim": 16,
+            }
             model = LlamaForCausalLM(LlamaConfig(**SMALL, **extra, tie_word_embeddings=False))
     for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "norm.weight", "layernorm.weight")):  # else ones and zeros, which hide mistakes
+        # else ones and zeros, which hide mistakes
+        if name.endswith(("bias", "norm.weight", "layernorm.weight")):
             torch.nn.init.normal_(parameter, 0.9, 0.3)
     model.save_pretrained(path)
     return path
@@ -58,7 +75,9 @@ def checkpoint_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 def oracle(
     path: Path, examples: list[Example], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probs, entropies, and the gradient of their weighted sum, one sequence at a time."""
+    """Log-probs, entropies, and the gradient of their weighted sum, one sequence at a
+    time.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     chosen, entropies = [], []
     for example in examples:
@@ -86,12 +105,19 @@ def compare(model: Model, path: Path, examples: list[Example], temperature: floa
     assert parameters.keys() == gradients.keys()
     for name, gradient in gradients.items():
         scale = gradient.abs().max().clamp(min=0.05)
-        torch.testing.assert_close(parameters[name].grad / scale, gradient / scale, atol=2e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(
+            parameters[name].grad / scale, gradient / scale, atol=2e-5, rtol=1e-4, msg=name
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_equals_each_alone(checkpoint_dir: Path, temperature: float) -> None:
-    compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, make_examples(7), temperature)
+    compare(
+        load_model(checkpoint_dir, dtype="float32", device="cpu"),
+        checkpoint_dir,
+        make_examples(7),
+        temperature,
+    )
 
 
 def test_equal_lengths_need_no_padding(checkpoint_dir: Path) -> None:
@@ -103,11 +129,16 @@ def test_equal_lengths_need_no_padding(checkpoint_dir: Path) -> None:
 
 
 def test_one_token_sequences(checkpoint_dir: Path) -> None:
-    examples = [Example(tokens=torch.tensor(pair), targets=torch.tensor([1])) for pair in ([5, 6], [7, 9], [8, 5])]
+    examples = [
+        Example(tokens=torch.tensor(pair), targets=torch.tensor([1]))
+        for pair in ([5, 6], [7, 9], [8, 5])
+    ]
     compare(load_model(checkpoint_dir, dtype="float32", device="cpu"), checkpoint_dir, examples)
 
 
-def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(checkpoint_dir: Path) -> None:
+def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(
+    checkpoint_dir: Path,
+) -> None:
     model = load_model(checkpoint_dir, dtype="float32", device="cpu")
     model.max_logits = 500
     for module in model.modules():
@@ -118,7 +149,9 @@ def test_large_attention_and_large_vocabularies_take_other_ways_to_the_same(chec
 
 def test_bfloat16_is_close(checkpoint_dir: Path) -> None:
     examples = make_examples(4)
-    chosen = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(pack(examples), 1.0).logprobs
+    chosen = load_model(checkpoint_dir, dtype="bfloat16", device="cpu")(
+        pack(examples), 1.0
+    ).logprobs
     exact = load_model(checkpoint_dir, dtype="float32", device="cpu")(pack(examples), 1.0).logprobs
     assert chosen.dtype == torch.float32
     assert (chosen - exact).abs().mean() < 0.1
@@ -136,12 +169,16 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [False, True])
 def test_the_divergence_from_a_reference_is_exact(checkpoint_dir: Path, parts: bool) -> None:
-    """KL(reference, policy) over the vocabulary and its gradient, in one piece and cut into parts of two rows."""
+    """KL(reference, policy) over the vocabulary and its gradient, in one piece and cut
+    into parts of two rows.
+    """
     examples = make_examples(3)
     model, other = (load_model(checkpoint_dir, dtype="float32", device="cpu") for _ in range(2))
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+            parameter.add_(
+                0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+            )
         packed = pack(examples)
         reference = Reference(other.hidden(packed), other.lm_head.weight.clone())
         wanted = (reference.hidden @ reference.head.T / 0.8).log_softmax(-1)

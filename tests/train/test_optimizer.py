@@ -1,4 +1,6 @@
-"""The learning rate's shape, clipping, and a snapshot that brings everything back to the bit."""
+"""The learning rate's shape, clipping, and a snapshot that brings everything back to
+the bit.
+"""
 
 import math
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollweave.schema.sections import TrainerConfig
+from rollweave.schema.config.sections import TrainerConfig
 from rollweave.train.optimizer import (
     Snapshot,
     clip_gradients,
@@ -38,7 +40,9 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.AdamW]:
 
 def step(model: nn.Module, optimizer: torch.optim.AdamW, seed: int) -> None:
     optimizer.zero_grad()
-    model(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+    model(
+        torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+    ).square().sum().backward()
     optimizer.step()
 
 

@@ -1,4 +1,6 @@
-"""Every target appears once, nothing is padded but attention's grid, and micro-batches keep their bounds."""
+"""Every target appears once, nothing is padded but attention's grid, and micro-batches
+keep their bounds.
+"""
 
 import hypothesis.strategies as st
 import torch
@@ -13,7 +15,12 @@ def examples(draw: st.DrawFn) -> list[Example]:
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(2, 9) | st.integers(50, 200))
         targets = draw(st.sets(st.integers(1, length - 1), min_size=1))
-        made.append(Example(tokens=torch.arange(length) + 1000 * len(made), targets=torch.tensor(sorted(targets))))
+        made.append(
+            Example(
+                tokens=torch.arange(length) + 1000 * len(made),
+                targets=torch.tensor(sorted(targets)),
+            )
+        )
     return made
 
 
@@ -22,7 +29,10 @@ def examples(draw: st.DrawFn) -> list[Example]:
 def test_labels_follow_their_inputs(given: list[Example]) -> None:
     packed = pack(given)
     wanted = [(int(e.tokens[t - 1]), int(e.tokens[t])) for e in given for t in e.targets.tolist()]
-    assert list(zip(packed.tokens[packed.predicting].tolist(), packed.labels.tolist(), strict=True)) == wanted
+    assert (
+        list(zip(packed.tokens[packed.predicting].tolist(), packed.labels.tolist(), strict=True))
+        == wanted
+    )
     assert len(packed.tokens) == sum(int(e.targets[-1]) for e in given)
 
 
@@ -30,7 +40,10 @@ def test_labels_follow_their_inputs(given: list[Example]) -> None:
 @given(given=examples())
 def test_grids_lead_there_and_back(given: list[Example]) -> None:
     packed = pack(given)
-    for grid, rows in ((packed.keys, torch.arange(len(packed.tokens))), (packed.queries, packed.predicting)):
+    for grid, rows in (
+        (packed.keys, torch.arange(len(packed.tokens))),
+        (packed.queries, packed.predicting),
+    ):
         assert torch.equal(grid.rows[grid.flat], rows)
         assert grid.dense == (len(grid.flat) == grid.positions.numel())
         sequence = torch.arange(grid.positions.numel())[grid.flat] // grid.positions.shape[1]

@@ -1,4 +1,6 @@
-"""Ranks publish what each of them has, without gathering; together they give the version that one rank would have given."""
+"""Ranks publish what each of them has, without gathering; together they give the
+version that one rank would have given.
+"""
 
 import os
 import subprocess
@@ -13,15 +15,29 @@ from tests.train.test_ranks import ROOT, free_port
 WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 
 
-def start(case: str, directory: Path, *, world: int, prefix: tuple[str, ...] = (), **shape: int) -> list[subprocess.Popen[str]]:
+def start(
+    case: str, directory: Path, *, world: int, prefix: tuple[str, ...] = (), **shape: int
+) -> list[subprocess.Popen[str]]:
     """Start `world` ranks; the last one behind `prefix`."""
     model = make_model(directory / "m", **shape)
-    common = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    common = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    common |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
     common |= {"MASTER_PORT": str(free_port())}
     return [
         subprocess.Popen(
-            [*(prefix if rank == world - 1 else ()), *WORKER, case, str(model), str(directory / "out")],
+            [
+                *(prefix if rank == world - 1 else ()),
+                *WORKER,
+                case,
+                str(model),
+                str(directory / "out"),
+            ],
             cwd=ROOT,
             env=common | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
@@ -43,7 +59,9 @@ def finished(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 def test_ranks_share_the_work_and_the_failures(tmp_path: Path) -> None:
-    """Heads are so small that chunks are uneven, and the last of three ranks has nothing of some tensors."""
+    """Heads are so small that chunks are uneven, and the last of three ranks has
+    nothing of some tensors.
+    """
     for status, _, errors in finished(start("shares", tmp_path, world=3, kv_heads=1, head_dim=4)):
         assert status == 0, errors
 
@@ -51,7 +69,12 @@ def test_ranks_share_the_work_and_the_failures(tmp_path: Path) -> None:
 def can_hide() -> bool:
     """True if this user may have processes that see no others."""
     try:
-        return subprocess.run(["unshare", "-Urpf", "--mount-proc", "true"], capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(
+                ["unshare", "-Urpf", "--mount-proc", "true"], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     except OSError:
         return False
 
@@ -60,7 +83,9 @@ def can_hide() -> bool:
 def test_a_rank_that_cannot_reach_the_memory_makes_all_gather(tmp_path: Path) -> None:
     ranks = finished(start("far", tmp_path, world=2, prefix=("unshare", "-Urpf", "--mount-proc")))
     assert [status for status, _, _ in ranks] == [0, 0], ranks
-    assert ranks[0][2].count("trainer ranks [1] cannot reach the memory of rank 0") == 1, "it says so once"
+    assert ranks[0][2].count("trainer ranks [1] cannot reach the memory of rank 0") == 1, (
+        "it says so once"
+    )
 
 
 def test_a_rank_that_dies_fails_the_version_and_nobody_hangs(tmp_path: Path) -> None:

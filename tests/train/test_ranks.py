@@ -41,11 +41,16 @@ def start_all(kind: str, model_dir: Path, out: Path) -> None:
             "--master-addr=127.0.0.1",
             f"--master-port={free_port()}",
         ]
-        subprocess.run([sys.executable, *launcher, *arguments], cwd=ROOT, env=environment, check=True)
+        subprocess.run(
+            [sys.executable, *launcher, *arguments], cwd=ROOT, env=environment, check=True
+        )
         return
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environment | {"RANK": str(rank)}) for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env=environment | {"RANK": str(rank)}
+        )
+        for rank in range(2)
     ]
     try:
         assert [rank.wait(100) for rank in ranks] == [0, 0]
@@ -63,7 +68,13 @@ def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
     for found in both:
         assert found.keys() == alone.keys()
         for name, tensor in alone.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name],
+                tensor,
+                atol=1e-4,
+                rtol=1e-3,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
     assert torch.equal(both[0]["ratios"], both[1]["ratios"])
     exported = load_file(tmp_path / "two" / "c" / "hf" / "model.safetensors")
     wanted = load_file(tmp_path / "alone" / "c" / "hf" / "model.safetensors")

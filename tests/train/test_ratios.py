@@ -1,4 +1,6 @@
-"""Ratios of groups: as token by token with transformers, however passes are cut; and what cannot be measured is answered."""
+"""Ratios of groups: as token by token with transformers, however passes are cut; and
+what cannot be measured is answered.
+"""
 
 import math
 import random
@@ -12,7 +14,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from rollweave.schema.base import GroupId
-from rollweave.schema.training import Measure, Measured, Publish, Published, Trained, TrainerReply, TrainFailed, TrainOn
+from rollweave.schema.training import (
+    Measure,
+    Measured,
+    Publish,
+    Published,
+    Trained,
+    TrainerReply,
+    TrainFailed,
+    TrainOn,
+)
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.trainer import Trainer
 from rollweave.weights.store import read_tensors
@@ -50,7 +61,10 @@ def silent() -> TokenSequence:
 
 
 def group(name: str, *members: tuple[TokenSequence, ...]) -> ScoredGroup:
-    trajectories = tuple(make_trajectory(f"{name}/{place}", sequences, 1.0) for place, sequences in enumerate(members))
+    trajectories = tuple(
+        make_trajectory(f"{name}/{place}", sequences, 1.0)
+        for place, sequences in enumerate(members)
+    )
     return ScoredGroup(id=GroupId(name), env="none", trajectories=trajectories)
 
 
@@ -61,7 +75,9 @@ def expected(model_dir: Path, found: ScoredGroup) -> float:
     for trajectory in found.trajectories:
         for sequence in trajectory.sequences:
             with torch.no_grad():
-                logprobs = (model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE).log_softmax(-1)
+                logprobs = (
+                    model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE
+                ).log_softmax(-1)
             for place, sampled in enumerate(sequence.output_mask()):
                 if sampled and place:
                     now = float(logprobs[place - 1, sequence.tokens[place]])
@@ -71,10 +87,16 @@ def expected(model_dir: Path, found: ScoredGroup) -> float:
 
 @settings(max_examples=12, deadline=None)
 @given(
-    seed=st.integers(0, 10_000), sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4), micro=st.sampled_from([30, 16384])
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    micro=st.sampled_from([30, 16384]),
 )
 def test_ratios_are_those_of_the_tokens(
-    model_dir: Path, tmp_path_factory: pytest.TempPathFactory, seed: int, sizes: list[int], micro: int
+    model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    sizes: list[int],
+    micro: int,
 ) -> None:
     """Members with several sequences, or with none that was sampled."""
     rng = random.Random(seed)
@@ -83,17 +105,26 @@ def test_ratios_are_those_of_the_tokens(
         made = [make_sequence(rng, turns=rng.randint(1, 3)) for _ in range(rng.randint(1, 2))]
         return (*made, silent()) if rng.random() < 0.3 else tuple(made)
 
-    groups = [group(f"g{place}", (silent(),), *(sequences() for _ in range(size))) for place, size in enumerate(sizes)]
+    groups = [
+        group(f"g{place}", (silent(),), *(sequences() for _ in range(size)))
+        for place, size in enumerate(sizes)
+    ]
     trainer = new_trainer(model_dir, tmp_path_factory.mktemp("run"), micro_tokens=micro)
-    assert ratios(trainer, *groups) == pytest.approx([expected(model_dir, found) for found in groups], rel=1e-4)
+    assert ratios(trainer, *groups) == pytest.approx(
+        [expected(model_dir, found) for found in groups], rel=1e-4
+    )
 
 
-def test_what_the_policy_itself_sampled_has_ratio_one_until_it_is_trained(model_dir: Path, tmp_path: Path) -> None:
+def test_what_the_policy_itself_sampled_has_ratio_one_until_it_is_trained(
+    model_dir: Path, tmp_path: Path
+) -> None:
     trainer = new_trainer(model_dir, tmp_path)
     batch = make_batch(3)
     own = tuple(recorded(model_dir, found) for found in batch.groups)
     assert ratios(trainer, *own) == pytest.approx([1.0] * 3, abs=1e-5)
-    assert isinstance(trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=own))), Trained)
+    assert isinstance(
+        trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=own))), Trained
+    )
     reply = measure(trainer, *own, step=1)
     assert isinstance(reply, Measured)
     assert all(abs(math.log(ratio)) > 1e-3 for ratio in reply.ratios)
@@ -106,9 +137,14 @@ def recorded(model_dir: Path, found: ScoredGroup) -> ScoredGroup:
     for trajectory in found.trajectories:
         (sequence,) = trajectory.sequences
         with torch.no_grad():
-            table = (model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE).log_softmax(-1)
+            table = (
+                model(input_ids=torch.tensor([sequence.tokens])).logits[0] / TEMPERATURE
+            ).log_softmax(-1)
         mask = sequence.output_mask()
-        own = [float(table[place - 1, token]) if mask[place] else 0.0 for place, token in enumerate(sequence.tokens)]
+        own = [
+            float(table[place - 1, token]) if mask[place] else 0.0
+            for place, token in enumerate(sequence.tokens)
+        ]
         sequence = msgspec.structs.replace(sequence, logprobs=tuple(own))
         trajectories.append(msgspec.structs.replace(trajectory, sequences=(sequence,)))
     return msgspec.structs.replace(found, trajectories=tuple(trajectories))
@@ -149,7 +185,9 @@ def test_what_cannot_be_measured_is_answered(model_dir: Path, tmp_path: Path) ->
     assert nan.nonfinite
     assert f"log-probs of group {batch.groups[-1].id}" in nan.error
     sequence = make_sequence(random.Random(0))
-    huge = group("huge", (msgspec.structs.replace(sequence, tokens=(10**6,) * len(sequence.tokens)),))
+    huge = group(
+        "huge", (msgspec.structs.replace(sequence, tokens=(10**6,) * len(sequence.tokens)),)
+    )
     foreign = measure(trainer, huge)
     assert isinstance(foreign, TrainFailed)
     assert not foreign.nonfinite

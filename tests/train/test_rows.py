@@ -6,14 +6,16 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.rows import balanced, batch_rows, minibatches
 from tests.train.builders import make_batch, make_sequence, make_trajectory
 
 
 def batch_of(*sequences: tuple[TokenSequence, ...], version: int = 0) -> Batch:
-    trajectories = tuple(make_trajectory(f"t{i}", each, float(i)) for i, each in enumerate(sequences))
+    trajectories = tuple(
+        make_trajectory(f"t{i}", each, float(i)) for i, each in enumerate(sequences)
+    )
     group = ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=trajectories)
     return Batch(step=0, version=version, part=0, parts=1, groups=(group,))
 
@@ -35,9 +37,15 @@ def test_rows_hold_the_outputs_of_every_sequence() -> None:
 
 
 def test_sequences_without_output_and_a_first_token_that_nothing_predicts_are_left_out() -> None:
-    silent = TokenSequence(tokens=(1, 2), segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),), logprobs=(0.0, 0.0))
+    silent = TokenSequence(
+        tokens=(1, 2),
+        segments=(Segment(start=0, end=2, kind=SegmentKind.PROMPT),),
+        logprobs=(0.0, 0.0),
+    )
     bare = TokenSequence(
-        tokens=(5, 6), segments=(Segment(start=0, end=2, kind=SegmentKind.OUTPUT, version=0),), logprobs=(-1.0, -2.0)
+        tokens=(5, 6),
+        segments=(Segment(start=0, end=2, kind=SegmentKind.OUTPUT, version=0),),
+        logprobs=(-1.0, -2.0),
     )
     rows = batch_rows(batch_of((silent, bare), (silent,), (bare,)), AlgorithmConfig())
     assert [row.trajectory for row in rows] == [0, 2]
@@ -63,7 +71,9 @@ def test_a_turn_that_two_versions_sampled_counts_its_newer_half_as_current() -> 
 @given(count=st.integers(1, 12), parts=st.integers(1, 5), seed=st.integers(0, 99))
 def test_minibatches_keep_trajectories_whole(count: int, parts: int, seed: int) -> None:
     rng = random.Random(seed)
-    batch = batch_of(*(tuple(make_sequence(rng) for _ in range(rng.randint(1, 3))) for _ in range(count)))
+    batch = batch_of(
+        *(tuple(make_sequence(rng) for _ in range(rng.randint(1, 3))) for _ in range(count))
+    )
     rows = batch_rows(batch, AlgorithmConfig())
     found = minibatches(rows, parts=parts, seed="x")
     assert sorted(index for part in found for index in part) == list(range(len(rows)))

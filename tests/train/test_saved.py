@@ -1,11 +1,13 @@
-"""What an engine reads from a checkpoint is what was published, bit for bit; or nothing."""
+"""What an engine reads from a checkpoint is what was published, bit for bit; or
+nothing.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, Restore, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import Checkpoint, save
@@ -17,7 +19,9 @@ from tests.train.builders import make_batch, make_config, make_model
 
 def configured(*, model: str, published: str | None) -> RunConfig:
     data = make_config().model_dump()
-    return RunConfig.model_validate(data | {"model": data["model"] | {"dtype": model}, "weights": {"dtype": published}})
+    return RunConfig.model_validate(
+        data | {"model": data["model"] | {"dtype": model}, "weights": {"dtype": published}}
+    )
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
@@ -28,9 +32,12 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.dtype, torch
 
 
 @pytest.mark.parametrize(
-    ("model", "published"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None), ("bfloat16", "float32")]
+    ("model", "published"),
+    [("float32", None), ("float32", "bfloat16"), ("bfloat16", None), ("bfloat16", "float32")],
 )
-def test_a_checkpoint_gives_the_bits_that_were_published(tmp_path: Path, model: str, published: str | None) -> None:
+def test_a_checkpoint_gives_the_bits_that_were_published(
+    tmp_path: Path, model: str, published: str | None
+) -> None:
     """Also what a trainer publishes that was restored from it."""
     config, directory = configured(model=model, published=published), make_model(tmp_path / "m")
     trainer = Trainer(config, directory, tmp_path / "run")
@@ -53,7 +60,12 @@ def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
     path = tmp_path / "c"
     save(
         path,
-        Checkpoint(step=2, model={"w": torch.ones(50)}, optimizer={"s": torch.ones(1)}, rng={"cpu": torch.get_rng_state()}),
+        Checkpoint(
+            step=2,
+            model={"w": torch.ones(50)},
+            optimizer={"s": torch.ones(1)},
+            rng={"cpu": torch.get_rng_state()},
+        ),
         export_dtype=torch.float32,
     )
     assert torch.equal(read_saved(path, step=2, dtype=torch.float32)["w"], torch.ones(50))
@@ -65,7 +77,9 @@ def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
         file.unlink()
     else:
         whole[whole.find(b"model.safetensors") if name == "digests.json" else len(whole) // 2] ^= 1
-        file.write_bytes({"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage])
+        file.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage]
+        )
     with pytest.raises(WeightsError, match="torn"):
         read_saved(path, step=2, dtype=torch.float32)
 

@@ -1,4 +1,6 @@
-"""The scratch checkpoint loads in transformers, is reproducible, and its tokenizer keeps whole words whole."""
+"""The scratch checkpoint loads in transformers, is reproducible, and its tokenizer
+keeps whole words whole.
+"""
 
 import string
 from pathlib import Path
@@ -17,7 +19,9 @@ TOKENIZER = build_tokenizer([*WORDS, " up=wall", " up=ice", "ice", "<answer>", "
 
 
 def pieces(text: str) -> list[str]:
-    return [TOKENIZER.decode([token], skip_special_tokens=False) for token in TOKENIZER.encode(text).ids]
+    return [
+        TOKENIZER.decode([token], skip_special_tokens=False) for token in TOKENIZER.encode(text).ids
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,11 @@ def test_pieces(text: str, wanted: list[str]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    text=st.lists(st.one_of(st.sampled_from([*WORDS, " up=wall", "user"]), st.sampled_from(sorted(CHARACTERS)))).map("".join)
+    text=st.lists(
+        st.one_of(
+            st.sampled_from([*WORDS, " up=wall", "user"]), st.sampled_from(sorted(CHARACTERS))
+        )
+    ).map("".join)
 )
 def test_printable_text_survives(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
@@ -59,13 +67,22 @@ def test_words_that_cannot_be_tokens(word: str) -> None:
 
 def test_the_checkpoint_is_a_hugging_face_one(tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "m", scratch=SCRATCH, words=WORDS, seed=3)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "m"), AutoTokenizer.from_pretrained(tmp_path / "m")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m"),
+        AutoTokenizer.from_pretrained(tmp_path / "m"),
+    )
     assert model.config.model_type == "qwen3"
     assert model.config.tie_word_embeddings
     assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings == SCRATCH.context
-    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(SCRATCH.init_std, rel=0.1)
+    assert (
+        model.config.eos_token_id
+        == tokenizer.eos_token_id
+        == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    )
+    assert float(model.model.layers[0].mlp.up_proj.weight.detach().std()) == pytest.approx(
+        SCRATCH.init_std, rel=0.1
+    )
     messages = [{"role": "user", "content": " at=a1"}, {"role": "assistant", "content": "<up>"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == "<|im_start|>user\n at=a1<|im_end|>\n<|im_start|>assistant\n<up><|im_end|>\n"
@@ -82,4 +99,6 @@ def test_the_seed_decides(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())  # nobody else's randomness is touched
     payloads = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
     assert payloads[0] == payloads[1] != payloads[2]
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "c" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (
+        tmp_path / "c" / "tokenizer.json"
+    ).read_bytes()

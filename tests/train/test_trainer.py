@@ -1,4 +1,6 @@
-"""Commands in, replies out: a step trains, a bad step changes nothing, and a saved trainer goes on as if never stopped."""
+"""Commands in, replies out: a step trains, a bad step changes nothing, and a saved
+trainer goes on as if never stopped.
+"""
 
 import math
 import random
@@ -8,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.training import (
     Publish,
     Published,
@@ -44,7 +46,9 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def trained(trainer: Trainer, batch: Batch) -> dict[str, float]:
@@ -67,16 +71,28 @@ def poisoned(batch: Batch, value: float) -> Batch:
     return msgspec.structs.replace(batch, groups=(*batch.groups[:-1], group))
 
 
-def test_a_step_changes_the_weights_and_reports_its_figures(model_dir: Path, tmp_path: Path) -> None:
-    trainer = new_trainer(model_dir, tmp_path, make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, entropy=0.01))
+def test_a_step_changes_the_weights_and_reports_its_figures(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    trainer = new_trainer(
+        model_dir,
+        tmp_path,
+        make_config(trainer={"epochs": 2, "minibatches": 2}, kl=0.1, entropy=0.01),
+    )
     before = weights_of(trainer)
     values = trained(trainer, make_batch())
     assert trainer.step == 1
     after = weights_of(trainer)
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert "lm_head.weight" not in after  # tied: published once
-    wanted = "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy clip_fraction mask_fraction"
-    wanted += " logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates tokens input_tokens"
+    wanted = (
+        "loss reward_mean reward_std advantage_abs kl_behaviour chi2 ess kl_reference entropy "
+        "clip_fraction mask_fraction"
+    )
+    wanted += (
+        " logprob_gap_mean logprob_gap_max logprob_gap/e0 logprob_gap/e1 grad_norm lr updates "
+        "tokens input_tokens"
+    )
     assert set(values) == {*wanted.split(), "skipped_fraction", "tokens_per_s"}
     assert all(math.isfinite(value) for value in values.values())
     assert values["updates"] == 4
@@ -98,7 +114,9 @@ def test_training_raises_what_was_rewarded(model_dir: Path, tmp_path: Path) -> N
 def test_a_loss_that_is_not_finite_changes_nothing(
     model_dir: Path, tmp_path: Path, value: float, passes: dict[str, int]
 ) -> None:
-    trainer, untouched = (new_trainer(model_dir, tmp_path / name, make_config(trainer=passes)) for name in "ab")
+    trainer, untouched = (
+        new_trainer(model_dir, tmp_path / name, make_config(trainer=passes)) for name in "ab"
+    )
     for each in (trainer, untouched):
         trained(each, make_batch(0))
     before = weights_of(trainer)
@@ -128,10 +146,17 @@ def test_bad_batches_are_answered(model_dir: Path, tmp_path: Path) -> None:
     first = batch.groups[0].trajectories[0]
     unscored = msgspec.structs.replace(first, reward=None)
     huge = msgspec.structs.replace(
-        first, sequences=(msgspec.structs.replace(first.sequences[0], tokens=(10**6,) * len(first.sequences[0].tokens)),)
+        first,
+        sequences=(
+            msgspec.structs.replace(
+                first.sequences[0], tokens=(10**6,) * len(first.sequences[0].tokens)
+            ),
+        ),
     )
     for trajectory in (unscored, huge):
-        group = msgspec.structs.replace(batch.groups[0], trajectories=(trajectory, *batch.groups[0].trajectories[1:]))
+        group = msgspec.structs.replace(
+            batch.groups[0], trajectories=(trajectory, *batch.groups[0].trajectories[1:])
+        )
         reply = trainer.handle(TrainOn(batch=msgspec.structs.replace(batch, groups=(group,))))
         assert isinstance(reply, TrainFailed)
         assert not reply.nonfinite
@@ -145,7 +170,10 @@ def test_equal_rewards_move_nothing_and_cost_nothing(model_dir: Path, tmp_path: 
     before = weights_of(trainer)
     batch = make_batch()
     groups = tuple(
-        msgspec.structs.replace(group, trajectories=tuple(msgspec.structs.replace(t, reward=1.0) for t in group.trajectories))
+        msgspec.structs.replace(
+            group,
+            trajectories=tuple(msgspec.structs.replace(t, reward=1.0) for t in group.trajectories),
+        )
         for group in batch.groups
     )
     values = trained(trainer, msgspec.structs.replace(batch, groups=groups))
@@ -155,7 +183,9 @@ def test_equal_rewards_move_nothing_and_cost_nothing(model_dir: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean"])
-def test_micro_batches_do_not_change_the_step(model_dir: Path, tmp_path: Path, aggregate: str) -> None:
+def test_micro_batches_do_not_change_the_step(
+    model_dir: Path, tmp_path: Path, aggregate: str
+) -> None:
     found = []
     for micro_tokens in (20, 10_000):
         config = make_config(trainer={"micro_tokens": micro_tokens}, aggregate=aggregate)
@@ -181,13 +211,21 @@ def test_parts_are_trained_as_they_come(model_dir: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("correction", ["bypass", "decoupled", "tis"])
-def test_a_restored_trainer_goes_on_to_the_bit(model_dir: Path, tmp_path: Path, correction: str) -> None:
-    config = make_config(trainer={"minibatches": 2, "final_lr": 0.1, "warmup_steps": 2}, kl=0.05, correction=correction)
+def test_a_restored_trainer_goes_on_to_the_bit(
+    model_dir: Path, tmp_path: Path, correction: str
+) -> None:
+    config = make_config(
+        trainer={"minibatches": 2, "final_lr": 0.1, "warmup_steps": 2},
+        kl=0.05,
+        correction=correction,
+    )
     first = new_trainer(model_dir, tmp_path / "a", config)
     for step in range(4):
         trained(first, make_batch(step, step=step))
         if step == 1:
-            assert isinstance(first.handle(Save(path=str(tmp_path / "c" / "s2"), export=True)), Saved)
+            assert isinstance(
+                first.handle(Save(path=str(tmp_path / "c" / "s2"), export=True)), Saved
+            )
     second = new_trainer(model_dir, tmp_path / "b", config)
     trained(second, make_batch(9))  # something to be forgotten
     assert second.handle(Restore(path=str(tmp_path / "c" / "s2"))) == Restored(step=2)
@@ -196,7 +234,9 @@ def test_a_restored_trainer_goes_on_to_the_bit(model_dir: Path, tmp_path: Path, 
     assert same(weights_of(first), weights_of(second))
 
 
-def test_publishing_names_the_version_and_stopping_takes_it_away(model_dir: Path, tmp_path: Path) -> None:
+def test_publishing_names_the_version_and_stopping_takes_it_away(
+    model_dir: Path, tmp_path: Path
+) -> None:
     trainer = new_trainer(model_dir, tmp_path, make_config())
     reply = trainer.handle(Publish(version=4, weights_id=17))
     assert isinstance(reply, Published)
@@ -208,7 +248,9 @@ def test_publishing_names_the_version_and_stopping_takes_it_away(model_dir: Path
 
 def test_what_is_published_may_have_another_number_format(model_dir: Path, tmp_path: Path) -> None:
     made = make_config()
-    half = made.model_copy(update={"weights": made.weights.model_copy(update={"dtype": "bfloat16"})})
+    half = made.model_copy(
+        update={"weights": made.weights.model_copy(update={"dtype": "bfloat16"})}
+    )
     whole, rounded = (
         weights_of(new_trainer(model_dir, tmp_path / "a")),
         weights_of(new_trainer(model_dir, tmp_path / "b", half)),
@@ -226,7 +268,9 @@ def test_the_gap_counts_tokens_of_the_current_version_only(model_dir: Path, tmp_
 
 def test_bfloat16_computes_and_publishes_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
     config = make_config()
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+    )
     trainer = new_trainer(model_dir, tmp_path, config)
     values = trained(trainer, make_batch())
     assert math.isfinite(values["loss"])
@@ -234,7 +278,9 @@ def test_bfloat16_computes_and_publishes_in_bfloat16(model_dir: Path, tmp_path: 
 
 
 def test_random_batches_never_make_the_trainer_raise(model_dir: Path, tmp_path: Path) -> None:
-    trainer = new_trainer(model_dir, tmp_path, make_config(trainer={"minibatches": 5}, advantage="gigpo", gamma=0.9))
+    trainer = new_trainer(
+        model_dir, tmp_path, make_config(trainer={"minibatches": 5}, advantage="gigpo", gamma=0.9)
+    )
     rng = random.Random(3)
     for step in range(8):
         batch = make_batch(step, step=step, groups=rng.randint(1, 2), size=rng.randint(1, 4))

@@ -1,4 +1,6 @@
-"""Whole batches against a slow trainer: transformers' forward, one sequence at a time, a loss written out, torch's AdamW."""
+"""Whole batches against a slow trainer: transformers' forward, one sequence at a time,
+a loss written out, torch's AdamW.
+"""
 
 import random
 from pathlib import Path
@@ -9,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollweave.schema.config import RunConfig
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
@@ -64,7 +66,10 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
     frozen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     trainer = config.trainer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=trainer.lr, betas=(0.9, trainer.beta2), weight_decay=trainer.weight_decay
+        model.parameters(),
+        lr=trainer.lr,
+        betas=(0.9, trainer.beta2),
+        weight_decay=trainer.weight_decay,
     )
     for batch in batches:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -79,7 +84,9 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
             reference = [slow_logprobs(frozen, sequence.tokens)[0] for sequence, _ in sequences]
         for _ in range(trainer.epochs):
             rows = []
-            for (sequence, advantage), near, far in zip(sequences, proximal, reference, strict=True):
+            for (sequence, advantage), near, far in zip(
+                sequences, proximal, reference, strict=True
+            ):
                 chosen, entropy = slow_logprobs(model, sequence.tokens)
                 losses = [
                     slow_token(
@@ -106,7 +113,9 @@ def slow_training(path: Path, batches: list[Batch], config: RunConfig) -> dict[s
 
 
 def sampled_by(path: Path, batch: Batch, noise: float) -> Batch:
-    """The batch with behaviour log-probs near those of the model in `path`, as slightly other weights would give."""
+    """The batch with behaviour log-probs near those of the model in `path`, as slightly
+    other weights would give.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rng = random.Random(1)
     groups = []
@@ -127,8 +136,12 @@ def sampled_by(path: Path, batch: Batch, noise: float) -> Batch:
 
 
 def configured(**algorithm: Any) -> RunConfig:
-    config = make_config(trainer={"epochs": 3, "lr": 3e-3, "micro_tokens": 60, "weight_decay": 0.01}, **algorithm)
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})})
+    config = make_config(
+        trainer={"epochs": 3, "lr": 3e-3, "micro_tokens": 60, "weight_decay": 0.01}, **algorithm
+    )
+    return config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"temperature": TEMPERATURE})}
+    )
 
 
 CASES: list[dict[str, Any]] = [
@@ -140,10 +153,16 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(value) for value in case.values()))
-def test_training_equals_the_slow_trainer(model_dir: Path, tmp_path: Path, case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(str(value) for value in case.values())
+)
+def test_training_equals_the_slow_trainer(
+    model_dir: Path, tmp_path: Path, case: dict[str, Any]
+) -> None:
     config = configured(**case)
-    batches = [sampled_by(model_dir, make_batch(step, step=step, groups=2), noise=0.5) for step in range(2)]
+    batches = [
+        sampled_by(model_dir, make_batch(step, step=step, groups=2), noise=0.5) for step in range(2)
+    ]
     trainer = Trainer(config, model_dir, tmp_path)
     for batch in batches:
         assert isinstance(trainer.handle(TrainOn(batch=batch)), Trained)
@@ -153,7 +172,9 @@ def test_training_equals_the_slow_trainer(model_dir: Path, tmp_path: Path, case:
     wanted = slow_training(model_dir, batches, config)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, atol=1e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_on_policy_the_corrections_agree(model_dir: Path, tmp_path: Path) -> None:

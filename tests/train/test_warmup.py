@@ -31,7 +31,9 @@ def transcripts() -> Iterator[TokenSequence]:
 
 def configured(**warmup: object) -> object:
     config = make_config()
-    return config.model_copy(update={"warmup": config.warmup.model_copy(update={"steps": 30, "batch": 4, **warmup})})
+    return config.model_copy(
+        update={"warmup": config.warmup.model_copy(update={"steps": 30, "batch": 4, **warmup})}
+    )
 
 
 def losses_of(trainer: Trainer, kind: bool) -> float:
@@ -41,13 +43,17 @@ def losses_of(trainer: Trainer, kind: bool) -> float:
         mask = torch.tensor(sequence.output_mask())
         mask = mask if kind else ~mask
         mask[0] = False
-        examples.append(Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten()))
+        examples.append(
+            Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten())
+        )
     with torch.no_grad():
         logprobs = trainer._model(pack(examples), 1.0).logprobs
     return float(-logprobs.mean())
 
 
-def test_outputs_are_learned_and_observations_only_when_asked_for(model_dir: Path, tmp_path: Path) -> None:
+def test_outputs_are_learned_and_observations_only_when_asked_for(
+    model_dir: Path, tmp_path: Path
+) -> None:
     outputs_only = Trainer(configured(), model_dir, tmp_path)  # type: ignore[arg-type]
     before = losses_of(outputs_only, kind=False)
     losses = outputs_only.warm_up(transcripts())
@@ -71,7 +77,11 @@ def test_too_few_transcripts_are_an_error(model_dir: Path, tmp_path: Path) -> No
 
 
 def test_a_loss_that_is_not_finite_names_the_knob(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteLossError, match=r"warm-up step \d+: loss \S+, gradient norm \S+; warmup.lr is 1e\+20"):
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"warm-up step \d+: loss \S+, gradient norm \S+; "
+        r"warmup.lr is 1e\+20",
+    ):
         Trainer(configured(lr=1e20), model_dir, tmp_path).warm_up(transcripts())  # type: ignore[arg-type]
 
 
@@ -79,18 +89,27 @@ def test_what_is_learned_of_a_transcript() -> None:
     sequence = make_sequence(random.Random(1))
     outputs = example(sequence, observations=False).targets.tolist()
     assert outputs == [i for i, sampled in enumerate(sequence.output_mask()) if sampled and i]
-    assert example(sequence, observations=True).targets.tolist() == list(range(1, len(sequence.tokens)))
+    assert example(sequence, observations=True).targets.tolist() == list(
+        range(1, len(sequence.tokens))
+    )
 
 
 def test_passes_do_not_depend_on_how_examples_are_cut(model_dir: Path) -> None:
-    examples = [example(sequence, observations=True) for sequence in itertools.islice(transcripts(), 4)]
+    examples = [
+        example(sequence, observations=True) for sequence in itertools.islice(transcripts(), 4)
+    ]
     gradients = []
     for micro_tokens in (1, 10_000):
         model = load_model(model_dir, dtype="float32", device="cpu")
         passes = Passes(model, Ranks(rank=0, world=1), micro_tokens=micro_tokens)
-        loss = passes.backward(examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum())
+        loss = passes.backward(
+            examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum()
+        )
         assert loss == pytest.approx(
-            -sum(float(v.sum()) for v in passes.logprobs(examples, range(4), temperature=0.9).values())
+            -sum(
+                float(v.sum())
+                for v in passes.logprobs(examples, range(4), temperature=0.9).values()
+            )
         )
         gradients.append([parameter.grad for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):

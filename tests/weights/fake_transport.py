@@ -26,7 +26,11 @@ class FakeChannel:
     async def send(self, word: Word, body: Body | None = None) -> None:
         data = b""
         if body is not None:
-            data = bytes(body.data) if body.data is not None else os.pread(body.fd, body.nbytes, body.offset)
+            data = (
+                bytes(body.data)
+                if body.data is not None
+                else os.pread(body.fd, body.nbytes, body.offset)
+            )
         other = self.other
         assert other is not None
         try:
@@ -119,7 +123,9 @@ class FakeTransport:
     async def connect(self, address: RelayAddress) -> FakeChannel:
         listener = self.listeners.get((address.host, address.port))
         if listener is None or listener.address.secret != address.secret:
-            raise TakeError("source", f"{address.host}:{address.port} is no relay, or our secret is not its own")
+            raise TakeError(
+                "source", f"{address.host}:{address.port} is no relay, or our secret is not its own"
+            )
         ours, theirs = FakeChannel(self._silent_s), FakeChannel(self._silent_s)
         ours.other, theirs.other = theirs, ours
 

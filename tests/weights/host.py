@@ -1,4 +1,6 @@
-"""Versions of a small model in memory, relays in this process, and sources that tests hold by the hand."""
+"""Versions of a small model in memory, relays in this process, and sources that tests
+hold by the hand.
+"""
 
 import asyncio
 import contextlib
@@ -9,7 +11,16 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, TensorMeta, WeightManifest
+from rollweave.schema.weights import (
+    RelayAddress,
+    RelayReply,
+    Stalled,
+    Take,
+    TakeFailed,
+    Taken,
+    TensorMeta,
+    WeightManifest,
+)
 from rollweave.weights.memory import seal
 from rollweave.weights.offers import News, Offer, give
 from rollweave.weights.relay import Relay
@@ -23,7 +34,14 @@ KIB = 1 << 10
 class Memory:
     """A trainer's publication: a payload in sealed memory."""
 
-    def __init__(self, payload: bytes, *, weights_id: int, tensors: tuple[TensorMeta, ...], sealed: bool = True) -> None:
+    def __init__(
+        self,
+        payload: bytes,
+        *,
+        weights_id: int,
+        tensors: tuple[TensorMeta, ...],
+        sealed: bool = True,
+    ) -> None:
         self.payload = payload
         self.fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(self.fd, payload)
@@ -48,7 +66,11 @@ def tensors_of(*sizes: int) -> tuple[TensorMeta, ...]:
     """fp32 vectors of these many elements, each at a multiple of 64 bytes."""
     metas, offset = [], 0
     for number, size in enumerate(sizes):
-        metas.append(TensorMeta(name=f"t{number}", dtype="float32", shape=(size,), offset=offset, nbytes=4 * size))
+        metas.append(
+            TensorMeta(
+                name=f"t{number}", dtype="float32", shape=(size,), offset=offset, nbytes=4 * size
+            )
+        )
         offset += 4 * size + -4 * size % 64
     return tuple(metas)
 
@@ -57,7 +79,9 @@ def payload_of(tensors: tuple[TensorMeta, ...], *, seed: int) -> bytes:
     values = np.random.default_rng(seed)
     data = bytearray(max((meta.offset + meta.nbytes for meta in tensors), default=0))
     for meta in tensors:
-        data[meta.offset : meta.offset + meta.nbytes] = values.standard_normal(meta.nbytes // 4, np.float32).tobytes()
+        data[meta.offset : meta.offset + meta.nbytes] = values.standard_normal(
+            meta.nbytes // 4, np.float32
+        ).tobytes()
     return bytes(data)
 
 
@@ -74,7 +98,9 @@ SHAPES = tensors_of(40_000, 7, 0, 90_001, 1_100_000)  # three blocks of a delta
 
 
 @contextlib.contextmanager
-def versions(count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1) -> Iterator[list[Memory]]:
+def versions(
+    count: int, *, tensors: tuple[TensorMeta, ...] = SHAPES, first: int = 1
+) -> Iterator[list[Memory]]:
     """Consecutive versions of one model, ids from `first` on."""
     payload, made = payload_of(tensors, seed=0), []
     for weights_id in range(first, first + count):
@@ -118,7 +144,15 @@ class Host:
         chunk_bytes: int = 256 * KIB,
     ) -> None:
         address = source.address if isinstance(source, Host) else source
-        self.relay.take(Take(manifest=manifest, source=address, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes))
+        self.relay.take(
+            Take(
+                manifest=manifest,
+                source=address,
+                base_id=base_id,
+                keep=keep,
+                chunk_bytes=chunk_bytes,
+            )
+        )
 
     def _hear(self, word: RelayReply) -> None:
         if isinstance(word, Stalled):
@@ -139,9 +173,16 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def hosts(count: int, *transports: Transport, linger_s: float = 60.0) -> AsyncIterator[list[Host]]:
-    """So many; over one of the `transports` each, the last of them for the rest, or TCP."""
-    chosen = [transports[min(number, len(transports) - 1)] if transports else Tcp(silent_s=5.0) for number in range(count)]
+async def hosts(
+    count: int, *transports: Transport, linger_s: float = 60.0
+) -> AsyncIterator[list[Host]]:
+    """So many; over one of the `transports` each, the last of them for the rest, or
+    TCP.
+    """
+    chosen = [
+        transports[min(number, len(transports) - 1)] if transports else Tcp(silent_s=5.0)
+        for number in range(count)
+    ]
     made = [Host(transport, linger_s=linger_s) for transport in chosen]
     try:
         for host in made:
@@ -153,7 +194,9 @@ async def hosts(count: int, *transports: Transport, linger_s: float = 60.0) -> A
 
 
 class Tap:
-    """A source that gives no more bytes of a version away than the test has let through."""
+    """A source that gives no more bytes of a version away than the test has let
+    through.
+    """
 
     def __init__(self, memory: Memory, *, piece: int) -> None:
         self.offer = Offer(memory.manifest, memory.fd)
@@ -180,7 +223,9 @@ class Tap:
 
 
 @contextlib.asynccontextmanager
-async def tapped(memory: Memory, *, piece: int = 256 * KIB) -> AsyncIterator[tuple[Tap, RelayAddress]]:
+async def tapped(
+    memory: Memory, *, piece: int = 256 * KIB
+) -> AsyncIterator[tuple[Tap, RelayAddress]]:
     tap = Tap(memory, piece=piece)
     listener = await Tcp(silent_s=5.0).listen("127.0.0.1", tap.serve)
     try:

@@ -1,7 +1,9 @@
-"""Publishing where there is no room: `python -m tests.weights.little_room disk|limit memfd|file DIRECTORY`, by itself.
+"""Publishing where there is no room: `python -m tests.weights.little_room disk|limit
+memfd|file DIRECTORY`, by itself.
 
-"disk" mounts a small tmpfs at DIRECTORY (in a mount namespace); "limit" lowers the size that this process's files may have.
-A small version is published, a large one fails, the small one serves on, and nothing of the large one is left.
+"disk" mounts a small tmpfs at DIRECTORY (in a mount namespace); "limit" lowers the size
+that this process's files may have. A small version is published, a large one fails, the
+small one serves on, and nothing of the large one is left.
 """
 
 import os
@@ -20,7 +22,9 @@ ROOM_BYTES = 1 << 20
 
 def main(what: str, kind: str, directory: Path) -> None:
     if what == "disk":
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(directory)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={ROOM_BYTES}", "none", str(directory)], check=True
+        )
     else:
         resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, ROOM_BYTES))
     small, large = {"w": torch.arange(1000.0)}, {"w": torch.zeros(ROOM_BYTES), "v": torch.zeros(10)}

@@ -1,4 +1,6 @@
-"""Random decoders, and how their tensors are sharded, done slowly with whole arrays: the oracle of the plans."""
+"""Random decoders, and how their tensors are sharded, done slowly with whole arrays:
+the oracle of the plans.
+"""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +18,10 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Decoder:
-    """A small decoder: which tensors it has. `experts` 0: a dense MLP; `joined`: q, k, v and gate, up are one tensor each."""
+    """A small decoder: which tensors it has.
+
+    `experts` 0: a dense MLP; `joined`: q, k, v and gate, up are one tensor each.
+    """
 
     vocab: int
     hidden: int
@@ -41,14 +46,19 @@ class Decoder:
             linear |= (
                 {"self_attn.qkv_proj": (q + 2 * kv, self.hidden)}
                 if self.joined
-                else {f"self_attn.{role}_proj": (rows, self.hidden) for role, rows in (("q", q), ("k", kv), ("v", kv))}
+                else {
+                    f"self_attn.{role}_proj": (rows, self.hidden)
+                    for role, rows in (("q", q), ("k", kv), ("v", kv))
+                }
             )
             for name, (rows, columns) in linear.items():
                 found[f"{own}{name}.weight"] = (rows, columns)
                 if self.bias:
                     found[f"{own}{name}.bias"] = (rows,)
             if self.norms:
-                found[f"{own}self_attn.q_norm.weight"] = found[f"{own}self_attn.k_norm.weight"] = (self.head_dim,)
+                found[f"{own}self_attn.q_norm.weight"] = found[f"{own}self_attn.k_norm.weight"] = (
+                    self.head_dim,
+                )
             found[f"{own}input_layernorm.weight"] = (self.hidden,)
             found |= {f"{own}{name}": shape for name, shape in self._mlp().items()}
         found["model.norm.weight"] = (self.hidden,)
@@ -58,10 +68,17 @@ class Decoder:
 
     def _mlp(self) -> dict[str, tuple[int, ...]]:
         hidden, ffn = self.hidden, self.ffn
-        one = {"gate_proj.weight": (ffn, hidden), "up_proj.weight": (ffn, hidden), "down_proj.weight": (hidden, ffn)}
+        one = {
+            "gate_proj.weight": (ffn, hidden),
+            "up_proj.weight": (ffn, hidden),
+            "down_proj.weight": (hidden, ffn),
+        }
         if not self.experts:
             if self.joined:
-                return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+                return {
+                    "mlp.gate_up_proj.weight": (2 * ffn, hidden),
+                    "mlp.down_proj.weight": (hidden, ffn),
+                }
             return {f"mlp.{name}": shape for name, shape in one.items()}
         found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts, hidden)}
         found |= {f"mlp.shared_expert.{name}": shape for name, shape in one.items()}
@@ -69,7 +86,11 @@ class Decoder:
             found["mlp.experts.gate_up_proj"] = (self.experts, 2 * ffn, hidden)
             found["mlp.experts.down_proj"] = (self.experts, hidden, ffn)
         else:
-            found |= {f"mlp.experts.{e}.{name}": shape for e in range(self.experts) for name, shape in one.items()}
+            found |= {
+                f"mlp.experts.{e}.{name}": shape
+                for e in range(self.experts)
+                for name, shape in one.items()
+            }
         return found
 
     def arrays(self) -> Arrays:
@@ -81,12 +102,16 @@ class Decoder:
         return made
 
     def model(self) -> Model:
-        """Its payload: tensors of different element sizes, each at a multiple of 64 bytes."""
+        """Its payload: tensors of different element sizes, each at a multiple of 64
+        bytes.
+        """
         metas, offset = [], 0
         for index, (name, shape) in enumerate(self.shapes().items()):
             each = (2, 4, 1)[index % 3]
             nbytes = math.prod(shape) * each
-            metas.append(TensorMeta(name=name, dtype="any", shape=shape, offset=offset, nbytes=nbytes))
+            metas.append(
+                TensorMeta(name=name, dtype="any", shape=shape, offset=offset, nbytes=nbytes)
+            )
             offset += -(-nbytes // 64) * 64
         return Model(tuple(metas), heads=self.heads, kv_heads=self.kv_heads)
 
@@ -100,7 +125,11 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, Layout, Layout]:
     degrees = [draw(st.sampled_from(DEGREES)) for _ in range(2)]
     common = math.lcm(*degrees)
     # Key-value heads are dealt evenly, or shared by ranks evenly.
-    kv_heads = draw(st.sampled_from([n for n in range(1, 7) if all(n % tp == 0 or tp % n == 0 for tp in degrees)]))
+    kv_heads = draw(
+        st.sampled_from(
+            [n for n in range(1, 7) if all(n % tp == 0 or tp % n == 0 for tp in degrees)]
+        )
+    )
     layers = draw(st.integers(1, 4))
     stacked = draw(st.booleans())
     decoder = Decoder(
@@ -140,13 +169,22 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, Layout, Layout]:
 
 
 def slow(decoder: Decoder, layout: Layout) -> list[Arrays]:
-    """What each rank holds, from whole arrays; `PADDING` where no canonical element belongs."""
+    """What each rank holds, from whole arrays; `PADDING` where no canonical element
+    belongs.
+    """
     full = decoder.arrays()
     if isinstance(layout, Whole):
         return [full]
     if isinstance(layout, Fsdp):
-        return [{name: _chunk(array, layout.ranks, rank) for name, array in full.items()} for rank in range(layout.ranks)]
-    replica = [_parallel(decoder, full, layout, stage, rank) for stage in _stages(decoder, layout) for rank in range(layout.tp)]
+        return [
+            {name: _chunk(array, layout.ranks, rank) for name, array in full.items()}
+            for rank in range(layout.ranks)
+        ]
+    replica = [
+        _parallel(decoder, full, layout, stage, rank)
+        for stage in _stages(decoder, layout)
+        for rank in range(layout.tp)
+    ]
     return replica * layout.dp
 
 
@@ -164,13 +202,20 @@ def _stages(decoder: Decoder, layout: TensorParallel) -> list[set[str]]:
     stages = []
     for count in counts:
         own, layers = layers[:count], layers[count:]
-        stages.append({name for name in decoder.shapes() for layer in own if f".layers.{layer}." in name})
+        stages.append(
+            {name for name in decoder.shapes() for layer in own if f".layers.{layer}." in name}
+        )
     stages[0].add("model.embed_tokens.weight")
-    stages[-1] |= {"model.norm.weight", "model.embed_tokens.weight" if decoder.tied else "lm_head.weight"}
+    stages[-1] |= {
+        "model.norm.weight",
+        "model.embed_tokens.weight" if decoder.tied else "lm_head.weight",
+    }
     return stages
 
 
-def _parallel(decoder: Decoder, full: Arrays, layout: TensorParallel, names: set[str], rank: int) -> Arrays:
+def _parallel(
+    decoder: Decoder, full: Arrays, layout: TensorParallel, names: set[str], rank: int
+) -> Arrays:
     tp, joined, kept = layout.tp, decoder.joined, {}
     inner = tp // layout.ep  # ranks that share an expert
 
@@ -191,7 +236,9 @@ def _parallel(decoder: Decoder, full: Arrays, layout: TensorParallel, names: set
         elif "norm" in name or ".mlp.gate.weight" in name or name.endswith("o_proj.bias"):
             kept[name] = array
         elif "qkv_proj" in name:
-            q, k, v = np.split(array, np.cumsum([decoder.heads, decoder.kv_heads])[:2] * decoder.head_dim)
+            q, k, v = np.split(
+                array, np.cumsum([decoder.heads, decoder.kv_heads])[:2] * decoder.head_dim
+            )
             kept[name] = np.concatenate([np.split(q, tp)[rank], heads(k), heads(v)])
         elif "k_proj" in name or "v_proj" in name:
             kept[name] = heads(array)
@@ -199,9 +246,13 @@ def _parallel(decoder: Decoder, full: Arrays, layout: TensorParallel, names: set
             kept[name] = np.split(array, tp, axis=1)[rank]
         elif name.endswith("experts.gate_up_proj"):
             gate, up = np.split(np.split(array, layout.ep)[rank // inner], 2, axis=1)
-            kept[name] = np.concatenate([np.split(one, inner, axis=1)[rank % inner] for one in (gate, up)], axis=1)
+            kept[name] = np.concatenate(
+                [np.split(one, inner, axis=1)[rank % inner] for one in (gate, up)], axis=1
+            )
         elif name.endswith("experts.down_proj"):
-            kept[name] = np.split(np.split(array, layout.ep)[rank // inner], inner, axis=2)[rank % inner]
+            kept[name] = np.split(np.split(array, layout.ep)[rank // inner], inner, axis=2)[
+                rank % inner
+            ]
         elif ".experts." in name:
             expert = int(name.split(".experts.")[1].split(".")[0])
             if expert // (decoder.experts // layout.ep) == rank // inner:
@@ -218,18 +269,32 @@ def _fused(decoder: Decoder, kept: Arrays, joined: bool) -> Arrays:
     kept = dict(kept)
     for layer in range(decoder.layers):
         own = f"model.layers.{layer}."
-        for target, sources in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+        for target, sources in (
+            ("self_attn.qkv_proj", "qkv"),
+            ("mlp.gate_up_proj", ("gate", "up")),
+        ):
             for kind in ("weight", "bias"):
                 names = [f"{own}{target.split('.')[0]}.{source}_proj.{kind}" for source in sources]
                 if names[0] in kept:
-                    kept[f"{own}{target}.{kind}"] = np.concatenate([kept.pop(name) for name in names])
+                    kept[f"{own}{target}.{kind}"] = np.concatenate(
+                        [kept.pop(name) for name in names]
+                    )
         shared = [f"{own}mlp.shared_expert.{role}_proj.weight" for role in ("gate", "up")]
         if shared[0] in kept:
-            kept[f"{own}mlp.shared_expert.gate_up_proj.weight"] = np.concatenate([kept.pop(name) for name in shared])
-        experts = [e for e in range(decoder.experts) if f"{own}mlp.experts.{e}.down_proj.weight" in kept]
+            kept[f"{own}mlp.shared_expert.gate_up_proj.weight"] = np.concatenate(
+                [kept.pop(name) for name in shared]
+            )
+        experts = [
+            e for e in range(decoder.experts) if f"{own}mlp.experts.{e}.down_proj.weight" in kept
+        ]
         if experts:
             both = [
-                np.concatenate([kept.pop(f"{own}mlp.experts.{e}.{role}_proj.weight") for role in ("gate", "up")])
+                np.concatenate(
+                    [
+                        kept.pop(f"{own}mlp.experts.{e}.{role}_proj.weight")
+                        for role in ("gate", "up")
+                    ]
+                )
                 for e in experts
             ]
             kept[f"{own}mlp.experts.gate_up_proj"] = np.stack(both)

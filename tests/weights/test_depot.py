@@ -88,7 +88,9 @@ def test_engines_read_it_like_the_trainers() -> None:
     order=st.randoms(use_true_random=False),
     kinds=st.lists(st.booleans(), min_size=1, max_size=8),
 )
-def test_pieces_in_any_order_of_any_kind(sizes: list[int], chunk: int, order: object, kinds: list[bool]) -> None:
+def test_pieces_in_any_order_of_any_kind(
+    sizes: list[int], chunk: int, order: object, kinds: list[bool]
+) -> None:
     with versions(2, tensors=tensors_of(*sizes)) as (old, new), ThreadPoolExecutor(2) as pool:
         depot = Depot()
         base = depot.hold(old.manifest)
@@ -97,8 +99,16 @@ def test_pieces_in_any_order_of_any_kind(sizes: list[int], chunk: int, order: ob
         order.shuffle(pieces)  # type: ignore[attr-defined]
         for number, cut in enumerate(pieces):
             if kinds[number % len(kinds)]:
-                blocks = encoded(cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool)
-                draft.apply(cut.start, cut.stop, memoryview(b"".join(blocks)), [len(block) for block in blocks], base)
+                blocks = encoded(
+                    cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+                )
+                draft.apply(
+                    cut.start,
+                    cut.stop,
+                    memoryview(b"".join(blocks)),
+                    [len(block) for block in blocks],
+                    base,
+                )
             else:
                 draft.room(cut.start, cut.stop)[:] = new.payload[cut.start : cut.stop]
                 draft.fill(cut.start, cut.stop)
@@ -140,7 +150,9 @@ def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
         depot = Depot()
         base, wrong = depot.hold(old.manifest), depot.hold(other.manifest)
         (cut, *_) = cuts(new.manifest, 1)
-        blocks = encoded(cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool)
+        blocks = encoded(
+            cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
+        )
         body, sizes = b"".join(blocks), [len(block) for block in blocks]
         draft = depot.begin(new.manifest)
         flipped = bytearray(body)

@@ -1,4 +1,6 @@
-"""A relay takes whole versions, passes them on while they come, and nothing that fails on the way harms what it has."""
+"""A relay takes whole versions, passes them on while they come, and nothing that fails
+on the way harms what it has.
+"""
 
 import asyncio
 import gc
@@ -11,7 +13,19 @@ from rollweave.schema.weights import BEAT_S, RelayAddress, TakeFailed, Taken
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import Channel
 from rollweave.weights.watch import STALL_BEATS
-from tests.weights.host import KIB, SHAPES, Host, Memory, changed, hosts, payload_of, tapped, tensors_of, until, versions
+from tests.weights.host import (
+    KIB,
+    SHAPES,
+    Host,
+    Memory,
+    changed,
+    hosts,
+    payload_of,
+    tapped,
+    tensors_of,
+    until,
+    versions,
+)
 
 
 def failed(answer: Taken | TakeFailed, reason: str) -> str:
@@ -68,13 +82,21 @@ async def test_what_is_not_kept_is_let_go_and_whoever_mapped_it_keeps_it() -> No
             assert manifest is not None
             with open(manifest.location, "rb") as reader:  # noqa: ASYNC230 (it is memory)
                 await host.take(three.manifest, keep=(2,))
-                assert (host.payload(1), host.payload(2), host.payload(3)) == (None, two.payload, three.payload)
+                assert (host.payload(1), host.payload(2), host.payload(3)) == (
+                    None,
+                    two.payload,
+                    three.payload,
+                )
                 assert reader.read() == one.payload
 
 
 async def test_it_goes_on_from_another_source_where_it_stood() -> None:
     with versions(1) as (memory,):
-        async with hosts(2) as (host, after), tapped(memory) as (first, address), tapped(memory) as (second, other):
+        async with (
+            hosts(2) as (host, after),
+            tapped(memory) as (first, address),
+            tapped(memory) as (second, other),
+        ):
             second.let_all()
             host.begin(memory.manifest, address)
             after.begin(memory.manifest, host)
@@ -93,7 +115,11 @@ async def test_it_goes_on_from_another_source_where_it_stood() -> None:
 
 async def test_another_source_overtakes_the_first() -> None:
     with versions(1) as (memory,):
-        async with hosts(1) as (host,), tapped(memory) as (slow, address), tapped(memory) as (fast, other):
+        async with (
+            hosts(1) as (host,),
+            tapped(memory) as (slow, address),
+            tapped(memory) as (fast, other),
+        ):
             slow.let(2)
             fast.let_all()
             host.begin(memory.manifest, address)
@@ -112,7 +138,10 @@ async def test_another_source_overtakes_the_first() -> None:
 
 async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_notice() -> None:
     with versions(2) as (old, new):
-        async with hosts(3) as (second, third, fourth), tapped(new, piece=2048 * KIB) as (master, address):
+        async with (
+            hosts(3) as (second, third, fourth),
+            tapped(new, piece=2048 * KIB) as (master, address),
+        ):
             for host, source in ((second, None), (third, second), (fourth, third)):
                 await host.take(old.manifest, source)
             master.let(1)
@@ -128,7 +157,11 @@ async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_n
             assert {host.payload(2) for host in (second, third, fourth)} == {new.payload}
             # What came before is not sent again, and the rest came as changes.
             assert isinstance(answers[2], Taken)
-            assert 2048 * KIB < answers[2].nbytes < 2048 * KIB + (new.manifest.nbytes - 2048 * KIB) / 10
+            assert (
+                2048 * KIB
+                < answers[2].nbytes
+                < 2048 * KIB + (new.manifest.nbytes - 2048 * KIB) / 10
+            )
 
 
 async def test_a_source_that_is_not_there_and_a_wrong_secret() -> None:
@@ -156,7 +189,9 @@ async def test_nothing_comes_and_it_says_so_again_and_again_and_goes_on() -> Non
                 await source.take(memory.manifest)
                 host.begin(memory.manifest, listener.address)
                 await until(lambda: len(host.stalls) > 1)
-                assert {(word.weights_id, word.source) for word in host.stalls} == {(1, listener.address)}
+                assert {(word.weights_id, word.source) for word in host.stalls} == {
+                    (1, listener.address)
+                }
                 assert host.answers.empty()
                 host.begin(memory.manifest, source)
                 answers = [await host.answer(), await host.answer()]
@@ -166,14 +201,18 @@ async def test_nothing_comes_and_it_says_so_again_and_again_and_goes_on() -> Non
 
 
 async def test_a_source_that_gives_little_by_little_does_not_stall() -> None:
-    """A piece may take as long as it likes, as long as bytes come; so may a source that waits itself."""
+    """A piece may take as long as it likes, as long as bytes come; so may a source that
+    waits itself.
+    """
     with versions(1) as (memory,):
         sent, total, over = 0, memory.manifest.nbytes, asyncio.Event()
 
         async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """To the relay's own socket, a slice at a time."""
             nonlocal sent
-            inner_reader, inner = await asyncio.open_connection(source.address.host, source.address.port)
+            inner_reader, inner = await asyncio.open_connection(
+                source.address.host, source.address.port
+            )
 
             async def up() -> None:
                 while data := await reader.read(1 << 16):
@@ -196,7 +235,9 @@ async def test_a_source_that_gives_little_by_little_does_not_stall() -> None:
             await source.take(memory.manifest, chunk_bytes=1 << 30)
             server = await asyncio.start_server(drip, "127.0.0.1", 0)
             async with server:
-                address = msgspec.structs.replace(source.address, host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+                address = msgspec.structs.replace(
+                    source.address, host="127.0.0.1", port=server.sockets[0].getsockname()[1]
+                )
                 assert isinstance(await host.take(memory.manifest, address), Taken)
                 await over.wait()
         assert sent > total
@@ -217,8 +258,12 @@ async def test_a_base_that_nobody_has() -> None:
     with versions(2) as (old, new):
         async with hosts(2) as (master, host):
             await master.take(old.manifest)
-            assert "weights id 7 is not here" in failed(await master.take(new.manifest, base_id=7, keep=(1,)), "base")
-            assert "weights id 1 is not here" in failed(await host.take(new.manifest, master, base_id=1), "base")
+            assert "weights id 7 is not here" in failed(
+                await master.take(new.manifest, base_id=7, keep=(1,)), "base"
+            )
+            assert "weights id 1 is not here" in failed(
+                await host.take(new.manifest, master, base_id=1), "base"
+            )
             assert master.payload(1) == old.payload
             assert isinstance(await master.take(new.manifest, keep=(1,)), Taken)
             assert isinstance(await host.take(new.manifest, master), Taken)
@@ -319,7 +364,9 @@ async def test_a_payload_that_is_not_what_its_manifest_says(sealed: bool) -> Non
 
 async def test_a_torn_publication() -> None:
     with versions(2) as (good, next_):
-        torn = msgspec.structs.replace(next_.manifest, location=good.manifest.location, nbytes=next_.manifest.nbytes + 64)
+        torn = msgspec.structs.replace(
+            next_.manifest, location=good.manifest.location, nbytes=next_.manifest.nbytes + 64
+        )
         async with hosts(1) as (host,):
             await host.take(good.manifest)
             assert "bytes, the manifest says" in failed(await host.take(torn, keep=(1,)), "source")

@@ -1,4 +1,6 @@
-"""Whatever is asked of relays in whatever order: every Take is answered once, and what is there is what was published."""
+"""Whatever is asked of relays in whatever order: every Take is answered once, and what
+is there is what was published.
+"""
 
 import asyncio
 
@@ -38,7 +40,13 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
         async with hosts(HOSTS, Tcp(silent_s=5.0), linger_s=0.05) as made:
             asked = [0] * HOSTS
             for number, weights_id, source, base_id, keep, turns in orders:
-                address = NOWHERE if source == "nowhere" else made[source].address if isinstance(source, int) else None
+                address = (
+                    NOWHERE
+                    if source == "nowhere"
+                    else made[source].address
+                    if isinstance(source, int)
+                    else None
+                )
                 command = Take(
                     manifest=memories[weights_id - 1].manifest,
                     source=address,
@@ -50,11 +58,18 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                 asked[number] += 1
                 for _ in range(turns):
                     await asyncio.sleep(0)
-            # Whoever waits for somebody who never begins is freed by a Take of that version from memory.
+            # Whoever waits for somebody who never begins is freed by a Take of that
+            # version from memory.
             for host in made:
                 for weights_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))
-                    host.relay.take(Take(manifest=memories[weights_id - 1].manifest, keep=everything, chunk_bytes=100 * KIB))
+                    host.relay.take(
+                        Take(
+                            manifest=memories[weights_id - 1].manifest,
+                            keep=everything,
+                            chunk_bytes=100 * KIB,
+                        )
+                    )
             for number, host in enumerate(made):
                 answers = [await host.answer() for _ in range(asked[number] + VERSIONS)]
                 assert sum(isinstance(answer, Taken) for answer in answers) >= VERSIONS

@@ -1,4 +1,6 @@
-"""Whatever breaks off when, and whoever is the next source: all end with the bytes of a plain copy, and no piece came twice."""
+"""Whatever breaks off when, and whoever is the next source: all end with the bytes of a
+plain copy, and no piece came twice.
+"""
 
 import asyncio
 
@@ -29,7 +31,10 @@ async def _broken(sizes: list[int], cuts: list[int], *, delta: bool) -> None:
             for one, source in ((master, None), (host, master), (after, host)):
                 assert isinstance(await one.take(old.manifest, source), Taken)
             after.begin(new.manifest, host, base_id=base_id, keep=(1,))
-            assert isinstance(await master.take(new.manifest, base_id=base_id, keep=(1,), chunk_bytes=64 * KIB), Taken)
+            assert isinstance(
+                await master.take(new.manifest, base_id=base_id, keep=(1,), chunk_bytes=64 * KIB),
+                Taken,
+            )
             answer: Taken | TakeFailed | None = None
             for at in cuts:
                 if isinstance(answer, Taken):

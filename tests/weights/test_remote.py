@@ -1,4 +1,6 @@
-"""A store near the engines: written in parts by several at once, read meanwhile, and never half a version."""
+"""A store near the engines: written in parts by several at once, read meanwhile, and
+never half a version.
+"""
 
 import asyncio
 import itertools
@@ -23,7 +25,9 @@ BUCKET = 256 * KIB
 
 
 @asynccontextmanager
-async def stored(*, keep: int = 2, linger_s: float = 60.0) -> AsyncIterator[tuple[RemoteStore, RelayAddress]]:
+async def stored(
+    *, keep: int = 2, linger_s: float = 60.0
+) -> AsyncIterator[tuple[RemoteStore, RelayAddress]]:
     store = RemoteStore(Tcp(silent_s=5.0), keep=keep, linger_s=linger_s)
     try:
         yield store, await store.listen("127.0.0.1")
@@ -32,7 +36,11 @@ async def stored(*, keep: int = 2, linger_s: float = 60.0) -> AsyncIterator[tupl
 
 
 async def sent(
-    address: RelayAddress, memory: Memory, *, ranges: list[Range] | None = None, since: Memory | None = None
+    address: RelayAddress,
+    memory: Memory,
+    *,
+    ranges: list[Range] | None = None,
+    since: Memory | None = None,
 ) -> Transfer:
     view = memoryview(memory.payload)
     change = None
@@ -40,7 +48,13 @@ async def sent(
         base = Base(weights_id=since.manifest.weights_id, digest=since.manifest.digest)
         change = Changed(base, memoryview(since.payload).__getitem__)
     return await push(
-        Tcp(silent_s=5.0), address, memory.manifest, view.__getitem__, ranges=ranges, since=change, bucket_bytes=BUCKET
+        Tcp(silent_s=5.0),
+        address,
+        memory.manifest,
+        view.__getitem__,
+        ranges=ranges,
+        since=change,
+        bucket_bytes=BUCKET,
     )
 
 
@@ -51,12 +65,16 @@ async def read(
     data = bytearray(manifest.nbytes)
     view = memoryview(data)
     wanted = [(0, manifest.nbytes)] if ranges is None else ranges
-    transfers = await pull(Tcp(silent_s=5.0), address, manifest, wanted, lambda start, stop: view[start:stop])
+    transfers = await pull(
+        Tcp(silent_s=5.0), address, manifest, wanted, lambda start, stop: view[start:stop]
+    )
     return data, transfers
 
 
 async def test_push_and_pull_at_once() -> None:
-    """Those who read are there first; the senders share the work; a reader may have only its own bytes."""
+    """Those who read are there first; the senders share the work; a reader may have
+    only its own bytes.
+    """
     with versions(1) as (memory,):
         async with stored() as (store, address):
             nbytes = memory.manifest.nbytes
@@ -64,7 +82,9 @@ async def test_push_and_pull_at_once() -> None:
             everything = asyncio.create_task(read(address, memory.manifest))
             part = asyncio.create_task(read(address, memory.manifest, mine))
             parts = split(memory.manifest, 3, bucket_bytes=BUCKET)
-            pushes = await asyncio.gather(*(sent(address, memory, ranges=ranges) for ranges in parts))
+            pushes = await asyncio.gather(
+                *(sent(address, memory, ranges=ranges) for ranges in parts)
+            )
             assert sum(one.nbytes for one in pushes) == nbytes
             data, pulls = await everything
             assert bytes(data) == memory.payload
@@ -85,7 +105,9 @@ async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
             assert (await sent(address, old)).nbytes == old.manifest.nbytes
             assert isinstance(await one.take(old.manifest, address), Taken)
             parts = split(new.manifest, 2, bucket_bytes=BUCKET)
-            pushes = await asyncio.gather(*(sent(address, new, ranges=ranges, since=old) for ranges in parts))
+            pushes = await asyncio.gather(
+                *(sent(address, new, ranges=ranges, since=old) for ranges in parts)
+            )
             assert sum(push.nbytes for push in pushes) < new.manifest.nbytes / 10
             answer = await one.take(new.manifest, address, base_id=1, keep=(1,))
             assert isinstance(answer, Taken)
@@ -97,9 +119,15 @@ async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(data=st.data(), sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=4), senders=st.integers(1, 4))
+@given(
+    data=st.data(),
+    sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
+    senders=st.integers(1, 4),
+)
 def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
-    """Whoever sends what, whole or as changes, in whatever ranges: the store has the bytes of a plain copy."""
+    """Whoever sends what, whole or as changes, in whatever ranges: the store has the
+    bytes of a plain copy.
+    """
     shapes = tensors_of(*sizes)
     with versions(2, tensors=shapes) as (old, new):
         nbytes = new.manifest.nbytes
@@ -130,9 +158,13 @@ def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
     early=st.booleans(),
 )
 def test_any_ranges_are_read(edges: list[int], bytewise: tuple[int, int], early: bool) -> None:
-    """Long and short ones, before the bytes are there or after: those bytes come, and no others."""
+    """Long and short ones, before the bytes are there or after: those bytes come, and
+    no others.
+    """
     start, count = bytewise
-    ranges = [*itertools.pairwise(edges)][::2] or [(start + 2 * number, start + 2 * number + 1) for number in range(count)]
+    ranges = [*itertools.pairwise(edges)][::2] or [
+        (start + 2 * number, start + 2 * number + 1) for number in range(count)
+    ]
 
     async def both() -> tuple[bytearray, bytes]:
         with versions(1, tensors=tensors_of(40_000, 7, 90_000)) as (memory,):
@@ -144,7 +176,9 @@ def test_any_ranges_are_read(edges: list[int], bytewise: tuple[int, int], early:
                 else:
                     await sent(address, memory)
                     data, moved = await read(address, memory.manifest, ranges)
-                assert sum(one.nbytes for one in moved) == sum(stop - start for start, stop in ranges)
+                assert sum(one.nbytes for one in moved) == sum(
+                    stop - start for start, stop in ranges
+                )
                 return data, memory.payload
 
     data, payload = asyncio.run(both())
@@ -165,7 +199,9 @@ async def test_short_ranges_travel_together() -> None:
             assert all(data[start:stop] == memory.payload[start:stop] for start, stop in ranges)
 
 
-@pytest.mark.parametrize("ranges", [((0, 4), (2, 6)), ((4, 8), (0, 4)), ((0, 4), (4, 4), (4, 8)), ((8, 12), (12, 16))])
+@pytest.mark.parametrize(
+    "ranges", [((0, 4), (2, 6)), ((4, 8), (0, 4)), ((0, 4), (4, 4), (4, 8)), ((8, 12), (12, 16))]
+)
 async def test_pieces_that_nobody_asked_for(ranges: tuple[Range, ...]) -> None:
     async def lie(channel: Channel) -> None:
         await channel.receive()
@@ -183,7 +219,9 @@ async def test_a_push_that_broke_off_goes_on() -> None:
     with versions(1) as (memory,):
         async with stored() as (store, address):
             channel = await Tcp(silent_s=5.0).connect(address)
-            await channel.send(Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),)))
+            await channel.send(
+                Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),))
+            )
             await channel.receive()
             await channel.send(Raw(start=0, stop=BUCKET), Body.of(memory.payload[:BUCKET]))
             await channel.receive()
@@ -206,7 +244,9 @@ async def test_bad_pushes_change_nothing() -> None:
             lies = msgspec.structs.replace(new.manifest, digest="0" * 32)
             reading = asyncio.create_task(read(address, lies))
             with pytest.raises(TakeError, match="digest") as error:
-                await push(Tcp(), address, lies, memoryview(new.payload).__getitem__, bucket_bytes=BUCKET)
+                await push(
+                    Tcp(), address, lies, memoryview(new.payload).__getitem__, bucket_bytes=BUCKET
+                )
             assert reason_of(error) == "broken"
             with pytest.raises(TakeError, match="digest"):
                 await reading
@@ -238,7 +278,9 @@ async def test_two_trainers_at_once() -> None:
     with versions(1) as (mine,):
         theirs = Memory(changed(mine.payload, seed=7), weights_id=1, tensors=SHAPES)
         async with stored() as (store, address):
-            results = await asyncio.gather(sent(address, mine), sent(address, theirs), return_exceptions=True)
+            results = await asyncio.gather(
+                sent(address, mine), sent(address, theirs), return_exceptions=True
+            )
             refused = [result for result in results if isinstance(result, TakeError)]
             assert len(refused) == 1
             assert "two trainers" in str(refused[0])
@@ -251,7 +293,9 @@ async def test_senders_must_not_overlap() -> None:
         async with stored() as (store, address):
             half = asyncio.create_task(sent(address, memory, ranges=[(0, BUCKET)]))
             channel = await Tcp(silent_s=5.0).connect(address)
-            await channel.send(Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),)))
+            await channel.send(
+                Push(manifest=memory.manifest, ranges=((0, memory.manifest.nbytes),))
+            )
             while True:  # until the other's bucket is there
                 other = await Tcp(silent_s=5.0).connect(address)
                 await other.send(Push(manifest=memory.manifest, ranges=((0, BUCKET),)))

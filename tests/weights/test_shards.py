@@ -1,4 +1,6 @@
-"""Whatever two layouts are, shards assembled from what the senders give equal the whole tensors, cut slowly."""
+"""Whatever two layouts are, shards assembled from what the senders give equal the whole
+tensors, cut slowly.
+"""
 
 import itertools
 import math
@@ -13,7 +15,17 @@ from hypothesis import example, given, settings
 
 from rollweave.schema.weights import TensorMeta
 from rollweave.weights.parameters import Model, itemsize
-from rollweave.weights.shards import Fsdp, Layout, Piece, TensorParallel, Whole, deal, piece_bytes, plan, runs
+from rollweave.weights.shards import (
+    Fsdp,
+    Layout,
+    Piece,
+    TensorParallel,
+    Whole,
+    deal,
+    piece_bytes,
+    plan,
+    runs,
+)
 from tests.weights.sharded import PADDING, Decoder, cases, slow
 
 
@@ -22,20 +34,41 @@ def window(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
 
-MOE = Decoder(vocab=9, hidden=3, layers=3, heads=4, kv_heads=2, head_dim=2, ffn=4, experts=4, tied=True, bias=True, norms=True)
+MOE = Decoder(
+    vocab=9,
+    hidden=3,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=2,
+    ffn=4,
+    experts=4,
+    tied=True,
+    bias=True,
+    norms=True,
+)
 
 
 @settings(max_examples=150, deadline=None)
 @given(case=cases(), bucket=st.sampled_from([1, 64, 1 << 20]))
 @example(
-    (MOE, TensorParallel(tp=2, pp=3, dp=2, vocab_multiple=4), TensorParallel(tp=4, ep=2, fused=True, vocab_multiple=4)), 64
+    (
+        MOE,
+        TensorParallel(tp=2, pp=3, dp=2, vocab_multiple=4),
+        TensorParallel(tp=4, ep=2, fused=True, vocab_multiple=4),
+    ),
+    64,
 )
 def test_assembled_shards_are_the_whole(case: tuple[Decoder, Layout, Layout], bucket: int) -> None:
     decoder, senders, receivers = case
     model = decoder.model()
     made = plan(model, senders, receivers, bucket_bytes=bucket)
     given_by, wanted_by = slow(decoder, senders), slow(decoder, receivers)
-    assert (len(made.sends), len(made.pulls)) == (len(given_by), len(wanted_by)) == (senders.ranks, receivers.ranks)
+    assert (
+        (len(made.sends), len(made.pulls))
+        == (len(given_by), len(wanted_by))
+        == (senders.ranks, receivers.ranks)
+    )
     sizes = {meta.name: itemsize(meta) for meta in model.tensors}
     for receiver, wanted in enumerate(wanted_by):
         shapes = receivers.shard(model, receiver).shapes
@@ -45,18 +78,24 @@ def test_assembled_shards_are_the_whole(case: tuple[Decoder, Layout, Layout], bu
         for transfer in made.transfers(receiver):
             target = found[transfer.target][window(transfer.target_at, transfer.size)]
             assert (target == PADDING).all(), "sent twice"
-            target[...] = given_by[transfer.sender][transfer.source][window(transfer.source_at, transfer.size)].reshape(
-                target.shape
-            )
+            target[...] = given_by[transfer.sender][transfer.source][
+                window(transfer.source_at, transfer.size)
+            ].reshape(target.shape)
             pulled += math.prod(transfer.size) * sizes[transfer.tensor]
         for name, array in wanted.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
-        assert pulled == made.pulled_bytes(receiver) == sum(nbytes for _, nbytes in made.pulled_ranges(receiver))
+        assert (
+            pulled
+            == made.pulled_bytes(receiver)
+            == sum(nbytes for _, nbytes in made.pulled_ranges(receiver))
+        )
 
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases(), bucket=st.sampled_from([1, 64, 1 << 20]))
-def test_senders_slices_are_disjoint_and_cover_everything(case: tuple[Decoder, Layout, Layout], bucket: int) -> None:
+def test_senders_slices_are_disjoint_and_cover_everything(
+    case: tuple[Decoder, Layout, Layout], bucket: int
+) -> None:
     decoder, senders, _ = case
     model = decoder.model()
     times = {meta.name: np.zeros(meta.shape, int) for meta in model.tensors}
@@ -66,30 +105,47 @@ def test_senders_slices_are_disjoint_and_cover_everything(case: tuple[Decoder, L
         for piece in pieces:
             times[piece.tensor][window(piece.start, piece.size)] += 1
         ranges = made.sent_ranges(sender)
-        assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(ranges)), "ascending, and joined"
+        assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(ranges)), (
+            "ascending, and joined"
+        )
         for offset, nbytes in ranges:
             payload[offset : offset + nbytes] += 1
         assert made.sent_bytes(sender) == sum(nbytes for _, nbytes in ranges)
     assert all((array == 1).all() for array in times.values())
     for meta in model.tensors:
         assert (payload[meta.offset : meta.offset + meta.nbytes] == 1).all()
-    assert payload.sum() == sum(meta.nbytes for meta in model.tensors) == sum(map(made.sent_bytes, range(senders.ranks)))
+    assert (
+        payload.sum()
+        == sum(meta.nbytes for meta in model.tensors)
+        == sum(map(made.sent_bytes, range(senders.ranks)))
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(case=cases(), replicas=st.integers(2, 5), bucket=st.sampled_from([1, 32, 1000]))
-def test_replicas_have_even_loads(case: tuple[Decoder, Layout, Layout], replicas: int, bucket: int) -> None:
+def test_replicas_have_even_loads(
+    case: tuple[Decoder, Layout, Layout], replicas: int, bucket: int
+) -> None:
     model = case[0].model()
     given_by = deal(model, TensorParallel(dp=replicas), bucket_bytes=bucket)
     loads = [piece_bytes(model, pieces) for pieces in given_by]
     largest = max(piece_bytes(model, [piece]) for pieces in given_by for piece in pieces)
     assert max(loads) - min(loads) <= largest
-    assert largest <= max(bucket, *(math.prod(meta.shape[1:]) * itemsize(meta) for meta in model.tensors))
+    assert largest <= max(
+        bucket, *(math.prod(meta.shape[1:]) * itemsize(meta) for meta in model.tensors)
+    )
 
 
 def test_the_largest_slices_are_given_first() -> None:
-    metas = [TensorMeta(name=f"model.layers.{i}.norm.weight", dtype="uint8", shape=(1,), offset=i, nbytes=1) for i in range(8)]
-    metas.append(TensorMeta(name="model.norm.weight", dtype="uint8", shape=(8,), offset=8, nbytes=8))
+    metas = [
+        TensorMeta(
+            name=f"model.layers.{i}.norm.weight", dtype="uint8", shape=(1,), offset=i, nbytes=1
+        )
+        for i in range(8)
+    ]
+    metas.append(
+        TensorMeta(name="model.norm.weight", dtype="uint8", shape=(8,), offset=8, nbytes=8)
+    )
     model = Model(tuple(metas), heads=1, kv_heads=1)
     given_by = deal(model, TensorParallel(dp=2))
     assert [piece_bytes(model, pieces) for pieces in given_by] == [8, 8]
@@ -111,22 +167,48 @@ def test_runs_are_the_elements_of_a_rectangle(data: st.DataObject, shape: list[i
 
 @given(rows=st.integers(0, 40), ranks=st.integers(1, 9))
 def test_fsdp_is_torch_chunk(rows: int, ranks: int) -> None:
-    model = Model((TensorMeta(name="any.name", dtype="float32", shape=(rows, 3), offset=0, nbytes=rows * 12),), 1, 1)
+    model = Model(
+        (
+            TensorMeta(
+                name="any.name", dtype="float32", shape=(rows, 3), offset=0, nbytes=rows * 12
+            ),
+        ),
+        1,
+        1,
+    )
     chunks = [len(chunk) for chunk in torch.empty(rows, 3).chunk(ranks)]
     wanted = chunks + [0] * (ranks - len(chunks))
     assert [Fsdp(ranks).shard(model, rank).shapes["any.name"][0] for rank in range(ranks)] == wanted
 
 
 def test_what_only_some_ranks_hold_stays_theirs() -> None:
-    """Key-value heads that ranks share are sent once and pulled by each; a tied embedding is on the first and last stage."""
-    decoder = Decoder(vocab=8, hidden=2, layers=2, heads=4, kv_heads=1, head_dim=1, ffn=4, tied=True)
-    made = plan(decoder.model(), TensorParallel(tp=4, pp=2, vocab_multiple=4), TensorParallel(tp=2, pp=2, vocab_multiple=4))
+    """Key-value heads that ranks share are sent once and pulled by each; a tied
+    embedding is on the first and last stage.
+    """
+    decoder = Decoder(
+        vocab=8, hidden=2, layers=2, heads=4, kv_heads=1, head_dim=1, ffn=4, tied=True
+    )
+    made = plan(
+        decoder.model(),
+        TensorParallel(tp=4, pp=2, vocab_multiple=4),
+        TensorParallel(tp=2, pp=2, vocab_multiple=4),
+    )
     keys = "model.layers.0.self_attn.k_proj.weight"
     assert sum(piece.tensor == keys for pieces in made.sends for piece in pieces) == 1
-    assert [any(piece.tensor == keys for piece in pieces) for pieces in made.pulls] == [True, True, False, False]
-    embedding = [sum(piece.size[0] for piece in pieces if "embed" in piece.tensor) for pieces in made.pulls]
+    assert [any(piece.tensor == keys for piece in pieces) for pieces in made.pulls] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    embedding = [
+        sum(piece.size[0] for piece in pieces if "embed" in piece.tensor) for pieces in made.pulls
+    ]
     assert embedding == [4, 4, 4, 4]
-    assert sum(piece.size[0] for pieces in made.sends for piece in pieces if "embed" in piece.tensor) == 8
+    assert (
+        sum(piece.size[0] for pieces in made.sends for piece in pieces if "embed" in piece.tensor)
+        == 8
+    )
 
 
 DENSE = Decoder(vocab=10, hidden=4, layers=2, heads=6, kv_heads=2, head_dim=2, ffn=6)
@@ -141,10 +223,22 @@ MANY = Decoder(vocab=10, hidden=4, layers=2, heads=8, kv_heads=8, head_dim=2, ff
             TensorParallel(tp=4, vocab_multiple=4),
             "tp must divide the 6 units of model.layers.0.self_attn.o_proj.weight, got 4",
         ),
-        (DENSE, TensorParallel(tp=3, vocab_multiple=3), "key-value heads must divide the 3 tp ranks.*got 2"),
-        (DENSE, TensorParallel(tp=3), "tp must divide the 64 padded rows of model.embed_tokens.weight, got 3"),
+        (
+            DENSE,
+            TensorParallel(tp=3, vocab_multiple=3),
+            "key-value heads must divide the 3 tp ranks.*got 2",
+        ),
+        (
+            DENSE,
+            TensorParallel(tp=3),
+            "tp must divide the 64 padded rows of model.embed_tokens.weight, got 3",
+        ),
         (DENSE, TensorParallel(pp=3), r"pp must be at most the model's layers \(2\), got 3"),
-        (MANY, TensorParallel(tp=8, ep=8), "ep must divide the 4 experts of model.layers.0.mlp.experts.0.gate_proj.*, got 8"),
+        (
+            MANY,
+            TensorParallel(tp=8, ep=8),
+            "ep must divide the 4 experts of model.layers.0.mlp.experts.0.gate_proj.*, got 8",
+        ),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(decoder: Decoder, layout: Layout, words: str) -> None:
@@ -157,9 +251,16 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         (lambda: Fsdp(0), "ranks must be at least 1, got 0"),
         (lambda: TensorParallel(tp=0), "tp must be at least 1, got 0"),
         (lambda: TensorParallel(tp=4, ep=3), r"ep must divide tp \(4\), got 3"),
-        (lambda: Model((), heads=4, kv_heads=3), r"heads must be a multiple of kv_heads \(3\), got 4"),
+        (
+            lambda: Model((), heads=4, kv_heads=3),
+            r"heads must be a multiple of kv_heads \(3\), "
+            r"got 4",
+        ),
         (lambda: Fsdp(2).shard(DENSE.model(), 2), r"rank must be in \[0, 2\), got 2"),
-        (lambda: deal(DENSE.model(), Whole(), bucket_bytes=0), "bucket_bytes must be at least 1, got 0"),
+        (
+            lambda: deal(DENSE.model(), Whole(), bucket_bytes=0),
+            "bucket_bytes must be at least 1, got 0",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             build()
@@ -168,28 +269,52 @@ def test_numbers_that_cannot_be_are_refused() -> None:
 def one(name: str, *shape: int) -> Model:
     tensors = (("model.embed_tokens.weight", (8, 4)), (name, shape))
     return Model(
-        tuple(TensorMeta(name=n, dtype="bfloat16", shape=s, offset=0, nbytes=2 * math.prod(s)) for n, s in tensors), 2, 1
+        tuple(
+            TensorMeta(name=n, dtype="bfloat16", shape=s, offset=0, nbytes=2 * math.prod(s))
+            for n, s in tensors
+        ),
+        2,
+        1,
     )
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (one("model.layers.0.mixer.in_proj.weight", 4, 4), "in_proj.weight must be a tensor whose sharding is known"),
-        (one("model.layers.0.self_attn.sinks", 4), "sinks must be a tensor whose sharding is known"),
-        (one("visual.proj.weight", 4, 4), "visual.proj.weight must be a tensor whose sharding is known"),
+        (
+            one("model.layers.0.mixer.in_proj.weight", 4, 4),
+            "in_proj.weight must be a tensor whose sharding is known",
+        ),
+        (
+            one("model.layers.0.self_attn.sinks", 4),
+            "sinks must be a tensor whose sharding is known",
+        ),
+        (
+            one("visual.proj.weight", 4, 4),
+            "visual.proj.weight must be a tensor whose sharding is known",
+        ),
         (
             one("model.layers.0.self_attn.q_proj.weight", 3, 4),
             "q_proj.weight must be a multiple of its 2 attention heads, got 3",
         ),
         (one("model.layers.0.self_attn.q_proj.weight", 4), "q_proj.weight must have 2 dimensions"),
-        (one("model.layers.0.self_attn.qkv_proj.weight", 6, 4), "must be a multiple of its 4 attention heads"),
-        (one("model.layers.0.mlp.gate_up_proj.weight", 5, 4), "must be a multiple of its 2 gate and up, got 5"),
+        (
+            one("model.layers.0.self_attn.qkv_proj.weight", 6, 4),
+            "must be a multiple of its 4 attention heads",
+        ),
+        (
+            one("model.layers.0.mlp.gate_up_proj.weight", 5, 4),
+            "must be a multiple of its 2 gate and up, got 5",
+        ),
         (
             one("model.layers.0.mlp.experts.gate_up_proj", 2, 4, 6),
             r"must have shape \[experts, 2 x inner, hidden\] with hidden 4",
         ),
-        (one("model.layers.0.mlp.experts.down_proj", 2, 3, 4), r"must have shape \[experts, hidden, inner\] with hidden 4"),
+        (
+            one("model.layers.0.mlp.experts.down_proj", 2, 3, 4),
+            r"must have shape \[experts, "
+            r"hidden, inner\] with hidden 4",
+        ),
     ],
 )
 def test_tensors_that_are_not_understood_are_refused_by_name(model: Model, words: str) -> None:
@@ -211,13 +336,19 @@ FAMILIES = {
     "Phi3Config": {"pad_token_id": 0},
     "MixtralConfig": {"num_local_experts": 4},
     "Qwen3MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16, "decoder_sparse_step": 1},
-    "Qwen2MoeConfig": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32},
+    "Qwen2MoeConfig": {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_own_names_are_understood(family: str) -> None:
-    """Every parameter of real architectures has a rule, and what one rank of four gives to one of two adds up."""
+    """Every parameter of real architectures has a rule, and what one rank of four gives
+    to one of two adds up.
+    """
     import transformers
 
     sizes = {
@@ -229,19 +360,27 @@ def test_transformers_own_names_are_understood(family: str) -> None:
         "num_key_value_heads": 2,
         "head_dim": 4,
     }
-    config = getattr(transformers, family)(**{"tie_word_embeddings": False, **sizes, **FAMILIES[family]})
+    config = getattr(transformers, family)(
+        **{"tie_word_embeddings": False, **sizes, **FAMILIES[family]}
+    )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
     parameters = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     metas = tuple(
-        TensorMeta(name=n, dtype="bfloat16", shape=s, offset=0, nbytes=2 * math.prod(s)) for n, s in parameters.items()
+        TensorMeta(name=n, dtype="bfloat16", shape=s, offset=0, nbytes=2 * math.prod(s))
+        for n, s in parameters.items()
     )
     model = Model(metas, heads=8, kv_heads=2)
     made = plan(model, TensorParallel(tp=4, pp=2, ep=2), TensorParallel(tp=2, fused=True))
     assert sum(map(made.sent_bytes, range(8))) == sum(meta.nbytes for meta in metas)
     whole = [0, 0]
     for name, shape in parameters.items():
-        cut = not ("norm" in name or name.endswith(("mlp.gate.weight", "expert_gate.weight", "o_proj.bias", "down_proj.bias")))
+        cut = not (
+            "norm" in name
+            or name.endswith(
+                ("mlp.gate.weight", "expert_gate.weight", "o_proj.bias", "down_proj.bias")
+            )
+        )
         for rank in range(2):
             count = math.prod(shape)
             if "embed_tokens" in name or "lm_head" in name:
@@ -255,5 +394,8 @@ def test_transformers_own_names_are_understood(family: str) -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = "import sys; import rollweave.weights.shards; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = (
+        "import sys; import rollweave.weights.shards; assert 'torch' not in sys.modules and "
+        "'numpy' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,6 @@
-"""What goes through the buffers comes out to the bit, whatever their size; on CUDA as well where there is one."""
+"""What goes through the buffers comes out to the bit, whatever their size; on CUDA as
+well where there is one.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,10 @@ from hypothesis import given, settings
 from rollweave.weights.staging import Staging, on_device
 from rollweave.weights.store import bytes_of, lay_out, publish, read_tensors
 
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
+CUDA = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+)
 DEVICES = ["cpu", CUDA]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
@@ -28,7 +33,9 @@ def test_what_is_drained_is_what_a_conversion_gives(
     device: str, shapes: list[list[int]], nbytes: int, of: torch.dtype, to: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tensors = {str(i): torch.randn(shape, generator=generator).to(of) for i, shape in enumerate(shapes)}
+    tensors = {
+        str(i): torch.randn(shape, generator=generator).to(of) for i, shape in enumerate(shapes)
+    }
     metas = lay_out((name, to, tensor.shape) for name, tensor in tensors.items())
     size = max((meta.offset + meta.nbytes for meta in metas), default=0)
     payload, written = bytearray(size), 0
@@ -40,7 +47,9 @@ def test_what_is_drained_is_what_a_conversion_gives(
         written += len(data)
     assert written == sum(meta.nbytes for meta in metas)
     for meta in metas:
-        assert payload[meta.offset : meta.offset + meta.nbytes] == bytes_of(tensors[meta.name].to(to)), meta
+        assert payload[meta.offset : meta.offset + meta.nbytes] == bytes_of(
+            tensors[meta.name].to(to)
+        ), meta
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -50,11 +59,20 @@ def test_what_is_drained_is_what_a_conversion_gives(
     nbytes=st.sampled_from([16, 40, 1000]),
     dtype=st.sampled_from([*DTYPES, torch.bool, torch.int64]),
 )
-def test_what_is_brought_is_what_was_there(device: str, shapes: list[list[int]], nbytes: int, dtype: torch.dtype) -> None:
-    tensors = {str(i): (torch.arange(torch.Size(shape).numel()) + i).reshape(shape).to(dtype) for i, shape in enumerate(shapes)}
+def test_what_is_brought_is_what_was_there(
+    device: str, shapes: list[list[int]], nbytes: int, dtype: torch.dtype
+) -> None:
+    tensors = {
+        str(i): (torch.arange(torch.Size(shape).numel()) + i).reshape(shape).to(dtype)
+        for i, shape in enumerate(shapes)
+    }
     names = []
     for name, tensor in Staging(torch.device(device), nbytes=nbytes).bring(tensors):
-        assert (tensor.device.type, tensor.dtype, tensor.shape) == (device, dtype, tensors[name].shape)
+        assert (tensor.device.type, tensor.dtype, tensor.shape) == (
+            device,
+            dtype,
+            tensors[name].shape,
+        )
         assert bytes_of(tensor.cpu()) == bytes_of(tensors[name])
         names.append(name)
     assert names == list(tensors)
@@ -72,9 +90,14 @@ def test_a_published_version_reaches_a_device(tmp_path: Path, device: str) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_what_is_trained_after_the_snapshot_is_not_in_it() -> None:
-    """The optimizer's next kernels run only after the copies: the last bytes are out before `drain` ends."""
+    """The optimizer's next kernels run only after the copies: the last bytes are out
+    before `drain` ends.
+    """
     weights = torch.ones(1 << 22, device="cuda")
-    taken = [bytes(data) for _, data in Staging(weights.device, nbytes=1 << 20).drain([(0, weights)], torch.float32)]
+    taken = [
+        bytes(data)
+        for _, data in Staging(weights.device, nbytes=1 << 20).drain([(0, weights)], torch.float32)
+    ]
     weights.mul_(2)
     assert b"".join(taken) == bytes_of(torch.ones(1 << 22))
 

@@ -1,4 +1,6 @@
-"""What is published is read back to the bit; anything torn, truncated or gone is refused."""
+"""What is published is read back to the bit; anything torn, truncated or gone is
+refused.
+"""
 
 import itertools
 import os
@@ -16,7 +18,16 @@ from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.store import ALIGNMENT, Draft, Publisher, Slices, bytes_of, lay_out, publish, read_tensors
+from rollweave.weights.store import (
+    ALIGNMENT,
+    Draft,
+    Publisher,
+    Slices,
+    bytes_of,
+    lay_out,
+    publish,
+    read_tensors,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +56,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("memfd", [True, False])
 def test_round_trip_to_the_bit(tmp_path: Path, memfd: bool) -> None:
-    with publish(some_tensors(), version=3, weights_id=8, directory=tmp_path, memfd=memfd) as publication:
+    with publish(
+        some_tensors(), version=3, weights_id=8, directory=tmp_path, memfd=memfd
+    ) as publication:
         assert (publication.manifest.version, publication.manifest.weights_id) == (3, 8)
         found = read_tensors(publication.manifest)
         assert_same(found, some_tensors())
@@ -65,13 +78,20 @@ def test_nothing_at_all_is_a_publication_too(tmp_path: Path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float64]
+    ),
 )
-def test_any_shapes(tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype) -> None:
+def test_any_shapes(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype
+) -> None:
     tensors = {
-        f"t{i}": (torch.arange(torch.Size(shape).numel()) % 100).reshape(shape).to(dtype) for i, shape in enumerate(shapes)
+        f"t{i}": (torch.arange(torch.Size(shape).numel()) % 100).reshape(shape).to(dtype)
+        for i, shape in enumerate(shapes)
     }
-    with publish(tensors, version=1, weights_id=1, directory=tmp_path_factory.getbasetemp()) as publication:
+    with publish(
+        tensors, version=1, weights_id=1, directory=tmp_path_factory.getbasetemp()
+    ) as publication:
         assert_same(read_tensors(publication.manifest), tensors)
 
 
@@ -92,7 +112,9 @@ def test_the_payload_is_sealed(tmp_path: Path) -> None:
 
 
 def test_torn_truncated_and_longer_payloads_are_refused(tmp_path: Path) -> None:
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False) as publication:
+    with publish(
+        some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
+    ) as publication:
         path = Path(publication.manifest.location)
         whole = path.read_bytes()
         for position in (0, len(whole) // 2, len(whole) - 1):
@@ -139,7 +161,9 @@ def test_metadata_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_the_payload_does_not_block(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path) as publication:
-        manifest = msgspec.structs.replace(publication.manifest, location=f"/proc/{os.getpid()}/fd/{reading}")
+        manifest = msgspec.structs.replace(
+            publication.manifest, location=f"/proc/{os.getpid()}/fd/{reading}"
+        )
         with pytest.raises(WeightsError, match="not a payload"):
             read_tensors(manifest)
     os.close(reading)
@@ -159,7 +183,11 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("kind", ["memfd", "file"])
 def test_another_process_reads_it_until_the_publisher_is_killed(tmp_path: Path, kind: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path), kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert child.stdin is not None
     assert child.stdout is not None
     manifest = msgspec.json.decode(child.stdout.readline(), type=WeightManifest)
@@ -180,7 +208,10 @@ def test_another_process_reads_it_until_the_publisher_is_killed(tmp_path: Path, 
 @pytest.mark.parametrize("memfd", [True, False])
 def test_a_publisher_keeps_the_last_versions_open(tmp_path: Path, memfd: bool) -> None:
     publisher = Publisher(tmp_path, keep=2, memfd=memfd)
-    manifests = [publisher.publish({"w": torch.tensor([float(v)])}, version=v, weights_id=10 + v) for v in range(4)]
+    manifests = [
+        publisher.publish({"w": torch.tensor([float(v)])}, version=v, weights_id=10 + v)
+        for v in range(4)
+    ]
     for manifest in manifests[:2]:
         with pytest.raises(WeightsError):
             read_tensors(manifest)
@@ -217,7 +248,11 @@ def test_a_directory_that_cannot_be_is_a_weights_error(tmp_path: Path) -> None:
     writers=st.integers(1, 3),
 )
 def test_slices_in_any_order_make_the_same_version(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cuts: list[int], order: random.Random, writers: int
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    cuts: list[int],
+    order: random.Random,
+    writers: int,
 ) -> None:
     tensors = {f"t{i}": torch.arange(1, size + 1).to(torch.uint8) for i, size in enumerate(sizes)}
     metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
@@ -238,7 +273,10 @@ def test_slices_in_any_order_make_the_same_version(
     for hand in hands[1:]:
         assert hand is not None
         hand.close()
-    with draft.finish() as done, publish(tensors, version=1, weights_id=1, directory=directory) as whole:
+    with (
+        draft.finish() as done,
+        publish(tensors, version=1, weights_id=1, directory=directory) as whole,
+    ):
         assert done.manifest.digest == whole.manifest.digest
         assert_same(read_tensors(done.manifest), tensors)
 
@@ -250,7 +288,9 @@ def test_only_the_draft_that_is_meant_is_opened(tmp_path: Path, memfd: bool) -> 
     other = Draft(metas, version=1, weights_id=1, directory=tmp_path, memfd=memfd)
     offer = draft.offer
     for wrong in (
-        msgspec.structs.replace(offer, location=other.offer.location),  # such as another machine's process of that number
+        msgspec.structs.replace(
+            offer, location=other.offer.location
+        ),  # such as another machine's process of that number
         msgspec.structs.replace(offer, location=str(tmp_path / "nowhere")),
         msgspec.structs.replace(offer, nbytes=41),
     ):
@@ -274,13 +314,21 @@ def can_mount() -> bool:
 
 
 def without_room(*arguments: str, namespace: bool) -> str:
-    command = [*(["unshare", "-Urm"] if namespace else []), sys.executable, "-m", "tests.weights.little_room", *arguments]
+    command = [
+        *(["unshare", "-Urm"] if namespace else []),
+        sys.executable,
+        "-m",
+        "tests.weights.little_room",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.skipif(not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted")
+@pytest.mark.skipif(
+    not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
+)
 def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
     said = without_room("disk", "file", str(tmp_path), namespace=True)
     assert said == "cannot publish weights version 2: [Errno 28] No space left on device\n"
@@ -297,7 +345,9 @@ def test_a_limit_of_size_is_one_error_and_leaves_nothing(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("memfd", [True, False])
 def test_two_publishers_of_one_directory_do_not_meet(tmp_path: Path, memfd: bool) -> None:
-    """The same versions under the same numbers, in one process: nothing but the directory is shared."""
+    """The same versions under the same numbers, in one process: nothing but the
+    directory is shared.
+    """
     one = Publisher(tmp_path, memfd=memfd)
     first = one.publish({"w": torch.zeros(3)}, version=1, weights_id=1)
     other = Publisher(tmp_path, memfd=memfd)
@@ -323,7 +373,10 @@ for version in range(40):
 
 def test_two_processes_that_publish_at_once_do_not_hurt_each_other(tmp_path: Path) -> None:
     """Each also clears leftovers away again and again: never what the other one holds."""
-    both = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(own)]) for own in (100, 200)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path), str(own)])
+        for own in (100, 200)
+    ]
     assert [child.wait() for child in both] == [0, 0]
     assert not list(tmp_path.iterdir())
 
@@ -331,9 +384,12 @@ def test_two_processes_that_publish_at_once_do_not_hurt_each_other(tmp_path: Pat
 @pytest.mark.skipif(not can_mount(), reason="needs a user namespace")
 def test_a_publisher_that_cannot_see_the_other_process_leaves_its_files(tmp_path: Path) -> None:
     """Two containers share a directory: a process number means nothing there."""
-    with publish(some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False) as publication:
+    with publish(
+        some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
+    ) as publication:
         code = (
-            f"import pathlib; from rollweave.weights.store import Publisher; Publisher(pathlib.Path({str(tmp_path)!r})).close()"
+            "import pathlib; from rollweave.weights.store import Publisher; "
+            f"Publisher(pathlib.Path({str(tmp_path)!r})).close()"
         )
         subprocess.run(["unshare", "-Urpf", "--mount-proc", sys.executable, "-c", code], check=True)
         assert_same(read_tensors(publication.manifest), some_tensors())

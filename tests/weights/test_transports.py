@@ -1,4 +1,6 @@
-"""One contract, whatever carries the bytes: TCP, a fake without a network, and the libraries where they are installed."""
+"""One contract, whatever carries the bytes: TCP, a fake without a network, and the
+libraries where they are installed.
+"""
 
 import asyncio
 import gc
@@ -105,15 +107,21 @@ class Inbox:
         return memoryview(self.data)
 
 
-async def test_words_and_bodies_come_as_they_were_sent(line: tuple[Channel, Channel], memory: tuple[int, bytes]) -> None:
+async def test_words_and_bodies_come_as_they_were_sent(
+    line: tuple[Channel, Channel], memory: tuple[int, bytes]
+) -> None:
     ours, theirs = line
     fd, data = memory
     whole, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
 
     async def say() -> None:
         await theirs.send(Alive())
-        await theirs.send(whole, Body.of_file(fd, 0, len(data), check=xxhash.xxh3_64_intdigest(data)))
-        await theirs.send(part, Body.of_file(fd, 4097, 70_001, check=xxhash.xxh3_64_intdigest(data[4097:70_001])))
+        await theirs.send(
+            whole, Body.of_file(fd, 0, len(data), check=xxhash.xxh3_64_intdigest(data))
+        )
+        await theirs.send(
+            part, Body.of_file(fd, 4097, 70_001, check=xxhash.xxh3_64_intdigest(data[4097:70_001]))
+        )
         await theirs.send(whole, Body.of(data))
         await theirs.send(Refused(reason="room", error="enough"))
 
@@ -203,7 +211,9 @@ async def test_a_chain_of_relays(kind: str) -> None:
 
 
 async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
-    """More of them than are served at once; whoever knows the secret gets in at once, and who is in stays."""
+    """More of them than are served at once; whoever knows the secret gets in at once,
+    and who is in stays.
+    """
     one, transport, loop = Line(), Tcp(silent_s=60.0), asyncio.get_running_loop()
     listener = await transport.listen("127.0.0.1", one.serve)
     idle = []

@@ -13,7 +13,10 @@ Harm = Literal["cut", "flip", "stall"]
 
 
 class Wire:
-    """Bytes from the source pass until number `at`; there the wire does `harm`. Counts what has passed."""
+    """Bytes from the source pass until number `at`; there the wire does `harm`.
+
+    Counts what has passed.
+    """
 
     def __init__(self, to: RelayAddress, harm: Harm, at: int) -> None:
         self._to, self._harm, self._at = to, harm, at

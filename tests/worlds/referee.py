@@ -1,4 +1,5 @@
-"""The contract between the core and any world, judged from a journal: what may answer a command, how often, and in which order.
+"""The contract between the core and any world, judged from a journal: what may answer a
+command, how often, and in which order.
 
 Written from the comments of `schema/commands.py`, without a look at either world.
 """
@@ -12,28 +13,42 @@ from rollweave.schema.commands import Command
 from rollweave.schema.events import Event
 
 Attempt = tuple[str, int]
-OfAttempt = e.EnvReady | e.TurnRequested | e.TurnWithdrawn | e.TrajectoryEnded | e.RewardReady | e.RewardFailed
+OfAttempt = (
+    e.EnvReady
+    | e.TurnRequested
+    | e.TurnWithdrawn
+    | e.TrajectoryEnded
+    | e.RewardReady
+    | e.RewardFailed
+)
 OfRelay = e.RelayJoined | e.RelayLost | e.WeightsHeld | e.WeightsRefused
 OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
 
 
 class Referee:
-    """Feed it what happened, in order; it raises AssertionError for the first foul. `owed()` is what was never answered."""
+    """Feed it what happened, in order; it raises AssertionError for the first foul.
+
+    `owed()` is what was never answered.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.drawing: set[str] = set()
         self.stage: dict[Attempt, str] = {}  # of attempts that the world holds
         self.cancelled: set[Attempt] = set()
-        self.crossed: set[Attempt] = set()  # ended by themselves while their cancellation was on its way
+        # ended by themselves while their cancellation was on its way
+        self.crossed: set[Attempt] = set()
         self.turns: dict[Attempt, int] = {}  # turns asked for
         self.asked: set[Attempt] = set()  # attempts that wait for their turn
         self.open: dict[Attempt, tuple[int, int]] = {}  # attempts → (turn, try) on an engine
-        self.answered: dict[Attempt, int] = {}  # attempts → a turn whose answer has crossed its abortion
+        # attempts → a turn whose answer has crossed its abortion
+        self.answered: dict[Attempt, int] = {}
         self.with_: dict[Attempt, str] = {}  # attempts → the engine that had their last turn
-        self.told: dict[tuple[str, int, int, int], int] = {}  # (attempt, turn, try) → tokens of it that were sampled
+        # (attempt, turn, try) → tokens of it that were sampled
+        self.told: dict[tuple[str, int, int, int], int] = {}
         self.aborted: set[tuple[str, int, int, int]] = set()
-        self.predicting: dict[Attempt, int] = {}  # attempts → turn before which a prediction was asked for
+        # attempts → turn before which a prediction was asked for
+        self.predicting: dict[Attempt, int] = {}
         self.moving: dict[int, Attempt] = {}  # transfers under way
         self.engines: dict[str, tuple[int, str]] = {}  # engine → (epoch, what it owes)
         self.relays: dict[str, tuple[int, str]] = {}  # relay → (epoch, what it owes)
@@ -46,11 +61,22 @@ class Referee:
 
     def owed(self) -> list[str]:
         """Commands without their answer."""
-        work = [f"{stage} of {attempt}" for attempt, stage in self.stage.items() if stage in ("init", "eval", "cancel")]
+        work = [
+            f"{stage} of {attempt}"
+            for attempt, stage in self.stage.items()
+            if stage in ("init", "eval", "cancel")
+        ]
         engines = [f"{owes} of {name}" for name, (_, owes) in self.engines.items() if owes]
         moves = [f"migration {number} of {attempt}" for number, attempt in self.moving.items()]
         relays = [f"{owes} of {name}" for name, (_, owes) in self.relays.items() if owes]
-        return [*work, *moves, *engines, *relays, *([self.trainer[1]] if self.trainer[1] else []), *sorted(self.drawing)]
+        return [
+            *work,
+            *moves,
+            *engines,
+            *relays,
+            *([self.trainer[1]] if self.trainer[1] else []),
+            *sorted(self.drawing),
+        ]
 
     def watch(self, history: Iterable[tuple[float, Event, list[Command]]]) -> None:
         for now, event, commands in history:
@@ -67,7 +93,15 @@ class Referee:
     def event(self, event: Event) -> None:
         match event:
             case e.RunStarted() | e.WorldLost():
-                for table in (self.stage, self.turns, self.open, self.asked, self.cancelled, self.predicting, self.moving):
+                for table in (
+                    self.stage,
+                    self.turns,
+                    self.open,
+                    self.asked,
+                    self.cancelled,
+                    self.predicting,
+                    self.moving,
+                ):
                     table.clear()
                 self.engines = dict.fromkeys((seat.id for seat in event.engines), (0, "join"))
                 self.relays = {f"r{number}": (0, "join") for number in range(event.relays)}
@@ -94,7 +128,9 @@ class Referee:
                 self.asked.add(attempt)
             case e.TurnWithdrawn():
                 attempt = self._alive(event, "run", "cancel")
-                assert attempt in self.asked or attempt in self.cancelled, f"{event} while no turn is open"
+                assert attempt in self.asked or attempt in self.cancelled, (
+                    f"{event} while no turn is open"
+                )
                 self.asked.discard(attempt)
             case e.TurnDone() | e.TurnFailed():
                 self._answer(event)
@@ -103,15 +139,25 @@ class Referee:
                 for told in turns:
                     attempt = (str(told.trajectory_id), told.attempt)
                     now = (told.turn, told.try_number)
-                    assert self.open.get(attempt) == now or (*attempt, *now) in self.aborted, f"{told} is of no open turn"
-                    assert told.output_tokens > self.told.get((*attempt, *now), 0), f"{told} is no news"
+                    assert self.open.get(attempt) == now or (*attempt, *now) in self.aborted, (
+                        f"{told} is of no open turn"
+                    )
+                    assert told.output_tokens > self.told.get((*attempt, *now), 0), (
+                        f"{told} is no news"
+                    )
                     self.told[*attempt, *now] = told.output_tokens
-            case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (str(who), number) in self.crossed:
+            case e.TrajectoryEnded(trajectory_id=who, attempt=number) if (
+                str(who),
+                number,
+            ) in self.crossed:
                 self.crossed.discard((str(who), number))
             case e.TrajectoryEnded():
                 attempt = self._alive(event, "init", "ready", "run", "cancel")
-                crossed = self.answered.get(attempt) == self.turns.get(attempt, 0) - 1  # its last answer, and then its end
-                assert attempt not in self.asked or attempt in self.cancelled or crossed, f"{event} while its turn is open"
+                # its last answer, and then its end
+                crossed = self.answered.get(attempt) == self.turns.get(attempt, 0) - 1
+                assert attempt not in self.asked or attempt in self.cancelled or crossed, (
+                    f"{event} while its turn is open"
+                )
                 self.asked.discard(attempt)
                 if attempt in self.cancelled:
                     self._gone(attempt)
@@ -126,7 +172,10 @@ class Referee:
                 asked = self.predicting.get((str(event.trajectory_id), event.attempt), -1)
                 assert event.turn <= asked, f"{event} was not asked for"
             case e.MigrationDone():
-                assert self.moving.pop(event.number, None) == (str(event.trajectory_id), event.attempt), f"{event} ends nothing"
+                assert self.moving.pop(event.number, None) == (
+                    str(event.trajectory_id),
+                    event.attempt,
+                ), f"{event} ends nothing"
                 assert event.moved_tokens >= 0
                 assert not (event.error and event.moved_tokens), event
             case _:
@@ -143,8 +192,11 @@ class Referee:
                 self._engine(event, "load")
             case e.EngineLost():
                 self._engine(event, self.engines.get(event.engine_id, (-1, ""))[1])
-                for attempt in [attempt for attempt in self.open if self.with_[attempt] == event.engine_id]:
-                    self.aborted.add((*attempt, *self.open.pop(attempt)))  # what it still said comes late
+                for attempt in [
+                    attempt for attempt in self.open if self.with_[attempt] == event.engine_id
+                ]:
+                    # what it still said comes late
+                    self.aborted.add((*attempt, *self.open.pop(attempt)))
             case e.RelayJoined():
                 self._relay(event, "join")
             case e.WeightsHeld() | e.WeightsRefused():
@@ -167,17 +219,23 @@ class Referee:
                 self._trainer(event, "train")
             case e.RatiosMeasured(ratios=ratios):
                 self._trainer(event, "measure")
-                assert [found.id for found in ratios] == self.measured, f"{event} is not of what was asked"
+                assert [found.id for found in ratios] == self.measured, (
+                    f"{event} is not of what was asked"
+                )
                 assert all(0 < found.ratio < math.inf for found in ratios)
             case e.TrainFailed():
                 self._trainer(event, "train", "measure")
             case e.WeightsPublished():
                 self._trainer(event, "publish")
             case e.CheckpointTaken():
-                assert self.writing in (None, event.step), f"{event} while {self.writing} is written"
+                assert self.writing in (None, event.step), (
+                    f"{event} while {self.writing} is written"
+                )
                 self._trainer(event, "save")
             case e.CheckpointSaved() | e.CheckpointFailed():
-                assert self.writing == event.step or event.epoch != self.trainer[0], f"{event} while {self.writing} is written"
+                assert self.writing == event.step or event.epoch != self.trainer[0], (
+                    f"{event} while {self.writing} is written"
+                )
                 if event.epoch == self.trainer[0]:
                     self.writing = None
                     if self.trainer[1] == "save":
@@ -200,7 +258,9 @@ class Referee:
             del self.open[attempt]
             if isinstance(event, e.TurnDone):
                 assert event.output_tokens > 0
-                assert event.output_tokens >= self.told.pop((*attempt, event.turn, event.try_number), 0)
+                assert event.output_tokens >= self.told.pop(
+                    (*attempt, event.turn, event.try_number), 0
+                )
                 assert event.version >= 0
                 self.asked.discard(attempt)
         else:
@@ -259,7 +319,10 @@ class Referee:
                 self.open.pop(attempt, None)
                 self.aborted.add((*attempt, command.turn, command.try_number))
             case c.RerankTurn():
-                assert self.open.get((str(command.trajectory_id), command.attempt)) == (command.turn, command.try_number)
+                assert self.open.get((str(command.trajectory_id), command.attempt)) == (
+                    command.turn,
+                    command.try_number,
+                )
             case c.Predict():
                 self.predicting[str(command.trajectory_id), command.attempt] = command.turn
             case c.Migrate():
@@ -268,7 +331,9 @@ class Referee:
                 assert {command.source, command.target} <= self.engines.keys()
                 self.moving[command.number] = attempt
             case c.StartEngine():
-                assert command.engine_id not in self.engines, f"{command} of an engine that is there"
+                assert command.engine_id not in self.engines, (
+                    f"{command} of an engine that is there"
+                )
                 self.engines[command.engine_id] = (0, "join")
             case c.SetTimer():
                 self.timer = True
@@ -281,8 +346,13 @@ class Referee:
             case c.RemoveEngine():
                 del self.engines[command.engine_id]
             case c.TakeWeights():
-                assert command.source is None or command.source in self.relays, f"{command} from a relay that is gone"
-                self.relays[command.relay_id] = (self.relays[command.relay_id][0], f"take {command.weights_id}")
+                assert command.source is None or command.source in self.relays, (
+                    f"{command} from a relay that is gone"
+                )
+                self.relays[command.relay_id] = (
+                    self.relays[command.relay_id][0],
+                    f"take {command.weights_id}",
+                )
             case c.RestartRelay():
                 self.relays[command.relay_id] = (command.epoch, "join")
             case c.RemoveRelay():

@@ -1,4 +1,6 @@
-"""One suite for both worlds: their journals are judged by one referee, and hold the same kinds of events and commands."""
+"""One suite for both worlds: their journals are judged by one referee, and hold the
+same kinds of events and commands.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +9,9 @@ from typing import Any
 import pytest
 
 from rollweave.record.journal import Replay
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.sim.run import directory_of, simulate
-from tests.live.whole import make_config, make_model, run, run_dir
+from tests.runtime.whole import make_config, make_model, run, run_dir
 from tests.worlds.referee import Referee
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
@@ -17,14 +19,18 @@ MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 
 def live(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
     """A run through real processes."""
-    config = make_config(directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}})
+    config = make_config(
+        directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}}
+    )
     assert run(config).error == ""
     return config, run_dir(config) / "journal.bin"
 
 
 def simulated(directory: Path, mode: str, **sections: Any) -> tuple[RunConfig, Path]:
     """The same configuration, simulated."""
-    made = make_config(directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}})
+    made = make_config(
+        directory, **{**sections, "rollout": {**sections.get("rollout", {}), "mode": mode}}
+    )
     data = made.model_dump() | {"sim": {"model": "qwen3-8b", "workloads": {"game": "frozenlake"}}}
     config = RunConfig.model_validate(data)
     with directory_of(config) as at:
@@ -47,14 +53,30 @@ def judge(config: RunConfig, journal: Path) -> Referee:
 def test_a_run_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
     referee = judge(*world(tmp_path, mode, eval={"every": 2, "episodes": 2}))
     assert referee.owed() == []
-    assert {"TurnDone", "RewardReady", "StepTrained", "WeightsLoaded", "CheckpointSaved", "RecordEvaluation"} <= referee.seen
+    assert {
+        "TurnDone",
+        "RewardReady",
+        "StepTrained",
+        "WeightsLoaded",
+        "CheckpointSaved",
+        "RecordEvaluation",
+    } <= referee.seen
 
 
 @pytest.mark.parametrize("migration", ["rank", "gain"])
 @pytest.mark.parametrize("world", [live, simulated])
-def test_a_run_that_schedules_trajectories_keeps_the_contract(world: World, migration: str, tmp_path: Path) -> None:
-    rollout = {"scheduling": "trajectory", "migration": migration, "group_size": 4, "max_running": 16}
-    referee = judge(*world(tmp_path, "bounded", rollout=rollout, engines={"count": 2, "max_slots": 2}))
+def test_a_run_that_schedules_trajectories_keeps_the_contract(
+    world: World, migration: str, tmp_path: Path
+) -> None:
+    rollout = {
+        "scheduling": "trajectory",
+        "migration": migration,
+        "group_size": 4,
+        "max_running": 16,
+    }
+    referee = judge(
+        *world(tmp_path, "bounded", rollout=rollout, engines={"count": 2, "max_slots": 2})
+    )
     assert referee.owed() == []
     assert {
         "Predict",
@@ -66,7 +88,9 @@ def test_a_run_that_schedules_trajectories_keeps_the_contract(world: World, migr
 
 @pytest.mark.parametrize("world", [live, simulated])
 def test_a_fleet_of_several_degrees_keeps_the_contract(world: World, tmp_path: Path) -> None:
-    referee = judge(*world(tmp_path, "sync", engines=[{"count": 1, "degree": 2}, {"count": 2, "degree": 1}]))
+    referee = judge(
+        *world(tmp_path, "sync", engines=[{"count": 1, "degree": 2}, {"count": 2, "degree": 1}])
+    )
     assert referee.owed() == []
 
 
@@ -74,18 +98,26 @@ def test_a_fleet_of_several_degrees_keeps_the_contract(world: World, tmp_path: P
 @pytest.mark.parametrize("world", [live, simulated])
 def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path: Path) -> None:
     referee = judge(*world(tmp_path, mode, engines={"count": 3}, weights={"relays": 2}))
-    assert [owed for owed in referee.owed() if not owed.startswith("take")] == []  # of the last weights nobody may have need
+    # of the last weights nobody may have need
+    assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
     assert {"RelayJoined", "TakeWeights", "WeightsHeld", "WeightsLoaded"} <= referee.seen
 
 
 @pytest.mark.parametrize("world", [live, simulated])
 def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: Path) -> None:
-    """The live trainer waits until there is a choice. One engine: nothing is repacked."""
+    """The live trainer waits until there is a choice.
+
+    One engine: nothing is repacked.
+    """
     make_model(tmp_path / "model")
     (tmp_path / "model" / "hold").write_text("14")
     rollout = {"groups_per_step": 1, "engine_batch": 16}
     buffer = {"sample": "ratio", "groups": 8}
-    referee = judge(*world(tmp_path, "decoupled", steps=12, rollout=rollout, buffer=buffer, engines={"count": 1}))
+    referee = judge(
+        *world(
+            tmp_path, "decoupled", steps=12, rollout=rollout, buffer=buffer, engines={"count": 1}
+        )
+    )
     assert referee.owed() == []
     assert {"MeasureRatios", "RatiosMeasured", "StepTrained"} <= referee.seen
 
@@ -93,8 +125,12 @@ def test_a_run_that_measures_ratios_keeps_the_contract(world: World, tmp_path: P
 def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    # In step with training, so that nothing grows stale on a machine that is busy otherwise, and is cancelled.
-    said = [judge(*world(tmp_path / name, "sync")).seen for name, world in (("a", live), ("b", simulated))]
+    # In step with training, so that nothing grows stale on a machine that is busy
+    # otherwise, and is cancelled.
+    said = [
+        judge(*world(tmp_path / name, "sync")).seen
+        for name, world in (("a", live), ("b", simulated))
+    ]
     said[1].discard("TimerFired")  # a live run of stand-ins is over before its timer
     assert said[0] - {"TimerFired"} == said[1]
 
@@ -102,6 +138,8 @@ def test_both_worlds_say_the_same_kinds_of_things(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [live, simulated])
 def test_work_that_is_cancelled_stops_once(world: World, tmp_path: Path) -> None:
     """Spare members: the slowest of each group are cancelled, wherever they are."""
-    referee = judge(*world(tmp_path, "sync", rollout={"spare_members": 2, "spare_groups": 1, "max_running": 16}))
+    referee = judge(
+        *world(tmp_path, "sync", rollout={"spare_members": 2, "spare_groups": 1, "max_running": 16})
+    )
     assert referee.owed() == []
     assert "CancelTrajectory" in referee.seen

@@ -1,18 +1,25 @@
-"""`rollweave bench`: a table for people, and with `--json` one line for programs at the end."""
+"""`rollweave bench`: a table for people, and with `--json` one line for programs at the
+end.
+"""
 
 import importlib
 import inspect
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.bench.contract import Figure, Result, json_line
 from rollweave.cli.console import FAILED, err, out
-from rollweave.cli.machine import describe
+from rollweave.package import DIRECTORY
+from rollweave.runtime.preflight.machine import describe
 from rollweave.schema.errors import ConfigError
+
+if TYPE_CHECKING:
+    from benchmarks.contract import Figure, Result
 
 BENCHES = {
     "engine": "engine:bench_engine",
@@ -34,7 +41,7 @@ BENCHES = {
     "relay": "relay:bench_relay",
     "soak": "soak:bench_soak",
 }
-"""Bench → the function in `rollweave.bench` that runs it."""
+"""Bench → the function in `benchmarks` that runs it."""
 
 NAMES = tuple(BENCHES)
 SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
@@ -42,18 +49,36 @@ SEEDED = ("demo", "fixed", "multitask", "longtail", "modes", "truth", "faults")
 
 
 def bench(
-    name: str, *, as_json: bool, quick: bool, seeds: int | None, profile: Path | None = None, model: Path | None = None
+    name: str,
+    *,
+    as_json: bool,
+    quick: bool,
+    seeds: int | None,
+    profile: Path | None = None,
+    model: Path | None = None,
 ) -> None:
-    """Run bench `name`; with `profile`, measure an engine's step times into that file. Raises ConfigError for a wrong name."""
+    """Run bench `name`; with `profile`, measure an engine's step times into that file.
+
+    Raises ConfigError for a wrong name.
+    """
     if name not in NAMES:
         raise ConfigError(f"NAME must be one of {', '.join(NAMES)}, got {name!r}")
     if name not in SEEDED and seeds is not None:
-        raise ConfigError(f"--seeds must be left out for bench {name}, which has no use for seeds, got {seeds}")
+        raise ConfigError(
+            f"--seeds must be left out for bench {name}, which has no use for seeds, got {seeds}"
+        )
     if name != "engine" and profile is not None:
-        raise ConfigError(f"--profile must be left out for bench {name}: only engine measures step times, got {profile}")
+        raise ConfigError(
+            f"--profile must be left out for bench {name}: only engine measures "
+            f"step times, got {profile}"
+        )
     if profile is None and model is not None:
         raise ConfigError(f"--model must be left out where --profile is not given, got {model}")
-    result = _profile(profile, model, quick=quick) if profile is not None else _run(name, quick=quick, seeds=seeds)
+    result = (
+        _profile(profile, model, quick=quick)
+        if profile is not None
+        else _run(name, quick=quick, seeds=seeds)
+    )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", overflow="fold")
@@ -64,22 +89,39 @@ def bench(
         if isinstance(why, str):
             out.print(f"[dim]{escape(what)}: {escape(why)}[/]", soft_wrap=True)
     if as_json:
-        sys.stdout.write(json_line(result, describe()) + "\n")
+        sys.stdout.write(_benchmark("contract").json_line(result, describe()) + "\n")
     if result.broken:
         raise typer.Exit(FAILED)
 
 
-def _profile(path: Path, model: Path | None, *, quick: bool) -> Result:
-    from rollweave.bench.profile import bench_profile
+def _benchmark(module: str) -> ModuleType:
+    """Import a module of `benchmarks/`, which lies beside `src/` in a checkout.
 
-    return bench_profile(path, model, quick=quick)
+    Raises ConfigError where there is none.
+    """
+    root = DIRECTORY.parents[1]
+    if not (root / "benchmarks" / "contract.py").is_file():
+        raise ConfigError(
+            "`rollweave bench` needs a checkout of Rollweave, with benchmarks/ "
+            f"beside src/; {root} has none"
+        )
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    return importlib.import_module(f"benchmarks.{module}")
 
 
-def _run(name: str, *, quick: bool, seeds: int | None) -> Result:
+def _profile(path: Path, model: Path | None, *, quick: bool) -> "Result":
+    result: Result = _benchmark("profile").bench_profile(path, model, quick=quick)
+    return result
+
+
+def _run(name: str, *, quick: bool, seeds: int | None) -> "Result":
     module, _, function = BENCHES[name].partition(":")
-    run = getattr(importlib.import_module(f"rollweave.bench.{module}"), function)
+    run = getattr(_benchmark(module), function)
     given = {"name": name, "quick": quick, "seeds": seeds, "say": _say}
-    result: Result = run(**{key: given[key] for key in inspect.signature(run).parameters if key in given})
+    result: Result = run(
+        **{key: given[key] for key in inspect.signature(run).parameters if key in given}
+    )
     return result
 
 
@@ -87,7 +129,7 @@ def _say(text: str) -> None:
     err.print(text, markup=False, soft_wrap=True)
 
 
-def shown(value: Figure) -> str:
+def shown(value: "Figure") -> str:
     """A figure for people."""
     if value is None:
         return "-"

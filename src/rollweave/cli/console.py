@@ -1,7 +1,8 @@
-"""How the command line speaks: results on standard output, everything else on standard error, and exit codes.
+"""How the command line speaks: results on standard output, everything else on standard
+error, and exit codes.
 
-Invariants: a wrong input is one line per problem and exit code 2, never a traceback; a failure of ours is one line and exit
-code 1; what the user stopped ends with 130.
+Invariants: a wrong input is one line per problem and exit code 2, never a traceback; a
+failure of ours is one line and exit code 1; what the user stopped ends with 130.
 """
 
 import contextlib
@@ -16,28 +17,35 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollweave.cli.interrupt import INTERRUPTED, begun, quiet
-from rollweave.inherited import see_own_modules
+from rollweave.io.inherited import see_own_modules
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 FAILED, WRONG_INPUT = 1, 2
 """Exit codes, beside INTERRUPTED."""
 
 PIPED_WIDTH = 140
-"""Columns where nobody's terminal says how many there are: tables in files should not be cut."""
+"""Columns where nobody's terminal says how many there are: tables in files should not
+be cut.
+"""
 
 
 class Voice(Console):
-    """A console whose reader may leave: a run goes on without it, and `rollweave trace … | head` has said enough."""
+    """A console whose reader may leave: a run goes on without it, and `rollweave trace
+    … | head` has said enough.
+    """
 
     def on_broken_pipe(self) -> None:
         """Say no more."""
         self.quiet = True
-        with contextlib.suppress(OSError, ValueError):  # or Python complains at its end about what it could not flush
+        # or Python complains at its end about what it could not flush
+        with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
 
 def _fit() -> None:
-    """Make standard output and error fit for us: there where the caller closed them, and `?` for letters they do not have."""
+    """Make standard output and error fit for us: there where the caller closed them,
+    and `?` for letters they do not have.
+    """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is None:
@@ -71,7 +79,9 @@ def reported() -> Iterator[None]:
         error_lines(str(error))
         raise typer.Exit(FAILED) from error
     except KeyboardInterrupt as error:
-        quiet()  # all is over: once more must not be heard in the middle of the interpreter's own end
+        # all is over: once more must not be heard in the middle of the interpreter's
+        # own end
+        quiet()
         err.print("[yellow]interrupted[/]")
         raise typer.Exit(INTERRUPTED) from error
     except OSError as error:  # a disk that is full, a file that may not be read

@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 import typer
 
-from rollweave.cli.checks import Check, fail, failures, human_bytes, ok, show, warn
 from rollweave.cli.console import FAILED, out
-from rollweave.cli.machine import cores, gpu_memory, memory_bytes
-from rollweave.codec.extras import EXTRAS, how_to_install, missing_from
-from rollweave.live.sinks import PACKAGES
+from rollweave.io.extras import EXTRAS, how_to_install, missing_from
+from rollweave.runtime.preflight.checks import Check, fail, failures, human_bytes, ok, show, warn
+from rollweave.runtime.preflight.machine import cores, gpu_memory, memory_bytes
+from rollweave.runtime.sinks import PACKAGES
 from rollweave.sandbox.cgroups import WITHOUT, unbounded
 
 LEAST_PYTHON = (3, 11)
 LEAST_MEMORY = 4 << 30
-"""The demo's three processes take about 1.5 GiB; below this there is little left for anything else."""
+"""The demo's three processes take about 1.5 GiB; below this there is little left for
+anything else.
+"""
 
 LEAST_DISK = 2 << 30
 
@@ -50,11 +52,18 @@ def _software() -> Iterator[Check]:
     yield from _dependencies()
     for extra in EXTRAS:
         missing = missing_from(extra)
-        text = f"without {', '.join(missing)} (optional: {how_to_install(extra)})" if missing else "installed"
+        text = (
+            f"without {', '.join(missing)} (optional: {how_to_install(extra)})"
+            if missing
+            else "installed"
+        )
         yield ok(f"extra {extra}", text)
     for extra in PACKAGES:
         here = importlib.util.find_spec(extra) is not None
-        yield ok(f"extra {extra}", _version(extra) if here else f"not installed (optional: {how_to_install(extra)})")
+        yield ok(
+            f"extra {extra}",
+            _version(extra) if here else f"not installed (optional: {how_to_install(extra)})",
+        )
 
 
 def _dependencies() -> Iterator[Check]:
@@ -76,12 +85,20 @@ def _dependencies() -> Iterator[Check]:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    yield fail("dependencies", f"missing: {', '.join(missing)}") if missing else ok("dependencies", ", ".join(found))
+    yield (
+        fail("dependencies", f"missing: {', '.join(missing)}")
+        if missing
+        else ok("dependencies", ", ".join(found))
+    )
 
 
 def _machine() -> Iterator[Check]:
     count = cores()
-    yield ok("cores", str(count)) if count >= 2 else warn("cores", f"{count}: engine and trainer will take turns")
+    yield (
+        ok("cores", str(count))
+        if count >= 2
+        else warn("cores", f"{count}: engine and trainer will take turns")
+    )
     total, available = memory_bytes()
     text = f"{human_bytes(available)} free of {human_bytes(total)}"
     if not total:
@@ -97,7 +114,11 @@ def _machine() -> Iterator[Check]:
     yield _sockets()
     yield _sandbox_limits()
     free = shutil.disk_usage(Path.cwd()).free
-    yield ok("disk", f"{human_bytes(free)} free here") if free >= LEAST_DISK else warn("disk", f"{human_bytes(free)} free here")
+    yield (
+        ok("disk", f"{human_bytes(free)} free here")
+        if free >= LEAST_DISK
+        else warn("disk", f"{human_bytes(free)} free here")
+    )
     yield _writable(Path.cwd())
 
 
@@ -109,11 +130,16 @@ def _devices() -> Check:
         total, free = gpu_memory("cuda:0")
     except RuntimeError as error:
         return warn("devices", f"CUDA is there but does not answer: {error}")
-    return ok("devices", f"CUDA: {', '.join(names)}; {human_bytes(free)} free of {human_bytes(total)} on the first")
+    return ok(
+        "devices",
+        f"CUDA: {', '.join(names)}; {human_bytes(free)} free of {human_bytes(total)} on the first",
+    )
 
 
 def _sealed_memory() -> Check:
-    """Weights travel in anonymous memory files that another process opens through /proc."""
+    """Weights travel in anonymous memory files that another process opens through
+    /proc.
+    """
     try:
         fd = os.memfd_create("rollweave-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError) as error:
@@ -145,11 +171,17 @@ def _sockets() -> Check:
 
 
 def _sandbox_limits() -> Check:
-    """Check whether the kernel bounds a sandbox as a whole, and name what is unbounded if it does not."""
+    """Check whether the kernel bounds a sandbox as a whole, and name what is unbounded
+    if it does not.
+    """
     missing = unbounded()
     if not missing:
-        return ok("sandbox limits", "control groups bound memory, the kernel's included, and processes")
-    words = [f"no control group for {name} ({why}): {WITHOUT[name]}" for name, why in missing.items()]
+        return ok(
+            "sandbox limits", "control groups bound memory, the kernel's included, and processes"
+        )
+    words = [
+        f"no control group for {name} ({why}): {WITHOUT[name]}" for name, why in missing.items()
+    ]
     return warn("sandbox limits", "; ".join(words))
 
 

@@ -14,14 +14,14 @@ from aiohttp import web
 from rich.markup import escape
 from tokenizers import Tokenizer
 
-from rollweave.backends.client import EngineClient
-from rollweave.backends.guard import Guard, given_token, kept_token
-from rollweave.backends.listening import cannot_listen, check_address, listening
-from rollweave.backends.process import in_process
-from rollweave.backends.server import EngineServer, TextCodec
 from rollweave.cli.console import err, out
-from rollweave.cli.machine import gpu_memory
-from rollweave.live.signals import on_ending_signals
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.server import EngineServer, TextCodec
+from rollweave.io.http.guard import Guard, given_token, kept_token
+from rollweave.io.http.listening import cannot_listen, check_address, listening
+from rollweave.runtime.preflight.machine import gpu_memory
+from rollweave.runtime.signals import on_ending_signals
 from rollweave.schema.address import check_names
 from rollweave.schema.errors import ConfigError, EngineLostError
 from rollweave.schema.serving import EngineSpec
@@ -40,7 +40,9 @@ REPLY_S = 60.0
 
 
 TOKEN_FILE = Path("rollweave") / "engine.token"
-"""File with the token of all engines that this user starts, in the user's state directory; options may name another."""
+"""File with the token of all engines that this user starts, in the user's state
+directory; options may name another.
+"""
 
 
 class Tokens:
@@ -60,7 +62,9 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Where the engine listens, and which clients it admits: the options of `rollweave engine`."""
+    """Where the engine listens, and which clients it admits: the options of `rollweave
+    engine`.
+    """
 
     host: str
     port: int
@@ -71,11 +75,16 @@ class Access:
 
 
 def engine(spec: EngineSpec, access: Access) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ConfigError for wrong options or a wrong checkpoint, and EngineLostError.
+    """
     _check(spec)  # wrong input is reported before a process starts
     if access.token_file is not None and (access.no_token or access.token_env is not None):
         raise ConfigError("--token-file must be given without --token-env and --no-token")
-    given = given_token(access.token_env, no_token=access.no_token, host=access.host, named="--token-env")
+    given = given_token(
+        access.token_env, no_token=access.no_token, host=access.host, named="--token-env"
+    )
     try:
         check_names(access.names, field="--allow-host")
     except ValueError as error:
@@ -102,21 +111,35 @@ def _check(spec: EngineSpec) -> None:
         try:
             gpu_memory(spec.device)
         except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-            raise ConfigError(f"--device must be a device of this machine, got {spec.device}: {error}") from error
+            raise ConfigError(
+                f"--device must be a device of this machine, got {spec.device}: {error}"
+            ) from error
 
 
 def _state() -> Path:
-    """Return the directory in which programs of this user keep their state (XDG base directories)."""
+    """Return the directory in which programs of this user keep their state (XDG base
+    directories).
+    """
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
 
 
 async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str) -> None:
-    ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # cancelled when it is time
+    # cancelled when it is time
+    ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     present.set_result(None)
-    with tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch, on_ending_signals(ending.cancel):
+    with (
+        tempfile.TemporaryDirectory(prefix="rollweave-engine-") as scratch,
+        on_ending_signals(ending.cancel),
+    ):
         log = Path(scratch) / "engine.log"
-        link = in_process(spec, module="rollweave.live.engine_process", log=log, env={}, model_ready=present)
+        link = in_process(
+            spec,
+            module="rollweave.runtime.entrypoints.engine",
+            log=log,
+            env={},
+            model_ready=present,
+        )
         backend = EngineClient("the engine", link, start_s=START_S, reply_s=REPLY_S)
         try:
             err.print(f"[dim]loading {spec.model}[/]")
@@ -127,7 +150,10 @@ async def _serve(spec: EngineSpec, access: Access, token: str | None, tell: str)
                 return
             slots = ready.result().max_slots
             async with _listening(_application(spec, backend), access, token) as address:
-                out.print(f"serving {escape(spec.model)} at {address}, {slots} requests at once", soft_wrap=True)
+                out.print(
+                    f"serving {escape(spec.model)} at {address}, {slots} requests at once",
+                    soft_wrap=True,
+                )
                 out.print(escape(tell), soft_wrap=True)
                 await _first(backend.lost, ending)
             if backend.lost.done():
@@ -152,7 +178,9 @@ async def _listening(app: web.Application, access: Access, token: str | None) ->
     guard = Guard(token=token, hosts=(host, *access.names))
     async with contextlib.AsyncExitStack() as stack:
         try:
-            address = await stack.enter_async_context(listening(app, host, port, guard=guard, shutdown_s=1.0))
+            address = await stack.enter_async_context(
+                listening(app, host, port, guard=guard, shutdown_s=1.0)
+            )
         except OSError as error:  # another program has taken the port meanwhile
             raise cannot_listen(host, port, error, names=NAMES) from error
         yield address

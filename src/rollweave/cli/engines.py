@@ -1,18 +1,31 @@
-"""`rollweave engines`: the engines of a run that goes on, and how it comes to have more of them, or fewer."""
+"""`rollweave engines`: the engines of a run that goes on, and how it comes to have more
+of them, or fewer.
+"""
 
 import msgspec
 from rich.table import Table
 
 from rollweave.cli.console import out
 from rollweave.cli.runs import find_run
-from rollweave.live.control import ask
+from rollweave.runtime.control import ask
 from rollweave.schema.base import EngineId
-from rollweave.schema.control import AddEngines, ControlReply, ControlRequest, ListEngines, WithdrawEngine
+from rollweave.schema.control import (
+    AddEngines,
+    ControlReply,
+    ControlRequest,
+    ListEngines,
+    WithdrawEngine,
+)
 from rollweave.schema.errors import ConfigError
 
 
-def engines(name: str, *, add: int | None, group: int, remove: str | None, now: bool, as_json: bool) -> None:
-    """Ask the run, and print its engines. Raises ConfigError for what it cannot do, or where no run goes on."""
+def engines(
+    name: str, *, add: int | None, group: int, remove: str | None, now: bool, as_json: bool
+) -> None:
+    """Ask the run, and print its engines.
+
+    Raises ConfigError for what it cannot do, or where no run goes on.
+    """
     if add is not None and remove is not None:
         raise ConfigError("--add and --remove must not be given together")
     if group and add is None:
@@ -40,7 +53,14 @@ def _show(reply: ControlReply) -> None:
     grouped = any(line.group for line in reply.engines)
     placed = any(line.machine is not None for line in reply.engines)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("engine", "status", "version", "busy", *(["group"] if grouped else []), *(["machine"] if placed else [])):
+    for heading in (
+        "engine",
+        "status",
+        "version",
+        "busy",
+        *(["group"] if grouped else []),
+        *(["machine"] if placed else []),
+    ):
         table.add_column(heading, justify="left" if heading in ("engine", "status") else "right")
     for line in reply.engines:
         version = str(line.version) if line.version >= 0 else "-"

@@ -1,38 +1,49 @@
-"""`rollweave eval`: a checkpoint on held-out tasks, by the same loop with no training step."""
+"""`rollweave eval`: a checkpoint on held-out tasks, by the same loop with no training
+step.
+"""
 
 import math
 from pathlib import Path
 
 from rich.table import Table
 
-from rollweave.cli import dryrun
-from rollweave.cli.checks import human_seconds, must_do
 from rollweave.cli.console import err, out
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear, exported_checkpoint, find_run
-from rollweave.codec.config import load
-from rollweave.live import launch
 from rollweave.record.summary import Summary
-from rollweave.schema.config import RunConfig
+from rollweave.runtime import launch
+from rollweave.runtime.preflight import dryrun
+from rollweave.runtime.preflight.checks import human_seconds, must_do
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import EvalConfig, ModelConfig, WarmupConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.sections import EvalConfig, ModelConfig, WarmupConfig
 
 DIRECTORY = "evaluations"
 """Where evaluations of a run lie, each a run directory of its own."""
 
 
-def evaluate(name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool) -> None:
-    """Evaluate and print success by task, or the mean reward where the environment defines no success.
+def evaluate(
+    name: str, *, episodes: int | None, temperature: float | None, checkpoint: str, inproc: bool
+) -> None:
+    """Evaluate and print success by task, or the mean reward where the environment
+    defines no success.
 
-    Raises ConfigError for a run or checkpoint that is missing or incomplete, RollweaveError where the evaluation has no
-    result, and KeyboardInterrupt where it has none because the user ended it.
+    Raises ConfigError for a run or checkpoint that is missing or incomplete,
+    RollweaveError where the evaluation has no result, and KeyboardInterrupt where it
+    has none because the user ended it.
     """
     run = find_run(name)
     if not run.config.exists():
         raise ConfigError(f"{run.path} must hold config.toml, found none")
     step, model = exported_checkpoint(run, checkpoint)
     config = evaluation_config(
-        load(run.config), directory=run.path, step=step, model=model, episodes=episodes, temperature=temperature
+        load(run.config),
+        directory=run.path,
+        step=step,
+        model=model,
+        episodes=episodes,
+        temperature=temperature,
     )
     must_do(dryrun.examine(config, fresh=True, deep=False))
     clear(config)
@@ -46,10 +57,20 @@ def evaluate(name: str, *, episodes: int | None, temperature: float | None, chec
 
 
 def evaluation_config(
-    trained: RunConfig, *, directory: Path, step: int, model: Path, episodes: int | None, temperature: float | None
+    trained: RunConfig,
+    *,
+    directory: Path,
+    step: int,
+    model: Path,
+    episodes: int | None,
+    temperature: float | None,
 ) -> RunConfig:
-    """The configuration of a run that only evaluates `model`, on the tasks of `trained`."""
-    count = episodes if episodes is not None else trained.eval.final_episodes or trained.eval.episodes
+    """The configuration of a run that only evaluates `model`, on the tasks of
+    `trained`.
+    """
+    count = (
+        episodes if episodes is not None else trained.eval.final_episodes or trained.eval.episodes
+    )
     warmth = temperature if temperature is not None else trained.eval.temperature
     if not math.isfinite(warmth):
         raise ConfigError(f"--temperature must be a finite number, got {warmth}")
@@ -75,7 +96,9 @@ def half_width(rate: float, count: int) -> float:
     z = 1.96
     if count < 1:
         return 0.0
-    return z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    return (
+        z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
+    )
 
 
 def _show(summary: Summary, step: int, directory: Path) -> None:
@@ -84,9 +107,23 @@ def _show(summary: Summary, step: int, directory: Path) -> None:
         table.add_column(heading, justify="left" if heading == "task" else "right")
     for task, reward in summary.mean_reward.items():
         count, rate = summary.eval_episodes.get(task, 0), summary.success_rate.get(task)
-        found = ["-", "-"] if rate is None else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}"]
-        table.add_row(task, *found, f"{reward:.3f}" if rate is not None else f"[bold]{reward:.3f}[/]", str(count))
+        found = (
+            ["-", "-"]
+            if rate is None
+            else [f"[bold]{rate:.3f}[/]", f"{half_width(rate, count):.3f}"]
+        )
+        table.add_row(
+            task,
+            *found,
+            f"{reward:.3f}" if rate is not None else f"[bold]{reward:.3f}[/]",
+            str(count),
+        )
     out.print(table)
-    out.print(f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: rollweave trace {directory}[/]")
+    out.print(
+        f"[dim]checkpoint of step {step}, {human_seconds(summary.wall_s)}; trajectories: "
+        f"rollweave trace {directory}[/]"
+    )
     if not summary.eval_episodes:
-        raise RollweaveError(f"no episode was scored: see the stop reasons in {directory}/summary.json")
+        raise RollweaveError(
+            f"no episode was scored: see the stop reasons in {directory}/summary.json"
+        )

@@ -1,4 +1,6 @@
-"""`rollweave simulate --faults`: what each seed came to, a line a seed, and the one command that shows a failure again."""
+"""`rollweave simulate --faults`: what each seed came to, a line a seed, and the one
+command that shows a failure again.
+"""
 
 import re
 import shlex
@@ -9,16 +11,21 @@ import typer
 from rich.markup import escape
 
 from rollweave.cli.console import FAILED, out
-from rollweave.codec.config import load
+from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.faults import Report, search
 
 
 def work(path: Path | None, overrides: Sequence[str], named: Sequence[str]) -> None:
-    """Search these seeds: their own scenarios, or the configuration at `path` under their faults. Raises ConfigError."""
+    """Search these seeds: their own scenarios, or the configuration at `path` under
+    their faults. Raises ConfigError.
+    """
     seeds = [seed for text in named for seed in parsed(text)]
     if path is None and overrides:
-        raise ConfigError(f"--set must go with CONFIG, since a seed of --faults has its own scenario, got {overrides[0]!r}")
+        raise ConfigError(
+            "--set must go with CONFIG, since a seed of --faults has its own "
+            f"scenario, got {overrides[0]!r}"
+        )
     config = load(path, overrides) if path is not None else None
     failed = False
     for seed in seeds:
@@ -47,8 +54,13 @@ def line(report: Report) -> str:
     if report.violation:
         verdict = f"[red]violated:[/] {escape(report.violation)}"
     else:
-        verdict = "all held" + (f"; the run ended with: {escape(report.error)}" if report.error else "")
-    story = f"{report.mode}, {report.events:,} events, {total:,} faults{f' ({faults})' if faults else ''}"
+        verdict = "all held" + (
+            f"; the run ended with: {escape(report.error)}" if report.error else ""
+        )
+    story = (
+        f"{report.mode}, {report.events:,} events, {total:,} "
+        f"faults{f' ({faults})' if faults else ''}"
+    )
     return f"seed {report.seed}: {story}: {verdict}"
 
 

@@ -1,4 +1,5 @@
-"""`rollweave`: the commands and their options. Each command is a line or two; the work is in the module of its name.
+"""`rollweave`: the commands and their options. Each command is a line or two; the work
+is in the module of its name.
 
 Imports of the work are inside the commands: `rollweave --help` must not wait for torch.
 """
@@ -30,25 +31,45 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Train LLM agents with reinforcement learning, each trajectory at its own pace."""
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, or its name under runs/.")
+]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, or a run directory to resume.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Pacing: sync, one_step, stream, partial, bounded or decoupled.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run where it ended or was killed.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete a former run of this name first.")] = False,
-    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML file, or a run directory to resume.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
+    ] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="Pacing: sync, one_step, stream, partial, bounded or decoupled."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything that can be known before, and stop.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume the run where it ended or was killed.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete a former run of this name first.")
+    ] = False,
+    inproc: Annotated[
+        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
+    ] = False,
 ) -> None:
     """Train an agent as CONFIG says."""
     with reported():
@@ -62,13 +83,20 @@ def train(
 def evaluate(
     run: Run,
     episodes: Annotated[
-        int | None, typer.Option(min=1, help="Episodes of each task; the run's own number if not given.")
+        int | None,
+        typer.Option(min=1, help="Episodes of each task; the run's own number if not given."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; the run's own if not given.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy; the run's own if not given.")
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best, last, or a step.")] = "best",
-    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+    inproc: Annotated[
+        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
+    ] = False,
 ) -> None:
-    """Evaluate a checkpoint of RUN on held-out tasks, with the same loop and no training."""
+    """Evaluate a checkpoint of RUN on held-out tasks, with the same loop and no
+    training.
+    """
     with reported():
         from rollweave.cli.evaluate import evaluate as work
 
@@ -78,17 +106,35 @@ def evaluate(
 @app.command()
 def serve(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG|RUN", help="A TOML file with model.path; or a trained run, to serve its best.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG|RUN",
+            help="A TOML file with model.path; or a trained run, to serve its best.",
+        ),
     ],
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")
+    ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every program of this host use it, of every user; on the loopback alone.")
+        bool,
+        typer.Option(
+            "--no-token",
+            help="Let every program of this host use it, of every user; on the loopback alone.",
+        ),
     ] = False,
     unsandboxed: Annotated[
-        bool, typer.Option("--unsandboxed", help="Allow sandbox.backend = plain: what clients ask for runs as this user.")
+        bool,
+        typer.Option(
+            "--unsandboxed",
+            help="Allow sandbox.backend = plain: what clients ask for runs as this user.",
+        ),
     ] = False,
-    inproc: Annotated[bool, typer.Option("--inproc", help="One process with threads, for debugging.")] = False,
+    inproc: Annotated[
+        bool, typer.Option("--inproc", help="One process with threads, for debugging.")
+    ] = False,
 ) -> None:
     """Serve rollouts of CONFIG's tasks over HTTP, to whoever asks."""
     with reported():
@@ -101,18 +147,27 @@ def serve(
 @app.command()
 def simulate(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML file as for `train`, with a [sim] section.")
+        Path | None,
+        typer.Argument(
+            metavar="[CONFIG]", help="A TOML file as for `train`, with a [sim] section."
+        ),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a knob, repeatedly.")
+    ] = None,
     faults: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SEED", help="Break things as SEED (or A-B) says, repeatedly; without CONFIG, in a run of its own."
+            metavar="SEED",
+            help="Break things as SEED (or A-B) says, repeatedly; without CONFIG, "
+            "in a run of its own.",
         ),
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Run CONFIG on simulated GPUs, and say where their time goes; or search for faults that break the core."""
+    """Run CONFIG on simulated GPUs, and say where their time goes; or search for faults
+    that break the core.
+    """
     with reported():
         from rollweave.cli.simulate import work
 
@@ -122,11 +177,19 @@ def simulate(
 @app.command()
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Experiments, or papers for all of theirs; all if none.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="Experiments, or papers for all of theirs; all if none."
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller runs: a minute on two cores.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer and smaller runs: a minute on two cores.")
+    ] = False,
     json_: Json = False,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown: between its marks, or as a page.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write Markdown: between its marks, or as a page."),
+    ] = None,
 ) -> None:
     """Run the papers' experiments on simulated GPUs, beside the published numbers."""
     with reported():
@@ -137,27 +200,44 @@ def reproduce(
 
 @app.command()
 def engine(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A directory in Hugging Face format.")
+    ],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8000,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     names: Annotated[
         list[str] | None,
-        typer.Option("--allow-host", metavar="NAME", help="Another name by which clients call this server, repeatedly."),
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="Another name by which clients call this server, repeatedly.",
+        ),
     ] = None,
-    token_env: Annotated[str | None, typer.Option(metavar="VARIABLE", help="Take the clients' token from here.")] = None,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="Take the clients' token from here.")
+    ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Keep the token here, not in ~/.local/state/rollweave/engine.token."),
+        typer.Option(
+            metavar="FILE",
+            help="Keep the token here, not in ~/.local/state/rollweave/engine.token.",
+        ),
     ] = None,
     no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every program of this host use it, of every user; on the loopback alone.")
+        bool,
+        typer.Option(
+            "--no-token",
+            help="Let every program of this host use it, of every user; on the loopback alone.",
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Of the CPU.")] = 1,
     slots: Annotated[int, typer.Option(min=1, help="Requests that run at once; more wait.")] = 64,
     kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = 65536,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Same answers whatever else runs; slower.")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Same answers whatever else runs; slower.")
+    ] = False,
 ) -> None:
     """Serve CHECKPOINT over HTTP with the embedded engine."""
     with reported():
@@ -177,7 +257,12 @@ def engine(
             deterministic=deterministic,
         )
         access = Access(
-            host=host, port=port, token_env=token_env, token_file=token_file, no_token=no_token, names=tuple(names or ())
+            host=host,
+            port=port,
+            token_env=token_env,
+            token_file=token_file,
+            no_token=no_token,
+            names=tuple(names or ()),
         )
         work(spec, access)
 
@@ -194,14 +279,22 @@ def doctor() -> None:
 @app.command()
 def trace(
     run: Run,
-    trajectory: Annotated[str | None, typer.Argument(metavar="[TRAJECTORY]", help="Show this one turn by turn.")] = None,
+    trajectory: Annotated[
+        str | None, typer.Argument(metavar="[TRAJECTORY]", help="Show this one turn by turn.")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Only this task.")] = None,
     stop: Annotated[str | None, typer.Option(help="Only this stop reason.")] = None,
-    reward: Annotated[str | None, typer.Option(help="Only these rewards: 1, '>0.5', '<=0'.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only those that weights of this step started.")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="Only these rewards: 1, '>0.5', '<=0'.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only those that weights of this step started.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Rows at most, the newest.")] = 40,
 ) -> None:
-    """List the trajectories of RUN, or show one with its tokens, versions, log-probs, rewards and times."""
+    """List the trajectories of RUN, or show one with its tokens, versions, log-probs,
+    rewards and times.
+    """
     with reported():
         from rollweave.cli.trace import trace as work
 
@@ -211,10 +304,20 @@ def trace(
 @app.command()
 def engines(
     run: Run,
-    add: Annotated[int | None, typer.Option(min=1, max=64, metavar="N", help="Start so many more.")] = None,
-    group: Annotated[int, typer.Option(min=0, help="With --add: which of several [[engines]] they are like, from 0.")] = 0,
-    remove: Annotated[str | None, typer.Option(metavar="ENGINE", help="Do without this one: it ends what it began.")] = None,
-    now: Annotated[bool, typer.Option("--now", help="With --remove: at once; its turns go on elsewhere.")] = False,
+    add: Annotated[
+        int | None, typer.Option(min=1, max=64, metavar="N", help="Start so many more.")
+    ] = None,
+    group: Annotated[
+        int,
+        typer.Option(min=0, help="With --add: which of several [[engines]] they are like, from 0."),
+    ] = 0,
+    remove: Annotated[
+        str | None,
+        typer.Option(metavar="ENGINE", help="Do without this one: it ends what it began."),
+    ] = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="With --remove: at once; its turns go on elsewhere.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """List the engines of RUN while it trains, and have more of them, or fewer."""
@@ -235,16 +338,25 @@ def report(run: Run) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help=f"{', '.join(NAMES[:-1])} or {NAMES[-1]}.")
+    ],
     json_: Json = False,
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute, for a look.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of the training benches and of faults.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="With engine: write its step times here, for `sim.profile`.")] = None,
-    model: Annotated[Path | None, typer.Option(help="With --profile: a model directory; else the demo's model.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds of the training benches and of faults.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="With engine: write its step times here, for `sim.profile`.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="With --profile: a model directory; else the demo's model.")
+    ] = None,
 ) -> None:
     """Measure, and compare with peers in the same run.
 
-    `engine` compares with vLLM where ROLLWEAVE_VLLM_PYTHON names the interpreter of an environment that has it.
+    `engine` compares with vLLM where ROLLWEAVE_VLLM_PYTHON names the interpreter of an
+    environment that has it.
     """
     with reported():
         from rollweave.cli.bench import bench as work

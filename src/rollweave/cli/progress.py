@@ -1,8 +1,10 @@
-"""What a run looks like while it runs: a small panel on a terminal, one plain line now and then everywhere else.
+"""What a run looks like while it runs: a small panel on a terminal, one plain line now
+and then everywhere else.
 
-Invariants: implements `live.metrics.Progress`; never raises for a line it does not know; calm: a terminal is redrawn at most
-`REFRESH_PER_S` times a second, plain output says at most one step in `PLAIN_EVERY_S` seconds (warnings and evaluations
-always, the same warning at most `WARNINGS_SHOWN` times).
+Invariants: implements `live.metrics.Progress`; never raises for a line it does not
+know; calm: a terminal is redrawn at most `REFRESH_PER_S` times a second, plain output
+says at most one step in `PLAIN_EVERY_S` seconds (warnings and evaluations always, the
+same warning at most `WARNINGS_SHOWN` times).
 """
 
 import contextlib
@@ -20,8 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollweave.cli.checks import human_seconds
 from rollweave.record.summary import cut_text, held_out, scheduled
+from rollweave.runtime.preflight.checks import human_seconds
 
 REFRESH_PER_S = 4
 PLAIN_EVERY_S = 5.0
@@ -40,7 +42,12 @@ class Display(Protocol):
     def __enter__(self) -> Self:
         """Begin to show."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Show the last state and stop."""
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -52,13 +59,19 @@ class Display(Protocol):
 
 def display(console: Console, *, name: str, steps: int) -> Display:
     """The display that fits the console."""
-    return Terminal(console, name=name, steps=steps) if console.is_terminal else Plain(console, steps=steps)
+    return (
+        Terminal(console, name=name, steps=steps)
+        if console.is_terminal
+        else Plain(console, steps=steps)
+    )
 
 
 class Plain:
     """One line at a time, for logs and pipes."""
 
-    def __init__(self, console: Console, *, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, *, steps: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console, self._steps, self._clock = console, steps, clock
         self._said_at = float("-inf")
         self._warnings: Counter[str] = Counter()
@@ -95,7 +108,8 @@ class Plain:
             self._say(f"warning: {component}: more of these are in metrics.jsonl")
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a log on a full disk: the run is worth more than its lines
+        # a log on a full disk: the run is worth more than its lines
+        with contextlib.suppress(OSError):
             self._console.print(text, markup=False, soft_wrap=True)
 
 
@@ -110,13 +124,23 @@ class Terminal:
         self._curve: dict[tuple[str, str], list[float]] = {}
         self._evaluation: Mapping[str, Any] | None = None
         self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
-        self._live = Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self.draw, transient=True)
+        self._live = Live(
+            console=console,
+            refresh_per_second=REFRESH_PER_S,
+            get_renderable=self.draw,
+            transient=True,
+        )
 
     def __enter__(self) -> Self:
         self._live.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._live.__exit__(kind, error, traceback)
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -125,11 +149,14 @@ class Terminal:
                 self._recent.append(line)
                 for name, (kind, value) in held_out(line["success"], line["reward"]).items():
                     if kind == "success":
-                        self._curve.pop((name, "reward"), None)  # it was not known to define success
+                        # it was not known to define success
+                        self._curve.pop((name, "reward"), None)
                     self._curve.setdefault((name, kind), []).append(value)
             case "evaluation":
                 self._evaluation = line
-                self._live.console.print(f"[cyan]{escape(evaluation_text(line))}[/]", soft_wrap=True)
+                self._live.console.print(
+                    f"[cyan]{escape(evaluation_text(line))}[/]", soft_wrap=True
+                )
             case "warning":
                 self._warnings.append(f"{line['component']}: {line['message']}")
             case _:
@@ -143,9 +170,16 @@ class Terminal:
         parts: list[RenderableType] = [self._head()]
         if self._recent:
             parts.append(self._figures())
-        parts.extend(Text(f"! {warning}", style="yellow", overflow="ellipsis", no_wrap=True) for warning in self._warnings)
+        parts.extend(
+            Text(f"! {warning}", style="yellow", overflow="ellipsis", no_wrap=True)
+            for warning in self._warnings
+        )
         return Panel(
-            Group(*parts), title=f"[bold]{escape(self._name)}[/]", title_align="left", border_style="dim", padding=(0, 1)
+            Group(*parts),
+            title=f"[bold]{escape(self._name)}[/]",
+            title_align="left",
+            border_style="dim",
+            padding=(0, 1),
         )
 
     def _head(self) -> RenderableType:
@@ -169,12 +203,20 @@ class Terminal:
         for (name, kind), values in self._curve.items():
             rewards = [line["reward"][name] for line in self._recent if name in line["reward"]]
             reward = f"  reward {_mean(rewards):.2f}" if kind == "success" else ""
-            grid.add_row(name, f"{kind} [bold]{_mean(values[-AVERAGED:]):.2f}[/]  {sparkline(values)}{reward}")
+            grid.add_row(
+                name,
+                f"{kind} [bold]{_mean(values[-AVERAGED:]):.2f}[/]  {sparkline(values)}{reward}",
+            )
         if self._evaluation is not None:
-            grid.add_row("held out", f"{_measured(self._evaluation)}  [dim]at step {self._evaluation['step']}[/]")
+            grid.add_row(
+                "held out",
+                f"{_measured(self._evaluation)}  [dim]at step {self._evaluation['step']}[/]",
+            )
         tokens_per_s = _mean([line["tokens_per_s"] for line in self._recent])
         waiting, running = _in_flight(last)
-        grid.add_row("rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting")
+        grid.add_row(
+            "rollout", f"{tokens_per_s:,.0f} tokens/s  {running} generating, {waiting} waiting"
+        )
         cut = _sums([line.get("cut_turns", {}) for line in self._recent])
         if text := cut_text(cut, sum(line.get("turns", 0) for line in self._recent)):
             grid.add_row("cut", f"[yellow]{escape(text)}[/]")
@@ -217,7 +259,9 @@ def evaluation_text(line: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as at most `CURVE_POINTS` blocks, each the mean of its share, on a scale of 0 to 1, or wider if needed."""
+    """Draw values as at most `CURVE_POINTS` blocks, each the mean of its share, on a
+    scale of 0 to 1, or wider if needed.
+    """
     low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
     count = min(len(values), CURVE_POINTS)
     blocks = []
@@ -229,7 +273,9 @@ def sparkline(values: list[float]) -> str:
 
 
 def _measured(line: Mapping[str, Any]) -> str:
-    """Show the success of task domains that define it, and the mean reward of the others."""
+    """Show the success of task domains that define it, and the mean reward of the
+    others.
+    """
     found = held_out(line["success"], line["reward"])
     parts = []
     for kind in ("success", "reward"):
@@ -258,7 +304,9 @@ def _sums(tables: list[Mapping[str, float]]) -> Counter[str]:
 
 def _in_flight(line: Mapping[str, Any]) -> tuple[int, int]:
     engines = line.get("engines", {}).values()
-    return sum(int(e.get("waiting", 0)) for e in engines), sum(int(e.get("running", 0)) for e in engines)
+    return sum(int(e.get("waiting", 0)) for e in engines), sum(
+        int(e.get("running", 0)) for e in engines
+    )
 
 
 def _staleness_text(lines: deque[Mapping[str, Any]] | list[Mapping[str, Any]]) -> str:

@@ -2,10 +2,10 @@
 
 from rich.markup import escape
 
-from rollweave.cli.checks import human_bytes
 from rollweave.cli.console import out
 from rollweave.cli.runs import find_run
-from rollweave.report.page import write_report
+from rollweave.record.report.page import write_report
+from rollweave.runtime.preflight.checks import human_bytes
 
 
 def report(name: str) -> None:

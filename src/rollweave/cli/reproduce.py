@@ -1,4 +1,6 @@
-"""`rollweave reproduce`: the papers' experiments on the simulated world, a table of each as it finishes."""
+"""`rollweave reproduce`: the papers' experiments on the simulated world, a table of
+each as it finishes.
+"""
 
 import json
 import os
@@ -10,11 +12,11 @@ import typer
 from rich.markup import escape
 
 from rollweave.cli.console import FAILED, err, error_lines, out
-from rollweave.codec.disk import replace_file
-from rollweave.reproduce.registry import select
-from rollweave.reproduce.running import cores, run
-from rollweave.reproduce.table import as_json, as_markdown, as_text, heading
+from rollweave.io.disk import replace_file
 from rollweave.schema.errors import ConfigError
+from rollweave.sim.papers.registry import select
+from rollweave.sim.papers.running import cores, run
+from rollweave.sim.papers.table import as_json, as_markdown, as_text, heading
 
 BEGIN, END = "<!-- reproduce -->\n", "<!-- /reproduce -->\n"
 """What stands between them in a page is generated."""
@@ -35,9 +37,16 @@ def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | Non
         found[name] = finished.rows
         out.print(as_text(finished.experiment, finished.rows), markup=False, soft_wrap=True)
         done = len(found) + len(failures)
-        said = f"{done} of {len(experiments)}, {finished.seconds:.1f} s: {heading(finished.experiment)}"
+        said = (
+            f"{done} of {len(experiments)}, {finished.seconds:.1f} s: "
+            f"{heading(finished.experiment)}"
+        )
         err.print(f"[dim]{escape(said)}[/]", soft_wrap=True)
-    results = [(experiment, found[experiment.name]) for experiment in experiments if experiment.name in found]
+    results = [
+        (experiment, found[experiment.name])
+        for experiment in experiments
+        if experiment.name in found
+    ]
     if write is not None and not failures:
         replace_file(write, placed(as_markdown(results, quick=quick), write).encode())
         out.print(f"written to {write}", markup=False, soft_wrap=True)
@@ -48,7 +57,9 @@ def work(names: Sequence[str], *, quick: bool, as_json_: bool, write: Path | Non
 
 
 def placed(tables: str, file: Path) -> str:
-    """The text of `file` with `tables` between its two marks; `tables` alone where it has none."""
+    """The text of `file` with `tables` between its two marks; `tables` alone where it
+    has none.
+    """
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -60,8 +71,12 @@ def _writable(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"--write must name a file, got the directory {path}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--write must name a file in a directory that can be written to, got {path}")
+        raise ConfigError(
+            f"--write must name a file in a directory that can be written to, got {path}"
+        )
     try:
         placed("", path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--write must name a text file, or none yet, got {path}: {error}") from error
+        raise ConfigError(
+            f"--write must name a text file, or none yet, got {path}: {error}"
+        ) from error

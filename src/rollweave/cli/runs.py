@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rollweave.live.checkpoints import Checkpoints
 from rollweave.record.rundir import RunDir
-from rollweave.schema.config import RunConfig
+from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 RUNS = Path("runs")
@@ -18,9 +18,13 @@ EXPORT = "hf"
 
 
 def find_run(name: str) -> RunDir:
-    """The run directory that `name` means: a path, or a name under `runs/`. Raises ConfigError, also from `must_fit`."""
+    """The run directory that `name` means: a path, or a name under `runs/`.
+
+    Raises ConfigError, also from `must_fit`.
+    """
     for path in (Path(name), RUNS / name):
-        if any(os.path.exists(path / file) for file in ("config.toml", "metrics.jsonl")):  # Path.exists raises for odd names
+        # Path.exists raises for odd names
+        if any(os.path.exists(path / file) for file in ("config.toml", "metrics.jsonl")):
             run = RunDir(path)
             run.must_fit()
             return run
@@ -31,14 +35,21 @@ def find_run(name: str) -> RunDir:
 
 
 def clear(config: RunConfig) -> None:
-    """`--fresh`: delete the run directory of `config`, if it is one and nobody uses it. Raises ConfigError otherwise."""
+    """`--fresh`: delete the run directory of `config`, if it is one and nobody uses it.
+
+    Raises ConfigError otherwise.
+    """
     path = Path(config.run.dir) / config.run.name
     if not path.exists() or not any(path.iterdir()):
         return
     if not (RunDir(path).lock.exists() or RunDir(path).identity.exists()):
-        raise ConfigError(f"--fresh: {path} must be a run directory to be deleted, found no lock file; remove it yourself")
+        raise ConfigError(
+            f"--fresh: {path} must be a run directory to be deleted, found no lock "
+            "file; remove it yourself"
+        )
     if not RunDir(path).config.exists():
-        RunDir(path).config.touch()  # a run that died before it wrote its configuration: let `claim` take it over
+        # a run that died before it wrote its configuration: let `claim` take it over
+        RunDir(path).config.touch()
     with RunDir.claim(config, resume=True, to_clear=True):
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -48,24 +59,39 @@ def clear(config: RunConfig) -> None:
 
 
 def exported_checkpoint(run: RunDir, which: str) -> tuple[int, Path]:
-    """Step and export directory of checkpoint `best`, `last` or a step's number. Raises ConfigError."""
+    """Step and export directory of checkpoint `best`, `last` or a step's number.
+
+    Raises ConfigError.
+    """
     checkpoints = Checkpoints(run.checkpoints)
-    steps = [step for step in checkpoints.steps() if (checkpoints.path(step) / EXPORT / "config.json").exists()]
+    steps = [
+        step
+        for step in checkpoints.steps()
+        if (checkpoints.path(step) / EXPORT / "config.json").exists()
+    ]
     if not steps:
-        raise ConfigError(f"--checkpoint: {run.path} must hold a finished checkpoint with an export, found none yet")
+        raise ConfigError(
+            f"--checkpoint: {run.path} must hold a finished checkpoint with an "
+            "export, found none yet"
+        )
     best = run.path / "best"
     if which == "last" or (which == "best" and not best.exists()):
         step = steps[-1]
     elif which == "best" and (name := best.resolve().name.removeprefix("step-")).isdecimal():
         step = int(name)
     elif which == "best":
-        raise ConfigError(f"--checkpoint: {best} must be a link to a checkpoint, got {best.resolve()}; name a step")
+        raise ConfigError(
+            f"--checkpoint: {best} must be a link to a checkpoint, got "
+            f"{best.resolve()}; name a step"
+        )
     elif which.isdecimal():
         step = int(which)
     else:
         raise ConfigError(f"--checkpoint must be best, last or a step, got {which!r}")
     if step not in steps:
-        raise ConfigError(f"--checkpoint must be one of {', '.join(map(str, steps))} in {run.path}, got {step}")
+        raise ConfigError(
+            f"--checkpoint must be one of {', '.join(map(str, steps))} in {run.path}, got {step}"
+        )
     return step, checkpoints.path(step) / EXPORT
 
 

@@ -7,12 +7,12 @@ from rich.markup import escape
 
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import exported_checkpoint, find_run
-from rollweave.codec.config import load
 from rollweave.record.rundir import RunDir
 from rollweave.schema.commands import Warn
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModelConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.sections import ModelConfig
 from rollweave.service import launch
 from rollweave.service.engines import connector
 
@@ -20,9 +20,20 @@ SUFFIX = "-service"
 """Of the directory of a service that serves a run's checkpoint, beside the run's."""
 
 
-def serve(path: Path, overrides: Sequence[str], *, inproc: bool, no_token: bool = False, unsandboxed: bool = False) -> None:
+def serve(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    inproc: bool,
+    no_token: bool = False,
+    unsandboxed: bool = False,
+) -> None:
     """Serve until a signal ends it."""
-    config = load(path, overrides) if path.is_file() or path.suffix == ".toml" else of_run(str(path), overrides)
+    config = (
+        load(path, overrides)
+        if path.is_file() or path.suffix == ".toml"
+        else of_run(str(path), overrides)
+    )
     launch.serve(
         config,
         host=_Terminal(config),
@@ -42,8 +53,14 @@ def of_run(name: str, overrides: Sequence[str]) -> RunConfig:
     del step
     trained = load(run.config, overrides)
     shape = ModelConfig(path=str(model), dtype=trained.model.dtype, device=trained.model.device)
-    named = trained.run.name if trained.run.name != load(run.config).run.name else f"{run.path.name}{SUFFIX}"
-    section = trained.run.model_copy(update={"name": named, "dir": str(run.path.parent), "sinks": ()})
+    named = (
+        trained.run.name
+        if trained.run.name != load(run.config).run.name
+        else f"{run.path.name}{SUFFIX}"
+    )
+    section = trained.run.model_copy(
+        update={"name": named, "dir": str(run.path.parent), "sinks": ()}
+    )
     return trained.model_copy(update={"model": shape, "run": section})
 
 
@@ -57,9 +74,16 @@ class _Terminal:
         del stop  # signals do it
         names = ", ".join(task.name for task in self._config.tasks)
         out.print(f"serving [bold]{escape(names)}[/] on {address}", soft_wrap=True)
-        out.print(f"[dim]its API: {address}/openapi.json; Ctrl-C ends it when what it has accepted is done[/]", soft_wrap=True)
+        out.print(
+            f"[dim]its API: {address}/openapi.json; Ctrl-C ends it when what it has "
+            "accepted is done[/]",
+            soft_wrap=True,
+        )
         if token is None:
-            out.print("[yellow]no token: every program of this host, of every user, may use it[/]", soft_wrap=True)
+            out.print(
+                "[yellow]no token: every program of this host, of every user, may use it[/]",
+                soft_wrap=True,
+            )
         elif (variable := self._config.serve.token_env) is not None:
             out.print(f"[dim]its token: that of ${escape(variable)}[/]", soft_wrap=True)
         else:
@@ -67,7 +91,13 @@ class _Terminal:
             out.print(f"its token: {token} [dim](kept in {escape(str(kept))})[/]", soft_wrap=True)
 
     def warned(self, command: Warn) -> None:
-        err.print(f"[yellow]{escape(command.component)}:[/] {escape(command.message)}", soft_wrap=True)
+        err.print(
+            f"[yellow]{escape(command.component)}:[/] {escape(command.message)}", soft_wrap=True
+        )
 
     def stopping(self, drain: bool) -> None:
-        err.print("finishing what was accepted; once more to cancel it" if drain else "cancelling what is left")
+        err.print(
+            "finishing what was accepted; once more to cancel it"
+            if drain
+            else "cancelling what is left"
+        )

@@ -11,16 +11,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli.checks import human_seconds
 from rollweave.cli.console import FAILED, err, error_lines, out
 from rollweave.cli.faults import work as search_faults
 from rollweave.cli.progress import display
-from rollweave.codec.config import load
+from rollweave.record.report.page import write_report
 from rollweave.record.summary import describe, scheduled
-from rollweave.report.page import write_report
-from rollweave.schema.config import RunConfig
+from rollweave.runtime.preflight.checks import human_seconds
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.sections import FaultsConfig
 from rollweave.sim.fleet import kv_room
 from rollweave.sim.ignored import ignored
 from rollweave.sim.run import Outcome, directory_of, simulate
@@ -42,10 +42,17 @@ CAUSES = {
 }
 
 
-def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], as_json: bool) -> None:
-    """Simulate the run that the file at `path` describes, and print what it came to; or search the seeds in `faults`."""
+def work(
+    path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], as_json: bool
+) -> None:
+    """Simulate the run that the file at `path` describes, and print what it came to; or
+    search the seeds in `faults`.
+    """
     if faults and as_json:
-        raise ConfigError("--json must be left out where --faults is given: `rollweave bench faults --json` has the figures")
+        raise ConfigError(
+            "--json must be left out where --faults is given: `rollweave bench "
+            "faults --json` has the figures"
+        )
     if faults:
         search_faults(path, overrides, faults)
         return
@@ -53,9 +60,15 @@ def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], 
         raise ConfigError("CONFIG must be given where --faults is not, got none")
     config = load(path, overrides)
     if left_out := ignored(config):
-        err.print(f"[yellow]without effect in a simulation:[/] {escape(', '.join(left_out))}", soft_wrap=True)
+        err.print(
+            f"[yellow]without effect in a simulation:[/] {escape(', '.join(left_out))}",
+            soft_wrap=True,
+        )
     if config.faults != FaultsConfig():
-        err.print("[yellow]\\[faults] is left out:[/] it is for real environments; `--faults SEED` breaks simulated ones")
+        err.print(
+            "[yellow]\\[faults] is left out:[/] it is for real environments; `--faults "
+            "SEED` breaks simulated ones"
+        )
     costs, workloads = costs_of(config), workloads_of(config)  # before anything is written
     with directory_of(config) as run:
         with display(err, name=run.path.name, steps=config.run.steps) as progress:
@@ -71,13 +84,24 @@ def work(path: Path | None, overrides: Sequence[str], *, faults: Sequence[str], 
 
 
 def _kv_text(config: RunConfig, costs: Costs) -> str:
-    """Say how many tokens an engine's KV cache holds, and why: for engines of several kinds the smallest and the largest."""
+    """Say how many tokens an engine's KV cache holds, and why: for engines of several
+    kinds the smallest and the largest.
+    """
     degrees = config.allocation.degrees if config.allocation is not None else ()
     kinds = [(degree, group) for group in config.engines for degree in (degrees or (group.degree,))]
-    rooms = sorted({(kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds})
+    rooms = sorted(
+        {(kv_room(costs[0][degree], group), costs[0][degree].kv_tokens) for degree, group in kinds}
+    )
     found = sorted({room for room, _ in rooms})
-    why = "engines.kv_tokens" if all(room < gpu for room, gpu in rooms) else "as the GPU's memory, or sim.profile, allows"
-    return f"{' to '.join(f'{room:,}' for room in (found[0], found[-1])[: len(found)])} tokens an engine ({why})"
+    why = (
+        "engines.kv_tokens"
+        if all(room < gpu for room, gpu in rooms)
+        else "as the GPU's memory, or sim.profile, allows"
+    )
+    return (
+        f"{' to '.join(f'{room:,}' for room in (found[0], found[-1])[: len(found)])} tokens an "
+        f"engine ({why})"
+    )
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
@@ -112,21 +136,43 @@ def show(outcome: Outcome, *, kv: str) -> None:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     seconds, summary = outcome.step_s, outcome.summary
-    table.add_row("steps", f"{summary.steps} in {human_seconds(summary.wall_s)} of simulated time, {outcome.events:,} events")
+    table.add_row(
+        "steps",
+        f"{summary.steps} in {human_seconds(summary.wall_s)} of simulated "
+        f"time, {outcome.events:,} events",
+    )
     if seconds:
-        spread = f", {human_seconds(min(seconds))} to {human_seconds(max(seconds))}" if len(seconds) > 1 else ""
-        table.add_row("step time", f"[bold]{human_seconds(statistics.median(seconds))}[/] (median{spread})")
-    table.add_row("tokens", f"{outcome.tokens_per_s:,.0f} sampled/s, {outcome.trained_tokens_per_s:,.0f} trained/s")
+        spread = (
+            f", {human_seconds(min(seconds))} to {human_seconds(max(seconds))}"
+            if len(seconds) > 1
+            else ""
+        )
+        table.add_row(
+            "step time", f"[bold]{human_seconds(statistics.median(seconds))}[/] (median{spread})"
+        )
+    table.add_row(
+        "tokens",
+        f"{outcome.tokens_per_s:,.0f} sampled/s, {outcome.trained_tokens_per_s:,.0f} trained/s",
+    )
     for who, name in (("engines", f"engines ({outcome.engine_gpus} GPUs)"), ("trainer", "trainer")):
         shares = sorted(outcome.idle(who).items(), key=lambda item: (item[0] != "busy", -item[1]))
-        table.add_row(name, ", ".join(f"{CAUSES.get(cause, cause)} {share:.1%}" for cause, share in shares if share >= 0.0005))
+        table.add_row(
+            name,
+            ", ".join(
+                f"{CAUSES.get(cause, cause)} {share:.1%}"
+                for cause, share in shares
+                if share >= 0.0005
+            ),
+        )
     table.add_row("KV cache", kv)
     used = [line["kv_used"] for line in outcome.steps]
     if used:
         table.add_row("KV in use", f"{statistics.mean(used):.1%} by live turns when steps begin")
     ages, total = staleness(outcome), sum(staleness(outcome).values())
     if total:
-        table.add_row("staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items()))
+        table.add_row(
+            "staleness", ", ".join(f"{age}: {count / total:.1%}" for age, count in ages.items())
+        )
     if did := scheduled(summary.scheduling):
         table.add_row("scheduling", did)
     table.add_row("trajectories", describe(summary.account))

@@ -1,4 +1,6 @@
-"""What `rollweave train` and `rollweave.train` share: which configuration is meant, and the run without output."""
+"""What `rollweave train` and `rollweave.train` share: which configuration is meant, and
+the run without output.
+"""
 
 import contextlib
 import os
@@ -6,44 +8,66 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollweave.cli import dryrun
-from rollweave.cli.checks import must_do
 from rollweave.cli.runs import clear
-from rollweave.codec.config import load
-from rollweave.inherited import see_own_modules
-from rollweave.live import launch
+from rollweave.io.inherited import see_own_modules
+from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary
-from rollweave.report.page import write_report
-from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
+from rollweave.runtime import launch
+from rollweave.runtime.preflight import dryrun
+from rollweave.runtime.preflight.checks import must_do
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
 
 
 def resolve(
-    source: str | os.PathLike[str] | RunConfig, overrides: Sequence[str], *, resume: bool, fresh: bool
+    source: str | os.PathLike[str] | RunConfig,
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+    fresh: bool,
 ) -> tuple[RunConfig, bool]:
-    """Return the configuration that `source` means, and whether its run is resumed. Raises ConfigError.
+    """Return the configuration that `source` means, and whether its run is resumed.
+    Raises ConfigError.
 
     A run directory stands for its configuration, and its run is resumed unless `fresh`.
     """
     if resume and fresh:
-        raise ConfigError("--resume and --fresh must not be given together: one goes on with a run, the other deletes it")
+        raise ConfigError(
+            "--resume and --fresh must not be given together: one goes on with a "
+            "run, the other deletes it"
+        )
     if isinstance(source, RunConfig):
         if overrides:
-            raise ConfigError(f"overrides must be empty where a configuration is given, got {', '.join(overrides)}")
+            raise ConfigError(
+                "overrides must be empty where a configuration is given, got "
+                f"{', '.join(overrides)}"
+            )
         return source, resume
     path = Path(source)
     resume = resume or (path.is_dir() and not fresh)
     config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
     if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
-        raise ConfigError(f"model must be given for training, got only [sim]; `rollweave simulate {path}` runs this file")
+        raise ConfigError(
+            "model must be given for training, got only [sim]; `rollweave simulate "
+            f"{path}` runs this file"
+        )
     return config, resume
 
 
 def train_quietly(
-    source: str | os.PathLike[str] | RunConfig, overrides: Sequence[str], *, resume: bool, fresh: bool, inproc: bool
+    source: str | os.PathLike[str] | RunConfig,
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+    fresh: bool,
+    inproc: bool,
 ) -> Summary:
-    """Check the configuration, train, and write the report. `rollweave.train` describes what is raised."""
+    """Check the configuration, train, and write the report.
+
+    `rollweave.train` describes what is raised.
+    """
     see_own_modules()
     config, resume = resolve(source, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=False)
@@ -54,7 +78,8 @@ def train_quietly(
     if fresh:
         clear(config)
     summary = launch.train(config, resume=resume, inproc=inproc)
-    with contextlib.suppress(OSError, RollweaveError):  # a report that cannot be written must not fail the run
+    # a report that cannot be written must not fail the run
+    with contextlib.suppress(OSError, RollweaveError):
         write_report(RunDir(Path(config.run.dir) / config.run.name))
     if summary.error:
         raise RollweaveError(summary.error)
@@ -64,11 +89,18 @@ def train_quietly(
 
 
 def _of_run(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of the run in directory `path`, which stays there, wherever it was made and called from."""
+    """The configuration of the run in directory `path`, which stays there, wherever it
+    was made and called from.
+    """
     config = load(path / "config.toml", overrides)
     here = path.resolve()
     for override in overrides:
         key = override.partition("=")[0].strip()
         if key in ("run.name", "run.dir"):
-            raise ConfigError(f"--set: {key} must be left out where a run directory is given, got {override} for {here}")
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": here.name, "dir": str(here.parent)})})
+            raise ConfigError(
+                f"--set: {key} must be left out where a run directory is given, got "
+                f"{override} for {here}"
+            )
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"name": here.name, "dir": str(here.parent)})}
+    )

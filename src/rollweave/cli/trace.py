@@ -1,4 +1,6 @@
-"""`rollweave trace`: what happened in a run, trajectory by trajectory, and one of them turn by turn."""
+"""`rollweave trace`: what happened in a run, trajectory by trajectory, and one of them
+turn by turn.
+"""
 
 import json
 import operator
@@ -13,14 +15,21 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from rollweave.cli.checks import human_seconds
 from rollweave.cli.console import err, out
 from rollweave.cli.runs import find_run
-from rollweave.codec.config import load
 from rollweave.record.rundir import RunDir
-from rollweave.rollout.store import Entry, TrajectoryReader
+from rollweave.record.store import Entry, TrajectoryReader
+from rollweave.runtime.preflight.checks import human_seconds
+from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.work import Purpose, Segment, SegmentKind, StopReason, TokenSequence, Trajectory
+from rollweave.schema.work import (
+    Purpose,
+    Segment,
+    SegmentKind,
+    StopReason,
+    TokenSequence,
+    Trajectory,
+)
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -34,15 +43,27 @@ PIECES_A_ROW = 8
 
 
 def trace(
-    name: str, trajectory: str | None, *, task: str | None, stop: str | None, reward: str | None, step: int | None, limit: int
+    name: str,
+    trajectory: str | None,
+    *,
+    task: str | None,
+    stop: str | None,
+    reward: str | None,
+    step: int | None,
+    limit: int,
 ) -> None:
-    """List trajectories, or show `trajectory` (`g12.3`, or `g12.3/1` for its second attempt)."""
+    """List trajectories, or show `trajectory` (`g12.3`, or `g12.3/1` for its second
+    attempt).
+    """
     run = find_run(name)
     if not run.trajectories.is_dir():
         raise ConfigError(f"{run.path} must hold trajectories, found none yet")
     reader = TrajectoryReader(run.trajectories)
     for line in reader.damaged:
-        text = f"[yellow]warning:[/] {escape(line)}; it and what follows it in this file cannot be shown"
+        text = (
+            f"[yellow]warning:[/] {escape(line)}; it and what follows it in this file cannot be "
+            "shown"
+        )
         err.print(text, soft_wrap=True)
     if trajectory is not None:
         _show(run, reader, trajectory)
@@ -58,10 +79,15 @@ def trace(
                 found.append((entry, loaded))
     _list(found[::-1], matching, len(reader.entries))
     out.print(
-        f"[dim]one of them: rollweave trace {escape(name)} {found[-1][1].id if found else 'TRAJECTORY'}[/]", soft_wrap=True
+        f"[dim]one of them: rollweave trace {escape(name)} "
+        f"{found[-1][1].id if found else 'TRAJECTORY'}[/]",
+        soft_wrap=True,
     )
     if run.trace.exists():
-        out.print(f"[dim]timeline: open {escape(str(run.trace.resolve()))} in https://ui.perfetto.dev[/]", soft_wrap=True)
+        out.print(
+            f"[dim]timeline: open {escape(str(run.trace.resolve()))} in https://ui.perfetto.dev[/]",
+            soft_wrap=True,
+        )
 
 
 def parse_reward(text: str) -> Callable[[float], bool]:
@@ -73,7 +99,9 @@ def parse_reward(text: str) -> Callable[[float], bool]:
     return lambda value: compare(value, bound)
 
 
-def _filter(*, task: str | None, stop: str | None, reward: str | None, step: int | None) -> Callable[[Trajectory], bool]:
+def _filter(
+    *, task: str | None, stop: str | None, reward: str | None, step: int | None
+) -> Callable[[Trajectory], bool]:
     if stop is not None and stop not in [reason.value for reason in StopReason]:
         raise ConfigError(f"--stop must be one of {', '.join(StopReason)}, got {stop!r}")
     compare = parse_reward(reward) if reward is not None else None
@@ -91,13 +119,24 @@ def _filter(*, task: str | None, stop: str | None, reward: str | None, step: int
 
 def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("trajectory", "task", "ended", "step", "weights", "turns", "tokens", "reward", "stop"):
+    for heading in (
+        "trajectory",
+        "task",
+        "ended",
+        "step",
+        "weights",
+        "turns",
+        "tokens",
+        "reward",
+        "stop",
+    ):
         right = heading in ("ended", "step", "turns", "tokens", "reward")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for entry, trajectory in found:
         table.add_row(
             f"{trajectory.id}{f'/{trajectory.attempt}' if trajectory.attempt else ''}",
-            escape(trajectory.task.tag or trajectory.task.env) + (" [dim]eval[/]" if entry.purpose is Purpose.EVAL else ""),
+            escape(trajectory.task.tag or trajectory.task.env)
+            + (" [dim]eval[/]" if entry.purpose is Purpose.EVAL else ""),
             f"{entry.at:.1f} s",
             str(trajectory.initiated_version),
             _versions(trajectory),
@@ -113,7 +152,9 @@ def _list(found: list[tuple[Entry, Trajectory]], matching: int, total: int) -> N
 
 def _versions(trajectory: Trajectory) -> str:
     """Lowest and highest weight version that spoke."""
-    spans = [sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)]
+    spans = [
+        sequence.versions() for sequence in trajectory.sequences if sequence.versions() != (-1, -1)
+    ]
     if not spans:
         return "-"
     low, high = min(span[0] for span in spans), max(span[1] for span in spans)
@@ -127,7 +168,10 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
         matching = [entry for entry in matching if str(entry.attempt) == attempt]
     if not matching:
         last = f", the newest is {reader.entries[-1].trajectory_id}" if reader.entries else ""
-        raise ConfigError(f"TRAJECTORY must be one of this run's {len(reader.entries)} attempts, got {wanted!r}{last}")
+        raise ConfigError(
+            f"TRAJECTORY must be one of this run's {len(reader.entries)} attempts, "
+            f"got {wanted!r}{last}"
+        )
     trajectory = reader.load(matching[-1])
     pieces = Pieces(_tokenizer(run))
     _head(trajectory, matching[-1])
@@ -137,14 +181,21 @@ def _show(run: RunDir, reader: TrajectoryReader, wanted: str) -> None:
     out.print(Rule(style="dim"))
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:g}"
     cut = _cut(trajectory, ", [yellow]{cut} of {turns} turns cut at a token limit[/]")
-    success = "" if trajectory.success is None else f", success: {'yes' if trajectory.success else 'no'}"
-    out.print(f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward [bold]{reward}[/]{success}{cut}")
+    success = (
+        "" if trajectory.success is None else f", success: {'yes' if trajectory.success else 'no'}"
+    )
+    out.print(
+        f"[bold]{trajectory.stop_reason}[/] (blame: {trajectory.blame}), reward "
+        f"[bold]{reward}[/]{success}{cut}"
+    )
     if trajectory.error:
         out.print(f"[red]{escape(trajectory.error)}[/]")
 
 
 def _cut(trajectory: Trajectory, text: str) -> str:
-    """Fill `text` with the number of turns that a token limit cut and the number of all turns; "" if none was cut."""
+    """Fill `text` with the number of turns that a token limit cut and the number of all
+    turns; "" if none was cut.
+    """
     spans = [span for sequence in trajectory.sequences for span in sequence.turns]
     cut = sum(span.finish_reason == "length" for span in spans)
     return text.format(cut=cut, turns=len(spans)) if cut else ""
@@ -155,9 +206,15 @@ def _head(trajectory: Trajectory, entry: Entry) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("trajectory", f"[bold]{trajectory.id}[/], attempt {trajectory.attempt}, of group {trajectory.group_id}")
+    table.add_row(
+        "trajectory",
+        f"[bold]{trajectory.id}[/], attempt {trajectory.attempt}, of group {trajectory.group_id}",
+    )
     table.add_row("task", escape(f"{task.tag or task.env}  {task.id}  {task.payload}"))
-    table.add_row("weights", f"initiated at {trajectory.initiated_version}, sampled by {_versions(trajectory)}")
+    table.add_row(
+        "weights",
+        f"initiated at {trajectory.initiated_version}, sampled by {_versions(trajectory)}",
+    )
     table.add_row("engine", escape(trajectory.engine or "-"))
     parts = [
         f"init {human_seconds(timing.init_s)}",
@@ -171,7 +228,9 @@ def _head(trajectory: Trajectory, entry: Entry) -> None:
 
 
 class Turn:
-    """Segments `[first, last)` of a sequence that belong together: the prompt, one observation, or one turn of the agent."""
+    """Segments `[first, last)` of a sequence that belong together: the prompt, one
+    observation, or one turn of the agent.
+    """
 
     def __init__(self, segments: list[Segment], *, number: int, reward: float, cut: bool) -> None:
         self.segments, self.number, self.reward, self.cut = segments, number, reward, cut
@@ -179,8 +238,14 @@ class Turn:
 
 
 def turns(sequence: TokenSequence) -> Iterator[Turn]:
-    """The sequence's parts in order. A weight update in the middle of a turn does not cut it in two."""
-    starts = {span.start: (number, span.reward, span.finish_reason == "length") for number, span in enumerate(sequence.turns)}
+    """The sequence's parts in order.
+
+    A weight update in the middle of a turn does not cut it in two.
+    """
+    starts = {
+        span.start: (number, span.reward, span.finish_reason == "length")
+        for number, span in enumerate(sequence.turns)
+    }
     held: list[Segment] = []
     number, reward, cut = -1, 0.0, False
     for segment in sequence.segments:
@@ -226,7 +291,9 @@ def _tokenizer(run: RunDir) -> Tokenizer | None:
         if file.exists():
             try:
                 return Tokenizer.from_file(str(file))
-            except Exception as error:  # the library has no type of its own for a file that is damaged
+            except (
+                Exception
+            ) as error:  # the library has no type of its own for a file that is damaged
                 raise ConfigError(f"{file} must be a tokenizer: {error}") from error
     return None
 
@@ -239,18 +306,23 @@ def _segment(sequence: TokenSequence, part: Turn, pieces: Pieces) -> None:
         out.print(Text(pieces.text(tokens)))
         return
     versions = ", ".join(
-        f"{s.version} ({s.start}–{s.end})" if len(part.segments) > 1 else str(s.version) for s in part.segments
+        f"{s.version} ({s.start}–{s.end})" if len(part.segments) > 1 else str(s.version)
+        for s in part.segments
     )
     total = sum(sequence.logprobs[start:end])
-    title = f"turn {part.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · reward {part.reward:g}"
+    title = (
+        f"turn {part.number} · tokens {start}–{end} · weights {versions} · log-prob {total:.3f} · "
+        f"reward {part.reward:g}"
+    )
     if part.cut:
         title += "[/] · [yellow]cut at its token limit"
     out.print(Rule(f"[cyan]{title}[/]", align="left", style="cyan"))
     out.print(Text(pieces.text(tokens), style="bold"))
     for row in range(start, end, PIECES_A_ROW):
         cells = [
-            f"{sequence.tokens[at]}[dim]:{escape(json.dumps(pieces.one(sequence.tokens[at]), ensure_ascii=False)[1:-1])}[/]"
+            f"{token}[dim]:{escape(json.dumps(pieces.one(token), ensure_ascii=False)[1:-1])}[/]"
             f" {sequence.logprobs[at]:.2f}"
             for at in range(row, min(end, row + PIECES_A_ROW))
+            for token in [sequence.tokens[at]]
         ]
         out.print("  " + "   ".join(cells), soft_wrap=True)

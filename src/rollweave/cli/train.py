@@ -7,22 +7,24 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.cli import dryrun
-from rollweave.cli.checks import human_seconds, must_do, show
 from rollweave.cli.console import FAILED, err, error_lines, out
 from rollweave.cli.interrupt import INTERRUPTED
 from rollweave.cli.progress import display
 from rollweave.cli.runs import clear
 from rollweave.cli.start import resolve
-from rollweave.live import launch
+from rollweave.record.report.page import write_report
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, cut_text, describe, held_out, scheduled
-from rollweave.report.page import write_report
-from rollweave.schema.config import RunConfig
+from rollweave.runtime import launch
+from rollweave.runtime.preflight import dryrun
+from rollweave.runtime.preflight.checks import human_seconds, must_do, show
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 
 
-def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool) -> None:
+def train(
+    path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, fresh: bool, inproc: bool
+) -> None:
     """Train as the file or run directory at `path` says, and print what came of it."""
     config, resume = resolve(path, overrides, resume=resume, fresh=fresh)
     checks = dryrun.examine(config, resume=resume, fresh=fresh, deep=dry_run)
@@ -41,7 +43,10 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, resume: bool, 
 
 
 def run(config: RunConfig, *, resume: bool, inproc: bool) -> Summary:
-    """Run to the end and print the summary. Exits with 1 where the run failed, with 130 where the user ended it."""
+    """Run to the end and print the summary.
+
+    Exits with 1 where the run failed, with 130 where the user ended it.
+    """
     with display(err, name=config.run.name, steps=config.run.steps) as progress:
         summary = launch.train(config, resume=resume, inproc=inproc, progress=progress)
     conclude(summary, Path(config.run.dir) / config.run.name)
@@ -55,22 +60,35 @@ def conclude(summary: Summary, directory: Path) -> None:
     table.add_column(overflow="fold")
     for name, (kind, value) in held_out(summary.success_rate, summary.mean_reward).items():
         what = "success" if kind == "success" else "mean reward"
-        table.add_row(name, f"{what} [bold]{value:.3f}[/] over {summary.eval_episodes.get(name, 0)} held-out episodes")
+        table.add_row(
+            name,
+            f"{what} [bold]{value:.3f}[/] over "
+            f"{summary.eval_episodes.get(name, 0)} held-out episodes",
+        )
     rate_per_s = summary.tokens / summary.wall_s if summary.wall_s else 0.0
-    table.add_row("steps", f"{summary.steps} in {human_seconds(summary.wall_s)}, {rate_per_s:,.0f} sampled tokens/s")
+    table.add_row(
+        "steps",
+        f"{summary.steps} in {human_seconds(summary.wall_s)}, {rate_per_s:,.0f} sampled tokens/s",
+    )
     if summary.ended_by:
         table.add_row("ended by", summary.ended_by)
     if summary.best_step is not None:
-        table.add_row("best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}")
+        table.add_row(
+            "best", f"checkpoint of step {summary.best_step}: {escape(str(directory / 'best'))}"
+        )
     table.add_row("trajectories", describe(summary.account))
     if any(summary.engines.values()):
         table.add_row("engines", _counts(summary.engines))
     if did := scheduled(summary.scheduling):
         table.add_row("scheduling", did)
-    table.add_row("attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}")
+    table.add_row(
+        "attempts", f"{_counts(summary.attempts)}; stopped: {_counts(summary.stop_reasons)}"
+    )
     if cut := cut_text(summary.cut_turns, summary.turns):
         table.add_row("cut", f"[yellow]{escape(cut)}[/]")
-    table.add_row("staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}")
+    table.add_row(
+        "staleness", f"at most {summary.staleness_max} steps{_inherent(summary.inherent_staleness)}"
+    )
     for what, counts in (("retried", summary.retried), ("watchdog", summary.watchdog)):
         if counts:
             table.add_row(what, _counts(counts))
@@ -80,12 +98,18 @@ def conclude(summary: Summary, directory: Path) -> None:
         error_lines(summary.error)
         raise typer.Exit(FAILED)
     if summary.interrupted:
-        err.print(f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} --resume goes on", soft_wrap=True)
+        err.print(
+            f"[yellow]stopped in order;[/] rollweave train {escape(str(directory))} "
+            "--resume goes on",
+            soft_wrap=True,
+        )
         raise typer.Exit(INTERRUPTED)
 
 
 def _report(directory: Path) -> str:
-    """Write the run's report and return its path, or the reason why it was not written: that must not fail the run."""
+    """Write the run's report and return its path, or the reason why it was not written:
+    that must not fail the run.
+    """
     try:
         return escape(str(write_report(RunDir(directory))))
     except (OSError, RollweaveError) as error:
@@ -100,4 +124,9 @@ def _inherent(ages: dict[str, int]) -> str:
 
 
 def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "-"
+    return (
+        ", ".join(
+            f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1])
+        )
+        or "-"
+    )

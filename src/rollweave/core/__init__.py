@@ -1,1 +1,3 @@
-"""The state of a run and the one function that changes it: `Core.handle(now, event) -> commands`."""
+"""The state of a run and the one function that changes it: `Core.handle(now, event) ->
+commands`.
+"""

@@ -6,7 +6,10 @@ from rollweave.schema.work import Purpose
 
 
 class Account(Noun, frozen=True, kw_only=True):
-    """started = trained + dropped (by reason) + cancelled + buffered + in_flight. At the end of a run in_flight is 0."""
+    """started = trained + dropped (by reason) + cancelled + buffered + in_flight.
+
+    At the end of a run in_flight is 0.
+    """
 
     started: int
     trained: int
@@ -17,7 +20,14 @@ class Account(Noun, frozen=True, kw_only=True):
 
     @property
     def balanced(self) -> bool:
-        return self.started == self.trained + sum(self.dropped.values()) + self.cancelled + self.buffered + self.in_flight
+        return (
+            self.started
+            == self.trained
+            + sum(self.dropped.values())
+            + self.cancelled
+            + self.buffered
+            + self.in_flight
+        )
 
 
 def account(state: State) -> Account:

@@ -1,22 +1,26 @@
-"""The fleet that fits the lengths seen: planned every few steps, changed engine by engine (Heddle §6).
+"""The fleet that fits the lengths seen: planned every few steps, changed engine by
+engine (Heddle §6).
 
-An engine that the plan lacks takes no turn any more and is removed when its last one is done; engines that the plan has and the
-fleet lacks are started as its budget comes free. Only degrees that an engine has measured itself at are compared.
+An engine that the plan lacks takes no turn any more and is removed when its last one is
+done; engines that the plan has and the fleet lacks are started as its budget comes
+free. Only degrees that an engine has measured itself at are compared.
 """
 
 from collections import Counter
 
 from rollweave.core import engines, seats
 from rollweave.core.costs import groups_of
+from rollweave.core.policy.allocation import allocate_groups, is_sum
+from rollweave.core.policy.placement import place_groups
+from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
-from rollweave.policy.allocation import allocate_groups, is_sum
-from rollweave.policy.placement import place_groups
-from rollweave.policy.work import occupied
+from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSeat
-from rollweave.schema.sections import AllocationConfig
 
 GAIN = 0.05
-"""Share of the predicted makespan that another fleet must save, every few steps: changing it costs starts of engines."""
+"""Share of the predicted makespan that another fleet must save, every few steps:
+changing it costs starts of engines.
+"""
 
 
 def plan(run: Run) -> None:
@@ -30,14 +34,25 @@ def plan(run: Run) -> None:
     works = _batch(run)
     measured = [degree for degree in config.degrees if degree in state.measured]
     if len(measured) < len(config.degrees) and not state.counters.watchdog.get("degree_unmeasured"):
-        missing = ", ".join(str(degree) for degree in config.degrees if degree not in state.measured)
-        why = f"no engine of degree {missing} fits the budget of {config.budget} beside the others; it is not planned with"
+        missing = ", ".join(
+            str(degree) for degree in config.degrees if degree not in state.measured
+        )
+        why = (
+            f"no engine of degree {missing} fits the budget of {config.budget} beside the others; "
+            "it is not planned with"
+        )
         run.warn("allocation", why, count="degree_unmeasured")
-    if len(measured) > 1 and is_sum(config.budget, measured) and len(works) >= config.budget // min(measured):
+    if (
+        len(measured) > 1
+        and is_sum(config.budget, measured)
+        and len(works) >= config.budget // min(measured)
+    ):
         _change(run, config, works, measured)
 
 
-def _change(run: Run, config: AllocationConfig, works: list[tuple[int, int]], degrees: list[int]) -> None:
+def _change(
+    run: Run, config: AllocationConfig, works: list[tuple[int, int]], degrees: list[int]
+) -> None:
     state = run.state
     groups = groups_of(run, works, degrees)
     found = allocate_groups(groups, config.budget, degrees)
@@ -59,12 +74,16 @@ def _change(run: Run, config: AllocationConfig, works: list[tuple[int, int]], de
 
 
 def _batch(run: Run) -> list[tuple[int, int]]:
-    """Works like those of one batch: of the newest finished trajectories, evenly spaced by length, the longest first."""
+    """Works like those of one batch: of the newest finished trajectories, evenly spaced
+    by length, the longest first.
+    """
     rollout, state = run.config.rollout, run.state
     works = []
     for name, known in state.lengths.items():
         context, growth = state.prompt_tokens.get(name, 0.0), state.growth.get(name, 1.0)
-        works += [(length, round(occupied(length, context=context, growth=growth))) for length in known]
+        works += [
+            (length, round(occupied(length, context=context, growth=growth))) for length in known
+        ]
     works.sort(reverse=True)
     count = min(len(works), rollout.groups_per_step * rollout.group_size)
     return [works[(2 * index + 1) * len(works) // (2 * count)] for index in range(count)]
@@ -75,7 +94,9 @@ def advance(run: Run) -> None:
     config, state = run.config.allocation, run.state
     if config is None:
         return
-    while state.seats and state.seats[0] <= config.budget - sum(engine.degree for engine in state.engines.values()):
+    while state.seats and state.seats[0] <= config.budget - sum(
+        engine.degree for engine in state.engines.values()
+    ):
         name = seats.next_id(state)
         if name is None:
             return  # the run ends

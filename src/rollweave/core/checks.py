@@ -1,24 +1,35 @@
-"""Invariants of the whole state. Tests check them after every event; production code never does."""
+"""Invariants of the whole state.
+
+Tests check them after every event; production code never does.
+"""
 
 import math
 
 from rollweave.core.account import account
 from rollweave.core.fleet import Fleet
 from rollweave.core.order import Order
+from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.seats import number_of, staying
-from rollweave.core.state import ALIVE, EngineStatus, GroupStatus, Phase, RelayStatus, Stage, TrainerStatus
+from rollweave.core.state import (
+    ALIVE,
+    EngineStatus,
+    GroupStatus,
+    Phase,
+    RelayStatus,
+    Stage,
+    TrainerStatus,
+)
 from rollweave.core.weights import MOST, machine_of, needed
-from rollweave.policy.staleness import acceptable
 from rollweave.schema.work import Purpose
 
 
 def check(run: Run) -> None:
     assert run.fleet == Fleet.of(run.state), "the fleet is what a fresh count gives"
     if run.scheduling.homes:
-        assert run.order == Order.of(run.state, by_level=run.scheduling.priority == "longest_first"), (
-            "the order is what a fresh sort gives"
-        )
+        assert run.order == Order.of(
+            run.state, by_level=run.scheduling.priority == "longest_first"
+        ), "the order is what a fresh sort gives"
     _check_indices(run)
     _check_turns(run)
     _check_groups(run)
@@ -51,7 +62,9 @@ def _check_indices(run: Run) -> None:
         assert (trajectory.stage is Stage.CLOSING) == (trajectory.closing is not None), trajectory
         assert (trajectory.stage is Stage.SCORED) <= (trajectory.reward is not None), trajectory
     for stage, index in indices.items():
-        assert found[stage] == index.keys(), f"index of {stage}: {index.keys() ^ found[stage]} differ"
+        assert found[stage] == index.keys(), (
+            f"index of {stage}: {index.keys() ^ found[stage]} differ"
+        )
 
 
 def _check_turns(run: Run) -> None:
@@ -64,7 +77,9 @@ def _check_turns(run: Run) -> None:
             share.engine_id != engine.id for share in state.partition.shares
         ), f"the partition has {engine.id}, which drains"
         for trajectory_id in engine.active:
-            assert trajectory_id not in served, f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
+            assert trajectory_id not in served, (
+                f"{trajectory_id} is on {served[trajectory_id]} and {engine.id}"
+            )
             served[trajectory_id] = engine.id
     for trajectory in state.trajectories.values():
         turn = trajectory.turn
@@ -83,7 +98,12 @@ def _check_turns(run: Run) -> None:
         trajectory_ = state.trajectories.get(migration.trajectory_id)
         moves = trajectory_ is not None and trajectory_.migration == number
         assert moves or migration.since is not None, f"nobody waits for {migration}"
-    ends = [end for m in state.migrations.values() if m.since is not None for end in (m.source, m.target)]
+    ends = [
+        end
+        for m in state.migrations.values()
+        if m.since is not None
+        for end in (m.source, m.target)
+    ]
     assert len(ends) == len(set(ends)), f"an engine is in two transfers: {ends}"
     assert not waiting, f"{waiting} are queued without an open turn"
     assert not served, f"{served} are on engines without an open turn"
@@ -95,7 +115,9 @@ def _check_groups(run: Run) -> None:
     by_status: dict[GroupStatus, set[str]] = {status: set() for status in GroupStatus}
     for group in training:
         by_status[group.status].add(group.id)
-    assert by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
+    assert (
+        by_status[GroupStatus.DRAWING] | by_status[GroupStatus.ACTIVE] == state.active_groups.keys()
+    )
     assert by_status[GroupStatus.BUFFERED] == state.buffer.keys()
     assert by_status[GroupStatus.TAKEN] == set(state.trainer.taken)
     _check_measured(run)
@@ -107,7 +129,9 @@ def _check_groups(run: Run) -> None:
         assert len(group.chosen) <= run.group_sizes[group.name], group
     for group_id in state.buffer if state.swept_at == version else ():
         for member in state.groups[group_id].chosen:
-            assert acceptable(state.trajectories[member].initiated, version, run.mode.window), group_id
+            assert acceptable(state.trajectories[member].initiated, version, run.mode.window), (
+                group_id
+            )
 
 
 def _check_measured(run: Run) -> None:
@@ -124,13 +148,17 @@ def _check_measured(run: Run) -> None:
 
 
 def _check_pace(run: Run) -> None:
-    """A trajectory's turns are on engines with the weights that it began with, and on no other."""
+    """A trajectory's turns are on engines with the weights that it began with, and on
+    no other.
+    """
     if not run.alone:
         return
     state = run.state
     for engine in state.engines.values():
         for trajectory_id in engine.active:
-            assert state.trajectories[trajectory_id].weights_id == engine.weights_id, f"{trajectory_id} on {engine}"
+            assert state.trajectories[trajectory_id].weights_id == engine.weights_id, (
+                f"{trajectory_id} on {engine}"
+            )
     for trajectory_id in (*state.in_init, *state.in_run):
         trajectory = state.trajectories[trajectory_id]
         home = state.engines.get(trajectory.home) if trajectory.home is not None else None
@@ -142,12 +170,16 @@ def _check_pace(run: Run) -> None:
 
 
 def _check_weights(run: Run) -> None:
-    """Nobody waits for weights that do not come, and engines have what their machine holds or held."""
+    """Nobody waits for weights that do not come, and engines have what their machine
+    holds or held.
+    """
     state = run.state
     up = {relay.id for relay in state.relays.values() if relay.status is not RelayStatus.STARTING}
     assert sorted(state.chain) == sorted(up), f"{state.chain} are in the chain, {up} are up"
     assert len(needed(run)) <= MOST
-    assert not state.saved or (state.checkpoint is not None and max(state.saved.values()) <= state.checkpoint), state.saved
+    assert not state.saved or (
+        state.checkpoint is not None and max(state.saved.values()) <= state.checkpoint
+    ), state.saved
     for place, relay in enumerate(state.relays[relay_id] for relay_id in state.chain):
         assert (relay.status is RelayStatus.TAKING) == (relay.taking >= 0), relay
         assert relay.held == sorted(set(relay.held)), relay
@@ -155,23 +187,33 @@ def _check_weights(run: Run) -> None:
         assert len(relay.held) <= MOST + 1, relay
         source = state.relays[relay.source] if relay.source is not None else None
         if relay.taking >= 0 and source is not None and relay.taking not in source.held:
-            assert source.taking == relay.taking, f"{relay.id} takes {relay.taking} from {source.id}, which lacks it"
-            assert state.chain.index(source.id) < place, f"{relay.id} takes from {source.id}, which stands behind it"
+            assert source.taking == relay.taking, (
+                f"{relay.id} takes {relay.taking} from {source.id}, which lacks it"
+            )
+            assert state.chain.index(source.id) < place, (
+                f"{relay.id} takes from {source.id}, which stands behind it"
+            )
         if relay.base is not None:
             assert relay.base in relay.held, relay
     for engine in state.engines.values():
         machine = machine_of(run, engine)
-        assert machine is None or f"r{machine}" in state.relays, f"{engine.id} is on a machine that was given up"
+        assert machine is None or f"r{machine}" in state.relays, (
+            f"{engine.id} is on a machine that was given up"
+        )
 
 
 def _check_fleet(run: Run) -> None:
-    """Numbers of engines are used once; who leaves begins nothing, and is never the last of a training run."""
+    """Numbers of engines are used once; who leaves begins nothing, and is never the
+    last of a training run.
+    """
     state = run.state
     if state.serving or state.phase is Phase.FINISHED:
         return
     engines = list(state.engines.values())
     assert all(number_of(engine.id) < state.next_engine for engine in engines), state.next_engine
-    assert not {*state.withdrawn} & state.engines.keys(), f"{state.withdrawn} were withdrawn for good"
+    assert not {*state.withdrawn} & state.engines.keys(), (
+        f"{state.withdrawn} were withdrawn for good"
+    )
     leaving = [engine for engine in engines if engine.leaving]
     assert not leaving or staying(state, leaving[0]), f"all engines leave: {leaving}"
     for engine in leaving:
@@ -187,24 +229,36 @@ def _check_saving(run: Run) -> None:
 
 
 def _check_attempts(run: Run) -> None:
-    """Assert that every attempt that was launched is under way, or has ended with one stop reason."""
+    """Assert that every attempt that was launched is under way, or has ended with one
+    stop reason.
+    """
     state, counters = run.state, run.state.counters
     under_way = sum(one.launched for one in state.trajectories.values())
     over = sum(counters.stop_reasons.values())
-    assert counters.attempts == over + under_way, f"{counters.attempts} attempts, {over} over, {under_way} under way"
+    assert counters.attempts == over + under_way, (
+        f"{counters.attempts} attempts, {over} over, {under_way} under way"
+    )
     for one in state.trajectories.values():
         assert one.launched == (one.stage in ALIVE or one.stage is Stage.EVAL_QUEUED), one
     if not state.serving:
         begun = counters.started + counters.eval_started + counters.relaunched
-        assert counters.attempts == begun, f"{counters.attempts} attempts, {begun} begun: {counters}"
+        assert counters.attempts == begun, (
+            f"{counters.attempts} attempts, {begun} begun: {counters}"
+        )
 
 
 def _check_service(run: Run) -> None:
     """What was submitted is delivered or under way."""
     state, over = run.state, (Stage.SCORED, Stage.ENDED)
-    asked = [one for one in state.trajectories.values() if state.groups[one.group_id].purpose is Purpose.SERVE]
+    asked = [
+        one
+        for one in state.trajectories.values()
+        if state.groups[one.group_id].purpose is Purpose.SERVE
+    ]
     under_way = sum(one.stage not in over for one in asked)
-    assert state.counters.submitted == sum(state.counters.delivered.values()) + under_way, state.counters
+    assert state.counters.submitted == sum(state.counters.delivered.values()) + under_way, (
+        state.counters
+    )
 
 
 def _check_bounds(run: Run) -> None:

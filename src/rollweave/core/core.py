@@ -1,8 +1,9 @@
 """The core: `handle(now, event)` changes the state of the run and says what to do next.
 
-It only routes: each kind of event goes to its sub-machine, and then every sub-machine may use what the event made possible.
-It has no clock, no randomness, no I/O: the same events at the same times give the same commands, in a live run, in its
-replay from the journal, and in simulation.
+It only routes: each kind of event goes to its sub-machine, and then every sub-machine
+may use what the event made possible. It has no clock, no randomness, no I/O: the same
+events at the same times give the same commands, in a live run, in its replay from the
+journal, and in simulation.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from typing import assert_never
 
 import msgspec
 
-from rollweave.codec.packing import packed
 from rollweave.core import (
     allocation,
     ending,
@@ -30,23 +30,35 @@ from rollweave.core import (
 )
 from rollweave.core.account import Account, account
 from rollweave.core.checks import check
+from rollweave.core.policy.experience import Rule
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, State
-from rollweave.policy.experience import Rule
 from rollweave.schema import events as e
 from rollweave.schema.commands import Command
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import Event
+from rollweave.schema.packing import packed
 
 
 class Core:
-    """The state of one run. `restore(snapshot)` gives an equal core. `rules` are the functions of the user's that it names."""
+    """The state of one run. `restore(snapshot)` gives an equal core.
 
-    def __init__(self, config: RunConfig, state: State | None = None, *, rules: Mapping[str, Rule] | None = None) -> None:
+    `rules` are the functions of the user's that it names.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        state: State | None = None,
+        *,
+        rules: Mapping[str, Rule] | None = None,
+    ) -> None:
         self._run = Run(config, state if state is not None else State(), rules or {})
 
     @classmethod
-    def restore(cls, snapshot: bytes, config: RunConfig, *, rules: Mapping[str, Rule] | None = None) -> "Core":
+    def restore(
+        cls, snapshot: bytes, config: RunConfig, *, rules: Mapping[str, Rule] | None = None
+    ) -> "Core":
         return cls(config, msgspec.msgpack.decode(snapshot, type=State), rules=rules)
 
     def snapshot(self) -> bytes:
@@ -62,7 +74,9 @@ class Core:
         return self._run.state.phase is Phase.FINISHED
 
     def handle(self, now: float, event: Event) -> list[Command]:
-        """Take one event at time `now`, in seconds since the run began, and return the commands that it leads to, in order."""
+        """Take one event at time `now`, in seconds since the run began, and return the
+        commands that it leads to, in order.
+        """
         run = self._run
         run.now, run.out, run.touched = now, [], []
         idle.account(run)
@@ -85,7 +99,10 @@ class Core:
         return account(self._run.state)
 
     def check(self) -> None:
-        """Raise AssertionError if an invariant is broken. For tests: it walks every table."""
+        """Raise AssertionError if an invariant is broken.
+
+        For tests: it walks every table.
+        """
         check(self._run)
 
 

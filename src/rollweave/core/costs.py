@@ -1,20 +1,26 @@
-"""What a token costs on an engine of a degree, from what the engines measured of themselves when they joined."""
+"""What a token costs on an engine of a degree, from what the engines measured of
+themselves when they joined.
+"""
 
 from collections.abc import Sequence
 
+from rollweave.core.policy.interference import tabulate
+from rollweave.core.policy.placement import ByTable, Groups
+from rollweave.core.policy.work import ByWork, Rate, rate
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Measured
-from rollweave.policy.interference import tabulate
-from rollweave.policy.placement import ByTable, Groups
-from rollweave.policy.work import ByWork, Rate, rate
 from rollweave.schema.events import StepTime
 
 UNMEASURED = (StepTime(batch=1, seconds=1.0), StepTime(batch=32, seconds=2.0))
-"""Of an engine that did not measure itself: only comparisons between equal engines mean anything."""
+"""Of an engine that did not measure itself: only comparisons between equal engines mean
+anything.
+"""
 
 
 def joined(run: Run, engine: Engine, profile: tuple[StepTime, ...]) -> None:
-    """An engine is ready, with its slots and KV, and says what it measured of itself, if it did."""
+    """An engine is ready, with its slots and KV, and says what it measured of itself,
+    if it did.
+    """
     slots = max(1, engine.max_slots)
     if (load := run.order.loads.get(engine.id)) is not None:
         load.work_s = None  # it was worked out at another rate
@@ -33,7 +39,11 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]
     if len(measured) < len(kinds):  # nothing can be compared
         slots = max((engine.max_slots for engine in state.engines.values()), default=1) or 1
         everything = max(1, sum(held for _, held in works))
-        same = Measured(profile=UNMEASURED, slots=slots, rate=rate(UNMEASURED, slots=slots, kv_tokens=everything))
+        same = Measured(
+            profile=UNMEASURED,
+            slots=slots,
+            rate=rate(UNMEASURED, slots=slots, kv_tokens=everything),
+        )
         measured = dict.fromkeys(kinds, same)
     if run.scheduling.placement != "presorted":
         return ByWork(works, {degree: measured[degree].rate for degree in kinds})
@@ -48,7 +58,9 @@ def groups_of(run: Run, works: Sequence[tuple[int, int]], degrees: Sequence[int]
 
 
 def _shortest(profile: Sequence[StepTime]) -> list[StepTime]:
-    """Of a profile's contexts the shortest: eq. 2 knows none, and only that one is measured at every batch."""
+    """Of a profile's contexts the shortest: eq. 2 knows none, and only that one is
+    measured at every batch.
+    """
     context = min(point.context for point in profile)
     return [point for point in profile if point.context == context]
 

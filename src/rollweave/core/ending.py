@@ -1,4 +1,7 @@
-"""How a run ends: drain, final checkpoint, final evaluation, finish. An error takes the short way and still accounts."""
+"""How a run ends: drain, final checkpoint, final evaluation, finish.
+
+An error takes the short way and still accounts.
+"""
 
 from rollweave.core import evaluation, groups, serving, training, trajectories
 from rollweave.core.run import Run
@@ -23,7 +26,9 @@ def advance(run: Run) -> None:
     state = run.state
     if state.error and state.phase is not Phase.FINISHED:
         if state.trainer.saving is not None:
-            _drain(run)  # a checkpoint that is being written is worth waiting for: the watchdog bounds it
+            # a checkpoint that is being written is worth waiting for: the watchdog
+            # bounds it
+            _drain(run)
             return
         _finish_with_error(run)
     serving.advance(run)
@@ -32,15 +37,25 @@ def advance(run: Run) -> None:
         evaluation.abandon(run)
     if state.phase is Phase.RUNNING:
         _end_of_training(run)
-    if state.phase is Phase.DRAINING and not _in_flight(run) and state.trainer.status is TrainerStatus.IDLE:
+    if (
+        state.phase is Phase.DRAINING
+        and not _in_flight(run)
+        and state.trainer.status is TrainerStatus.IDLE
+    ):
         state.phase = Phase.SAVING
-        # A streamed step that was cut short is not saved: its mini-batches belong to a step that never became whole.
+        # A streamed step that was cut short is not saved: its mini-batches belong to a
+        # step that never became whole.
         if state.trainer.parts_done == 0:
             training.save(run)
-    if state.phase is Phase.SAVING and state.trainer.status is TrainerStatus.IDLE and state.trainer.saving is None:
+    if (
+        state.phase is Phase.SAVING
+        and state.trainer.status is TrainerStatus.IDLE
+        and state.trainer.saving is None
+    ):
         if state.checkpoint_failed_at == state.trainer.step:
             state.error = (
-                f"the final checkpoint of step {state.trainer.step} failed: {state.checkpoint_error}; "
+                f"the final checkpoint of step {state.trainer.step} failed: "
+                f"{state.checkpoint_error}; "
                 f"last good checkpoint: step {state.checkpoint}"
             )
             _finish_with_error(run)
@@ -58,17 +73,26 @@ def _has_lost_steps(run: Run) -> bool:
     ending = state.phase in (Phase.DRAINING, Phase.SAVING, Phase.EVALUATING)
     wanted = not (state.skip_final_eval or state.target_step is not None)
     return (
-        ending and wanted and state.trainer.status is not TrainerStatus.STARTING and state.trainer.step < run.config.run.steps
+        ending
+        and wanted
+        and state.trainer.status is not TrainerStatus.STARTING
+        and state.trainer.step < run.config.run.steps
     )
 
 
 def _end_of_training(run: Run) -> None:
     state = run.state
-    if state.trainer.step >= run.config.run.steps and state.trainer.status is not TrainerStatus.STARTING:
+    if (
+        state.trainer.step >= run.config.run.steps
+        and state.trainer.status is not TrainerStatus.STARTING
+    ):
         groups.drop_unfinished(run)
         if state.evaluation is None and state.trainer.status is TrainerStatus.IDLE:
-            if state.published_version == state.trainer.step and evaluation.is_due(run, state.trainer.step):
-                evaluation.begin(run, version=state.trainer.step, final=False)  # an earlier one was still under way
+            if state.published_version == state.trainer.step and evaluation.is_due(
+                run, state.trainer.step
+            ):
+                # an earlier one was still under way
+                evaluation.begin(run, version=state.trainer.step, final=False)
             else:
                 _drain(run)
     elif state.target_step is not None:
@@ -107,7 +131,9 @@ def _finish(run: Run) -> None:
 
 
 def _finish_with_error(run: Run) -> None:
-    """Do not wait for anyone: whatever still runs is cancelled in the books, and the world kills it."""
+    """Do not wait for anyone: whatever still runs is cancelled in the books, and the
+    world kills it.
+    """
     state = run.state
     taken, state.trainer.taken = state.trainer.taken, []
     groups.return_to_buffer(run, taken, trained=False)
@@ -121,9 +147,15 @@ def _finish_with_error(run: Run) -> None:
 
 
 def take_up_again(run: Run) -> None:
-    """After a restart of the controller: a run that had ended may go on, with more steps or after an error."""
+    """After a restart of the controller: a run that had ended may go on, with more
+    steps or after an error.
+    """
     state = run.state
-    over = state.phase is Phase.FINISHED and not state.error and state.trainer.step >= run.config.run.steps
+    over = (
+        state.phase is Phase.FINISHED
+        and not state.error
+        and state.trainer.step >= run.config.run.steps
+    )
     if over and (state.final_evaluated or run.config.eval.final_episodes == 0):
         run.emit(Finish(error=""))
         return

@@ -1,16 +1,18 @@
 """Engines: joining, leaving, and taking new weights without losing what is in flight.
 
-An engine that joins is stale until it has loaded weights, however it came back. An update is suspend, load, resume (RollArt
-§6.2): the turns in flight stay on the engine, and their KV is recomputed there. While an evaluation runs, engines keep the
-version that is being evaluated. In mode decoupled each engine updates by itself, and `core/pace` says when and to what.
+An engine that joins is stale until it has loaded weights, however it came back. An
+update is suspend, load, resume (RollArt §6.2): the turns in flight stay on the engine,
+and their KV is recomputed there. While an evaluation runs, engines keep the version
+that is being evaluated. In mode decoupled each engine updates by itself, and
+`core/pace` says when and to what.
 """
 
 from rollweave.core import costs, evaluation, pace, placing, seats, turns, weights
+from rollweave.core.policy.modes import update_now
+from rollweave.core.policy.relay import repair
+from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Phase, State
-from rollweave.policy.modes import update_now
-from rollweave.policy.relay import repair
-from rollweave.policy.retry import Failover, failover
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import (
     LoadWeights,
@@ -37,12 +39,16 @@ LOAD_TRIES = 2
 
 
 def start(run: Run, begun: tuple[EngineSeat, ...]) -> None:
-    """The world is starting these engines, and has no others: whoever was on its way out of a former world has gone with it."""
+    """The world is starting these engines, and has no others: whoever was on its way
+    out of a former world has gone with it.
+    """
     state, configured = run.state, {seat.id for seat in seats.first_seats(run.config)}
     for engine in state.engines.values():
         if engine.leaving and all(seat.id != engine.id for seat in begun):
             _left(state, engine)
-    state.engines = {seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun}
+    state.engines = {
+        seat.id: _engine(run, seat, joined=seat.id not in configured) for seat in begun
+    }
     state.withdrawn = [name for name in state.withdrawn if name not in state.engines]
     state.next_engine = max([state.next_engine, *(seats.number_of(seat.id) + 1 for seat in begun)])
     _came_or_went(run)
@@ -86,7 +92,11 @@ def on_suspended(run: Run, event: EngineSuspended) -> None:
 
 def on_loaded(run: Run, event: WeightsLoaded) -> None:
     engine = find(run, event.engine_id, event.epoch)
-    if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
+    if (
+        engine is None
+        or engine.status is not EngineStatus.LOADING
+        or engine.loading_id != event.weights_id
+    ):
         return
     step = engine.loading_step
     if step is not None and run.state.saved.get(event.weights_id) != step:
@@ -107,7 +117,11 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
 
 def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     engine = find(run, event.engine_id, event.epoch)
-    if engine is None or engine.status is not EngineStatus.LOADING or engine.loading_id != event.weights_id:
+    if (
+        engine is None
+        or engine.status is not EngineStatus.LOADING
+        or engine.loading_id != event.weights_id
+    ):
         return
     if engine.loading_step is not None:
         _unreadable(run, engine, engine.loading_step, event.error)
@@ -116,7 +130,8 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
     run.warn(engine.id, f"weights {event.weights_id} refused: {event.error}", count="load_failed")
     if engine.load_failures >= LOAD_TRIES:
         relay = weights.relay_of(run, engine)
-        if relay is not None and event.weights_id in relay.held:  # which of the two it is nobody knows
+        # which of the two it is nobody knows
+        if relay is not None and event.weights_id in relay.held:
             relay.doubted = f"{engine.id} cannot load from it"
         restart(run, engine, f"weights refused {LOAD_TRIES} times: {event.error}")
     elif run.alone:
@@ -129,8 +144,14 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
 
 
 def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
-    """The checkpoint does not give the engine its weights, and nobody is to try it again. That is no fault of the engine."""
-    run.warn(engine.id, f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}", count="load_failed")
+    """The checkpoint does not give the engine its weights, and nobody is to try it
+    again. That is no fault of the engine.
+    """
+    run.warn(
+        engine.id,
+        f"weights {engine.loading_id} not loaded from checkpoint {step}: {error}",
+        count="load_failed",
+    )
     weights.uncover(run, but={*run.state.saved.values()} - {step})
     _set_aside(run, engine)
     pace.settle(run)
@@ -144,7 +165,8 @@ def on_lost(run: Run, event: EngineLost) -> None:
 
 
 def restart(run: Run, engine: Engine, reason: str) -> None:
-    """Bring the engine back where it was, or give it or its machine up after repeated failure (RollArt §8, Laminar §3.3).
+    """Bring the engine back where it was, or give it or its machine up after repeated
+    failure (RollArt §8, Laminar §3.3).
 
     No engine left ends the run.
     """
@@ -156,13 +178,23 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
         _end_without(run, engine, reason)
         return
     limit, machine = run.config.watchdog.restarts, weights.machine_of(run, engine)
-    match failover(restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, machine)):
+    match failover(
+        restarts=engine.restarts, limit=limit, elsewhere=_serving_elsewhere(run, machine)
+    ):
         case Failover.EVICT_MACHINE:
             assert machine is not None, "there is an elsewhere"
-            evict(run, machine, f"engine {engine.id} failed {engine.restarts + 1} times; last: {reason}")
+            evict(
+                run,
+                machine,
+                f"engine {engine.id} failed {engine.restarts + 1} times; last: {reason}",
+            )
             return
         case Failover.REMOVE_ENGINE:
-            run.warn(engine.id, f"removed after {engine.restarts} restarts: {reason}", count="engine_removed")
+            run.warn(
+                engine.id,
+                f"removed after {engine.restarts} restarts: {reason}",
+                count="engine_removed",
+            )
             remove(run, engine, reason)
             _end_without(run, engine, reason)
             return
@@ -178,19 +210,30 @@ def restart(run: Run, engine: Engine, reason: str) -> None:
     if run.alone:
         pace.left(run, engine)
     turns.leave(run, engine)
-    command = RestartEngine(engine_id=engine.id, degree=engine.degree, group=engine.group, epoch=engine.epoch, reason=reason)
+    command = RestartEngine(
+        engine_id=engine.id,
+        degree=engine.degree,
+        group=engine.group,
+        epoch=engine.epoch,
+        reason=reason,
+    )
     run.emit(command)
 
 
 def evict(run: Run, machine: int, reason: str) -> None:
-    """Give up a machine, with its relay and all its engines. Those that take weights from it will find another source."""
+    """Give up a machine, with its relay and all its engines.
+
+    Those that take weights from it will find another source.
+    """
     state = run.state
     run.warn(f"machine {machine}", f"given up: {reason}", count="machine_evicted")
     relay = state.relays.pop(f"r{machine}")
     if relay.id in state.chain:
         state.chain = list(repair(state.chain, relay.id).order)
     run.emit(RemoveRelay(relay_id=relay.id, reason=reason))
-    for engine in [engine for engine in state.engines.values() if weights.machine_of(run, engine) == machine]:
+    for engine in [
+        engine for engine in state.engines.values() if weights.machine_of(run, engine) == machine
+    ]:
         turns.fail_all(run, engine, f"machine {machine} was given up: {reason}", abort=True)
         remove(run, engine, reason)
         _end_without(run, engine, reason)
@@ -200,12 +243,18 @@ def _serving_elsewhere(run: Run, machine: int | None) -> int:
     """Engines on other machines that have weights; 0 without machines."""
     if machine is None:
         return 0
-    others = [engine for engine in run.state.engines.values() if weights.machine_of(run, engine) != machine]
+    others = [
+        engine
+        for engine in run.state.engines.values()
+        if weights.machine_of(run, engine) != machine
+    ]
     return sum(engine.version >= 0 and not engine.going for engine in others)
 
 
 def _end_without(run: Run, engine: Engine, reason: str) -> None:
-    """The engine is removed: the run ends if it was the last, and there is no machine for another or none is planned."""
+    """The engine is removed: the run ends if it was the last, and there is no machine
+    for another or none is planned.
+    """
     state = run.state
     planned = bool(state.seats) and seats.next_id(state) is not None
     if not state.engines and not planned and not state.serving:
@@ -216,7 +265,10 @@ def _end_without(run: Run, engine: Engine, reason: str) -> None:
 
 
 def on_registered(run: Run, event: EngineRegistered) -> None:
-    """Start one more engine, in whatever phase. It is stale until it has loaded the newest weights that it can have."""
+    """Start one more engine, in whatever phase.
+
+    It is stale until it has loaded the newest weights that it can have.
+    """
     state, seat = run.state, event.engine
     if state.serving:
         refused = seat.id in state.engines or state.phase is not Phase.SERVING
@@ -239,9 +291,14 @@ def add(run: Run, seat: EngineSeat, *, joined: bool = False) -> None:
 
 
 def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
-    """Do without the engine: `let_go` removes it when it may. In training the last one stays."""
+    """Do without the engine: `let_go` removes it when it may.
+
+    In training the last one stays.
+    """
     engine = run.state.engines.get(event.engine_id)
-    if engine is None or (not run.state.serving and seats.cannot_leave(run.config, run.state, engine)):
+    if engine is None or (
+        not run.state.serving and seats.cannot_leave(run.config, run.state, engine)
+    ):
         return
     engine.leaving = True
     run.fleet_changed()
@@ -251,21 +308,35 @@ def on_withdrawn(run: Run, event: EngineWithdrawn) -> None:
 
 
 def let_go(run: Run) -> None:
-    """Drain those that leave: where each keeps to its own pace, once what they began is over. Remove those that have drained.
+    """Drain those that leave: where each keeps to its own pace, once what they began is
+    over. Remove those that have drained.
 
-    Where everyone else was lost meanwhile, a training run keeps the one that was to leave.
+    Where everyone else was lost meanwhile, a training run keeps the one that was to
+    leave.
     """
     state = run.state
     for engine in [state.engines[engine_id] for engine_id in run.fleet.going]:
         if engine.leaving and not state.serving and not seats.staying(state, engine):
-            run.warn(engine.id, "stays: it was to leave, and is the last engine", count="engine_stays")
+            run.warn(
+                engine.id, "stays: it was to leave, and is the last engine", count="engine_stays"
+            )
             engine.leaving = engine.draining = False
             _came_or_went(run)
             continue
-        if engine.leaving and not engine.draining and not (run.alone and pace.is_bound(run, engine)):
+        if (
+            engine.leaving
+            and not engine.draining
+            and not (run.alone and pace.is_bound(run, engine))
+        ):
             drain(run, engine)
         if engine.draining and not engine.active:
-            remove(run, engine, "it was withdrawn" if engine.leaving else "the plan has no engine of its degree any more")
+            remove(
+                run,
+                engine,
+                "it was withdrawn"
+                if engine.leaving
+                else "the plan has no engine of its degree any more",
+            )
 
 
 def drain(run: Run, engine: Engine) -> None:
@@ -296,7 +367,9 @@ def _left(state: State, engine: Engine) -> None:
 
 
 def update(run: Run) -> None:
-    """Give engines the newest weights that they can load: stale ones at once, serving ones when the mode says so."""
+    """Give engines the newest weights that they can load: stale ones at once, serving
+    ones when the mode says so.
+    """
     state = run.state
     if run.alone and (state.kept or state.saved):
         _update_alone(run)
@@ -340,7 +413,9 @@ def _update_alone(run: Run) -> None:
 
 
 def _is_held_back(run: Run, weights_id: int | None) -> bool:
-    """True if these weights are of another version than that of an evaluation that has begun."""
+    """True if these weights are of another version than that of an evaluation that has
+    begun.
+    """
     if run.alone or weights_id is None or not evaluation.holds_weights(run):
         return False
     state = run.state
@@ -352,13 +427,21 @@ def _load(run: Run, engine: Engine, weights_id: int | None) -> None:
     if _is_held_back(run, weights_id):
         assert run.state.evaluation is not None, "an evaluation holds it back"
         (_resume if engine.version == run.state.evaluation.version else _set_aside)(run, engine)
-    elif weights_id is not None and weights_id != engine.weights_id and weights.loadable(run, engine, weights_id):
+    elif (
+        weights_id is not None
+        and weights_id != engine.weights_id
+        and weights.loadable(run, engine, weights_id)
+    ):
         step = None if weights.in_memory(run, engine, weights_id) else run.state.saved[weights_id]
         engine.loading_id, engine.loading_step = weights_id, step
         pace.loads(run, engine)
         _enter(run, engine, EngineStatus.LOADING)
         version = run.state.kept[weights_id] if step is None else step
-        run.emit(LoadWeights(engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step))
+        run.emit(
+            LoadWeights(
+                engine_id=engine.id, version=version, weights_id=weights_id, from_checkpoint=step
+            )
+        )
     elif run.state.machines and engine.version >= 0:  # its relay was lost meanwhile
         _resume(run, engine)
     else:
@@ -373,7 +456,10 @@ def _resume(run: Run, engine: Engine) -> None:
 
 
 def _set_aside(run: Run, engine: Engine) -> None:
-    """There is nothing that it can load now. Where each updates alone it has no weights that anybody counts on."""
+    """There is nothing that it can load now.
+
+    Where each updates alone it has no weights that anybody counts on.
+    """
     engine.loading_id = -1
     if run.alone:
         engine.version = engine.weights_id = -1

@@ -1,24 +1,31 @@
-"""Held-out evaluation: greedy episodes on tasks that training never sees, all on one weight version.
+"""Held-out evaluation: greedy episodes on tasks that training never sees, all on one
+weight version.
 
-While an evaluation has begun, engines keep its version, and its episodes go first into the pools; training goes on beside it.
-Periodic evaluations choose the best checkpoint and may end the run; the final one, on tasks of its own, is the result.
+While an evaluation has begun, engines keep its version, and its episodes go first into
+the pools; training goes on beside it. Periodic evaluations choose the best checkpoint
+and may end the run; the final one, on tasks of its own, is the result.
 """
 
 from collections.abc import Iterable
 
 from rollweave.core import groups, pace, trajectories, weights
+from rollweave.core.policy.selection import is_better, measure, reaches
 from rollweave.core.run import Run
 from rollweave.core.state import EngineStatus, Evaluation, Group, GroupStatus, Stage, Trajectory
-from rollweave.policy.selection import is_better, measure, reaches
 from rollweave.schema.commands import MarkBest, RecordEvaluation
 from rollweave.schema.work import Purpose, StopReason
 
 FINAL_TASKS_FROM = 1_000_000
-"""Index of the final evaluation's first task: the periodic ones, which choose the checkpoint, never see these."""
+"""Index of the final evaluation's first task: the periodic ones, which choose the
+checkpoint, never see these.
+"""
 
 
 def is_due(run: Run, step: int) -> bool:
-    """True if version `step` is to be evaluated, and has not been. The last one always is, so that it can be the best."""
+    """True if version `step` is to be evaluated, and has not been.
+
+    The last one always is, so that it can be the best.
+    """
     every = run.config.eval.every
     if not every or not run.config.eval.episodes or run.state.evaluated_version == step:
         return False
@@ -26,7 +33,10 @@ def is_due(run: Run, step: int) -> bool:
 
 
 def begin(run: Run, *, version: int, final: bool) -> None:
-    """Plan an evaluation; `advance` starts it once engines serve. One that has not ended yet goes on instead."""
+    """Plan an evaluation; `advance` starts it once engines serve.
+
+    One that has not ended yet goes on instead.
+    """
     if run.state.evaluation is not None:
         return
     episodes = run.config.eval.final_episodes if final else run.config.eval.episodes
@@ -34,52 +44,83 @@ def begin(run: Run, *, version: int, final: bool) -> None:
     tasks = [(task.name, first + index) for index in range(episodes) for task in run.config.tasks]
     saved = run.state.checkpoint == version
     weights_id = run.state.published_id
-    run.state.evaluation = Evaluation(version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], saved=saved)
+    run.state.evaluation = Evaluation(
+        version=version, final=final, weights_id=weights_id, to_draw=tasks[::-1], saved=saved
+    )
 
 
 def holds_weights(run: Run) -> bool:
     """True while engines must keep the version that is being evaluated.
 
-    If no engine has it any more, nobody can finish the evaluation: it is given up, so that engines may load again.
+    If no engine has it any more, nobody can finish the evaluation: it is given up, so
+    that engines may load again.
     """
     evaluation = run.state.evaluation
     if evaluation is None or not evaluation.begun:
         return False
     if any(engine.version == evaluation.version for engine in run.state.engines.values()):
         return True
-    run.warn("evaluation", f"of version {evaluation.version} given up: no engine has it any more", count="evaluation_lost")
+    run.warn(
+        "evaluation",
+        f"of version {evaluation.version} given up: no engine has it any more",
+        count="evaluation_lost",
+    )
     abandon(run)
     return False
 
 
 def forgo_lost(run: Run) -> None:
-    """Each engine at its own pace: give up an evaluation of weights that no engine has, and none can load any more."""
+    """Each engine at its own pace: give up an evaluation of weights that no engine has,
+    and none can load any more.
+    """
     evaluation = run.state.evaluation
-    if evaluation is None or weights.anywhere(run, evaluation.weights_id) or pace.somewhere(run, evaluation.weights_id):
+    if (
+        evaluation is None
+        or weights.anywhere(run, evaluation.weights_id)
+        or pace.somewhere(run, evaluation.weights_id)
+    ):
         return
-    run.warn("evaluation", f"of version {evaluation.version} given up: nobody has it any more", count="evaluation_lost")
+    run.warn(
+        "evaluation",
+        f"of version {evaluation.version} given up: nobody has it any more",
+        count="evaluation_lost",
+    )
     abandon(run)
 
 
 def forgo(run: Run, published: int) -> None:
-    """Give up an evaluation that has not begun and never will: engines take the published version, the trainer lost its own."""
+    """Give up an evaluation that has not begun and never will: engines take the
+    published version, the trainer lost its own.
+    """
     evaluation = run.state.evaluation
     if run.alone and evaluation is not None and weights.anywhere(run, evaluation.weights_id):
         return  # an engine takes them when it is free
     if evaluation is not None and not evaluation.begun and evaluation.version != published:
-        run.warn("evaluation", f"of version {evaluation.version} given up: its weights are lost", count="evaluation_lost")
+        run.warn(
+            "evaluation",
+            f"of version {evaluation.version} given up: its weights are lost",
+            count="evaluation_lost",
+        )
         abandon(run)
 
 
 def advance(run: Run) -> None:
-    """Begin when every engine that has weights has the same, or, each at its own pace, one has; then keep the pools filled."""
+    """Begin when every engine that has weights has the same, or, each at its own pace,
+    one has; then keep the pools filled.
+    """
     state, evaluation = run.state, run.state.evaluation
     if evaluation is None:
         return
     if not evaluation.begun:
-        serving = [engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING]
+        serving = [
+            engine for engine in state.engines.values() if engine.status is EngineStatus.SERVING
+        ]
         loads = EngineStatus.LOADING  # the version that it is loading may be an earlier one
-        with_weights = [engine for engine in state.engines.values() if engine.version >= 0 or engine.status is loads]
+        with_weights = [
+            engine
+            for engine in state.engines.values()
+            if engine.version >= 0 or engine.status is loads
+        ]
         met = [engine for engine in serving if engine.version == evaluation.version]
         if not met or (not run.alone and met != with_weights):
             return
@@ -89,7 +130,8 @@ def advance(run: Run) -> None:
         evaluation.pending[groups.draw(run, name, index, Purpose.EVAL).id] = None
     owed = state.trainer.owes_save and state.trainer.step == evaluation.version
     saving = owed or state.trainer.saving == evaluation.version
-    if not evaluation.pending and not evaluation.to_draw and not saving:  # the best must be a checkpoint that there is
+    # the best must be a checkpoint that there is
+    if not evaluation.pending and not evaluation.to_draw and not saving:
         _conclude(run, evaluation)
 
 
@@ -100,11 +142,16 @@ def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
         return
     assert trajectory.reward is not None, "a scored trajectory has a reward"
     evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
-    evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(trajectory.success)
+    evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
+        trajectory.success
+    )
 
 
 def member_failed(run: Run, group: Group) -> None:
-    """The episode could not be run. It is reported as failed, and is neither a success nor a miss of the agent."""
+    """The episode could not be run.
+
+    It is reported as failed, and is neither a success nor a miss of the agent.
+    """
     evaluation = run.state.evaluation
     if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
         evaluation.failed[group.name] = evaluation.failed.get(group.name, 0) + 1
@@ -119,7 +166,9 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
     success = {name: rate for name, rate in rates.items() if name in state.defines_success}
     reward = {name: sum(rewards) / counts[name] for name, rewards in evaluation.rewards.items()}
     stop_at = run.config.eval.stop_at
-    reached = not evaluation.final and stop_at is not None and reaches(success, list(run.tasks), stop_at)
+    reached = (
+        not evaluation.final and stop_at is not None and reaches(success, list(run.tasks), stop_at)
+    )
     run.emit(
         RecordEvaluation(
             version=evaluation.version,
@@ -144,19 +193,29 @@ def _conclude(run: Run, evaluation: Evaluation) -> None:
 
 
 def _is_best(run: Run, success: dict[str, float], reward: dict[str, float]) -> bool:
-    """Compare both evaluations by what is known now: an environment may report success for the first time in the newer one."""
+    """Compare both evaluations by what is known now: an environment may report success
+    for the first time in the newer one.
+    """
     state, defining = run.state, run.state.defines_success
-    best = None if state.best_step is None else measure(state.best_success, state.best_reward, defining)
+    best = (
+        None
+        if state.best_step is None
+        else measure(state.best_success, state.best_reward, defining)
+    )
     return is_better(measure(success, reward, defining), best)
 
 
 def _say_undefined(run: Run, names: Iterable[str]) -> None:
-    """Warn once that `eval.stop_at` waits for success, which no episode has reported so far."""
+    """Warn once that `eval.stop_at` waits for success, which no episode has reported so
+    far.
+    """
     silent = [name for name in names if name not in run.state.defines_success]
     if silent and "no_success" not in run.state.counters.watchdog:
         text = (
-            f"eval.stop_at needs a success rate, and no episode of {', '.join(silent)} has reported one so far: its "
-            "environment must set `success` of the last Step, or of the Score; otherwise the run trains all of run.steps"
+            f"eval.stop_at needs a success rate, and no episode of {', '.join(silent)} has "
+            "reported one so far: its "
+            "environment must set `success` of the last Step, or of the Score; otherwise the run "
+            "trains all of run.steps"
         )
         run.warn("evaluation", text, count="no_success")
 

@@ -1,7 +1,9 @@
-"""The experience buffer: which groups a step trains on, and which have no place (Laminar §3.1, §6; `policy/experience`).
+"""The experience buffer: which groups a step trains on, and which have no place
+(Laminar §3.1, §6; `core/policy/experience`).
 
-In every mode but decoupled a step takes the groups in the order of their completion, and the window alone says what goes.
-A strategy may be a function of the user's. What it does wrong ends the run, with its name.
+In every mode but decoupled a step takes the groups in the order of their completion,
+and the window alone says what goes. A strategy may be a function of the user's. What it
+does wrong ends the run, with its name.
 """
 
 import hashlib
@@ -9,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rollweave.core import groups, pace
+from rollweave.core.policy.experience import Experience, evict, sample
 from rollweave.core.run import Run
 from rollweave.core.state import Group
-from rollweave.policy.experience import Experience, evict, sample
 from rollweave.schema.base import GroupId
 
 FUNCTION = ":"
@@ -26,13 +28,21 @@ def chosen(run: Run, wanted: int) -> list[GroupId]:
     trainer = state.trainer
     moment = f"{run.config.run.seed}/{trainer.epoch}/{trainer.step}/{trainer.parts_done}"
     draws = [_draw(f"{moment}/{number}") for number in range(wanted)]
-    return _by(run, name, lambda rule: sample(_views(run), wanted, strategy=rule, version=run.next_version(), draws=draws))
+    return _by(
+        run,
+        name,
+        lambda rule: sample(
+            _views(run), wanted, strategy=rule, version=run.next_version(), draws=draws
+        ),
+    )
 
 
 def unmeasured(run: Run, wanted: int) -> list[GroupId]:
-    """The groups whose ratios the next (mini-)batch waits for: where there is a choice, and too few are measured to make it.
+    """The groups whose ratios the next (mini-)batch waits for: where there is a choice,
+    and too few are measured to make it.
 
-    What arrives while others are measured is left for the next step: a step is held up once.
+    What arrives while others are measured is left for the next step: a step is held up
+    once.
     """
     state = run.state
     if not run.alone or run.config.buffer.sample != "ratio" or len(state.buffer) <= wanted:
@@ -42,7 +52,9 @@ def unmeasured(run: Run, wanted: int) -> list[GroupId]:
 
 
 def ratio(run: Run, group: Group) -> float | None:
-    """As measured under the weights that the trainer has now; None if that was not done."""
+    """As measured under the weights that the trainer has now; None if that was not
+    done.
+    """
     return group.ratio if group.ratio_id == run.state.published_id else None
 
 
@@ -60,7 +72,11 @@ def make_room(run: Run) -> None:
     most = pace.most(run)
     if len(state.buffer) <= most and FUNCTION not in name:
         return
-    gone = _by(run, name, lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=most))
+    gone = _by(
+        run,
+        name,
+        lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=most),
+    )
     for group_id in gone:
         state.counters.evicted += 1
         groups.drop(run, state.groups[group_id], "evicted")
@@ -72,7 +88,9 @@ def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[Gro
     try:
         return choose(run.rules[name])
     except (Exception, SystemExit) as error:  # the user's code may do anything
-        run.state.error = run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
+        run.state.error = (
+            run.state.error or f"buffer function {name} failed: {type(error).__name__}: {error}"
+        )
         return []
 
 

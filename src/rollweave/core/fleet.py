@@ -1,7 +1,9 @@
-"""What every event asks of all engines together, kept as they change instead of counted anew.
+"""What every event asks of all engines together, kept as they change instead of counted
+anew.
 
-Derived from the state and never written to a snapshot: a restored core makes it again. `engine.active` changes only through
-`occupy` and `vacate`; whatever else changes an engine calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
+Derived from the state and never written to a snapshot: a restored core makes it again.
+`engine.active` changes only through `occupy` and `vacate`; whatever else changes an
+engine calls `Run.fleet_changed`. `core/checks` compares with a fresh count.
 """
 
 import math
@@ -9,8 +11,8 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Self
 
+from rollweave.core.policy.routing import EngineLoad
 from rollweave.core.state import Engine, EngineStatus, State, Turn
-from rollweave.policy.routing import EngineLoad
 from rollweave.schema.base import EngineId, TrajectoryId
 
 
@@ -19,30 +21,47 @@ class Fleet:
     loads: dict[EngineId, EngineLoad] = field(default_factory=dict)  # of engines that take turns
     slots: int = 0  # of engines that take turns
     active: int = 0  # turns on these
-    free: int = 0  # slots of these without a turn: an engine that was given more turns than it has slots hides none
+    # slots of these without a turn: an engine that was given more turns than it has
+    # slots hides none
+    free: int = 0
     busy: int = 0  # of these, the engines that have turns
     draining: int = 0
     going: tuple[EngineId, ...] = ()  # engines on their way out, draining or about to
     starting: int = 0
     updating: int = 0  # stale, suspending or loading
     version: int | None = None  # the oldest that an engine has; None if no engine has any
-    weights_ids: frozenset[int] = frozenset()  # of engines that could take others now: stale and serving ones
-    to_have: frozenset[int] = frozenset()  # weights that an engine has, or will have once it has loaded them
-    batches: dict[EngineId, int] | None = field(default=None, compare=False)  # as core/pace has worked them out
-    _ranks: dict[EngineId, list[float]] = field(default_factory=dict)  # of the turns on an engine, ascending
+    # of engines that could take others now: stale and serving ones
+    weights_ids: frozenset[int] = frozenset()
+    # weights that an engine has, or will have once it has loaded them
+    to_have: frozenset[int] = frozenset()
+    # as core/pace has worked them out
+    batches: dict[EngineId, int] | None = field(default=None, compare=False)
+    # of the turns on an engine, ascending
+    _ranks: dict[EngineId, list[float]] = field(default_factory=dict)
     _tokens: dict[EngineId, int] = field(default_factory=dict)  # context of the turns on an engine
 
     @classmethod
     def of(cls, state: State) -> Self:
         staying = [engine for engine in state.engines.values() if not engine.draining]
         serving = [engine for engine in staying if engine.status is EngineStatus.SERVING]
-        ready = [engine for engine in staying if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)]
+        ready = [
+            engine
+            for engine in staying
+            if engine.status in (EngineStatus.STALE, EngineStatus.SERVING)
+        ]
         starting = sum(engine.status is EngineStatus.STARTING for engine in staying)
         turns = {engine.id: _turns(state, engine) for engine in serving}
-        ranks = {engine_id: sorted(turn.rank for turn in given) for engine_id, given in turns.items()}
-        tokens = {engine_id: sum(turn.context_tokens for turn in given) for engine_id, given in turns.items()}
+        ranks = {
+            engine_id: sorted(turn.rank for turn in given) for engine_id, given in turns.items()
+        }
+        tokens = {
+            engine_id: sum(turn.context_tokens for turn in given)
+            for engine_id, given in turns.items()
+        }
         return cls(
-            loads={engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving},
+            loads={
+                engine.id: _load(engine, ranks[engine.id], tokens[engine.id]) for engine in serving
+            },
             slots=sum(engine.max_slots for engine in serving),
             active=sum(len(engine.active) for engine in serving),
             free=sum(max(0, engine.max_slots - len(engine.active)) for engine in serving),
@@ -51,10 +70,13 @@ class Fleet:
             going=tuple(engine.id for engine in state.engines.values() if engine.going),
             starting=starting,
             updating=len(staying) - len(serving) - starting,
-            version=min((engine.version for engine in staying if engine.version >= 0), default=None),
+            version=min(
+                (engine.version for engine in staying if engine.version >= 0), default=None
+            ),
             weights_ids=frozenset(engine.weights_id for engine in ready),
             to_have=frozenset(
-                engine.loading_id if engine.status is EngineStatus.LOADING else engine.weights_id for engine in staying
+                engine.loading_id if engine.status is EngineStatus.LOADING else engine.weights_id
+                for engine in staying
             ),
             _ranks=ranks,
             _tokens=tokens,
@@ -88,7 +110,9 @@ class Fleet:
 
     def _recount(self, engine: Engine) -> None:
         before = self.loads[engine.id]
-        after = self.loads[engine.id] = _load(engine, self._ranks[engine.id], self._tokens[engine.id])
+        after = self.loads[engine.id] = _load(
+            engine, self._ranks[engine.id], self._tokens[engine.id]
+        )
         self.active += after.active - before.active
         self.free += max(0, after.slots - after.active) - max(0, before.slots - before.active)
         self.busy += (after.active > 0) - (before.active > 0)
@@ -103,4 +127,10 @@ def _turns(state: State, engine: Engine) -> list[Turn]:
 
 def _load(engine: Engine, ranks: list[float], tokens: int) -> EngineLoad:
     lowest = ranks[-engine.max_slots] if len(ranks) >= engine.max_slots > 0 else -math.inf
-    return EngineLoad(id=engine.id, active=len(engine.active), slots=engine.max_slots, tokens=tokens, lowest=lowest)
+    return EngineLoad(
+        id=engine.id,
+        active=len(engine.active),
+        slots=engine.max_slots,
+        tokens=tokens,
+        lowest=lowest,
+    )

@@ -1,22 +1,34 @@
-"""Groups: drawn, launched, completed, buffered, dropped. A group is the unit of what is trained on together.
+"""Groups: drawn, launched, completed, buffered, dropped. A group is the unit of what is
+trained on together.
 
-Invariant (`account`): every training trajectory that was started is trained, dropped for a named reason, cancelled, buffered
-or in flight. Only scored members of complete groups enter the buffer; a dropped group takes all its members with it.
+Invariant (`account`): every training trajectory that was started is trained, dropped
+for a named reason, cancelled, buffered or in flight. Only scored members of complete
+groups enter the buffer; a dropped group takes all its members with it.
 """
 
 from rollweave.core import evaluation, experience, lengths, pace, serving, trajectories
+from rollweave.core.policy.mixture import next_domain
+from rollweave.core.policy.redundancy import (
+    Verdict,
+    capacity,
+    group_verdict,
+    is_barren,
+    is_spent,
+    pool_room,
+)
+from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
-from rollweave.policy.mixture import next_domain
-from rollweave.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent, pool_room
-from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.commands import DrawTask, Evict
 from rollweave.schema.events import DrawFailed, GroupSubmitted
 from rollweave.schema.work import Purpose, StopReason
 
 CANCELLING = frozenset({StopReason.SURPLUS, StopReason.CANCELLED})
-"""Reasons counted as cancelled: the trajectory was good, but not needed any more. All others count as dropped."""
+"""Reasons counted as cancelled: the trajectory was good, but not needed any more.
+
+All others count as dropped.
+"""
 
 STOP_REASONS = frozenset(reason.value for reason in StopReason)
 
@@ -52,7 +64,9 @@ def launch(run: Run) -> None:
 def _pool_room(run: Run) -> int:
     state, rollout = run.state, run.config.rollout
     size = min(run.group_sizes.values())
-    drawing = sum(state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups)
+    drawing = sum(
+        state.groups[group_id].status is GroupStatus.DRAWING for group_id in state.active_groups
+    )
     return pool_room(
         seats=pace.seats(run),
         waiting=len(state.init_queue) + drawing * size,
@@ -79,7 +93,13 @@ def _draw(run: Run, count: int) -> None:
 def draw(run: Run, name: str, index: int, purpose: Purpose) -> Group:
     state = run.state
     letter = "g" if purpose is Purpose.TRAIN else "e"
-    group = Group(id=GroupId(f"{letter}{state.next_group}"), name=name, index=index, purpose=purpose, since=run.now)
+    group = Group(
+        id=GroupId(f"{letter}{state.next_group}"),
+        name=name,
+        index=index,
+        purpose=purpose,
+        since=run.now,
+    )
     state.next_group += 1
     state.groups[group.id] = group
     if purpose is Purpose.TRAIN:
@@ -94,9 +114,13 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
         return
     group.status, group.task = GroupStatus.ACTIVE, event.task
     rollout = run.config.rollout
-    size = run.group_sizes[group.name] + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
+    size = (
+        run.group_sizes[group.name] + rollout.spare_members if group.purpose is Purpose.TRAIN else 1
+    )
     for member in range(size):
-        trajectory = Trajectory(id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now)
+        trajectory = Trajectory(
+            id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now
+        )
         group.members.append(trajectory.id)
         run.state.trajectories[trajectory.id] = trajectory
         run.state.init_queue[trajectory.id] = None
@@ -104,7 +128,9 @@ def on_submitted(run: Run, event: GroupSubmitted) -> None:
 
 
 def on_draw_failed(run: Run, event: DrawFailed) -> None:
-    """The task source is the user's code, and drawing is deterministic: trying again would fail again."""
+    """The task source is the user's code, and drawing is deterministic: trying again
+    would fail again.
+    """
     if run.state.phase is not Phase.FINISHED:
         run.state.error = run.state.error or f"drawing a task failed: {event.error}"
 
@@ -192,23 +218,28 @@ def settle(run: Run, group: Group) -> None:
 
 
 def _watch_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
-    """A run must not draw groups for ever that nothing comes of: broken environments end it, all-equal rewards are told."""
+    """A run must not draw groups for ever that nothing comes of: broken environments
+    end it, all-equal rewards are told.
+    """
     state, rollout = run.state, run.config.rollout
     state.barren_groups = 0 if scored else state.barren_groups + 1
     if is_barren(state.barren_groups, rollout.groups_per_step):
         state.error = state.error or (
-            f"{state.barren_groups} groups in a row failed without one scored trajectory; last failure: {state.last_failure}"
+            f"{state.barren_groups} groups in a row failed without one scored trajectory; last "
+            f"failure: {state.last_failure}"
         )
     state.filtered_groups = state.filtered_groups + 1 if verdict is Verdict.FILTERED else 0
     if state.filtered_groups and state.filtered_groups % (10 * rollout.groups_per_step) == 0:
         run.warn(
             "dynamic sampling",
-            f"{state.filtered_groups} groups in a row had equal rewards: the tasks are too hard or too easy for the model",
+            f"{state.filtered_groups} groups in a row had equal rewards: the tasks are too hard "
+            "or too easy for the model",
             count="all_filtered",
         )
     if is_spent(state.filtered_groups, rollout.groups_per_step):
         state.error = state.error or (
-            f"{state.filtered_groups} groups in a row had equal rewards: dynamic sampling finds nothing to learn from"
+            f"{state.filtered_groups} groups in a row had equal rewards: dynamic sampling finds "
+            "nothing to learn from"
         )
 
 
@@ -216,9 +247,11 @@ def _watch_yield(run: Run, verdict: Verdict, *, scored: bool) -> None:
 
 
 def drop(run: Run, group: Group, reason: str) -> None:
-    """Give up a group that is not being trained on: scored members are evicted, the others cancelled.
+    """Give up a group that is not being trained on: scored members are evicted, the
+    others cancelled.
 
-    `reason` names the drop in the account; a `StopReason` also tells the members why they stop.
+    `reason` names the drop in the account; a `StopReason` also tells the members why
+    they stop.
     """
     state = run.state
     state.active_groups.pop(group.id, None)
@@ -239,9 +272,11 @@ def drop(run: Run, group: Group, reason: str) -> None:
 
 
 def sweep_doomed(run: Run) -> None:
-    """Cancel early what can no longer be trained on: no step from the next one on would accept it (RollArt §6.2).
+    """Cancel early what can no longer be trained on: no step from the next one on would
+    accept it (RollArt §6.2).
 
-    A mode that does not abort only evicts what is buffered; what is under way is dropped when it is done.
+    A mode that does not abort only evicts what is buffered; what is under way is
+    dropped when it is done.
     """
     state, version = run.state, run.next_version()
     if state.swept_at == version:
@@ -272,7 +307,9 @@ def drop_unfinished(run: Run) -> None:
 
 
 def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> None:
-    """Groups of a step that is lost go back into the buffer; `sweep_doomed` then decides whether they are still fresh."""
+    """Groups of a step that is lost go back into the buffer; `sweep_doomed` then
+    decides whether they are still fresh.
+    """
     for group_id in group_ids:
         group = run.state.groups[group_id]
         group.status = GroupStatus.BUFFERED
@@ -297,17 +334,27 @@ def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:
 
 
 def cover(run: Run, group: Group) -> None:
-    """No restored trainer will lose the step of this group: nobody needs its tokens any more."""
+    """No restored trainer will lose the step of this group: nobody needs its tokens any
+    more.
+    """
     group.status = GroupStatus.COVERED
     run.emit(Evict(trajectory_ids=tuple(group.chosen), reason="trained"))
     forget_if_over(run, group)
 
 
 def forget_if_over(run: Run, group: Group) -> None:
-    """Forget a group that is dropped, or trained and covered by a checkpoint, once its last member has stopped."""
-    if group.id not in run.state.groups or group.status not in (GroupStatus.DROPPED, GroupStatus.COVERED):
+    """Forget a group that is dropped, or trained and covered by a checkpoint, once its
+    last member has stopped.
+    """
+    if group.id not in run.state.groups or group.status not in (
+        GroupStatus.DROPPED,
+        GroupStatus.COVERED,
+    ):
         return
-    if all(run.state.trajectories[member].stage in (Stage.ENDED, Stage.SCORED) for member in group.members):
+    if all(
+        run.state.trajectories[member].stage in (Stage.ENDED, Stage.SCORED)
+        for member in group.members
+    ):
         forget(run, group)
 
 

@@ -1,11 +1,17 @@
-"""Where the time goes: seconds of engines and trainer by what they did or waited for. Kept exactly, from event to event."""
+"""Where the time goes: seconds of engines and trainer by what they did or waited for.
+
+Kept exactly, from event to event.
+"""
 
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, TrainerStatus
 
 
 def account(run: Run) -> None:
-    """Charge the time since the last event to the causes that held during it. Called before the event changes anything."""
+    """Charge the time since the last event to the causes that held during it.
+
+    Called before the event changes anything.
+    """
     state, idle = run.state, run.state.idle
     if idle.clock is None or run.now <= idle.clock or state.phase is Phase.FINISHED:
         idle.clock = run.now if idle.clock is None else max(idle.clock, run.now)
@@ -33,7 +39,8 @@ def _cause_of_waiting(run: Run) -> str:
     if state.in_init or len(state.in_run) > run.fleet.active + len(state.turn_queue):
         return "environment"
     if state.in_run:
-        return "stragglers"  # all that runs is on other engines, or waits for one that takes weights
+        # all that runs is on other engines, or waits for one that takes weights
+        return "stragglers"
     if state.in_eval or state.eval_queue:
         return "reward"
     return "window"  # the mode admits nothing: rollouts may not run further ahead of training

@@ -1,10 +1,12 @@
-"""Queued turns by what they wait for, highest rank first; and the oldest of each queue, so that none starves.
+"""Queued turns by what they wait for, highest rank first; and the oldest of each queue,
+so that none starves.
 
-A lane is an engine, or None for any; and whether the trajectory's KV is there, so that one whose KV has to find room first does
-not stand before one that has its own.
+A lane is an engine, or None for any; and whether the trajectory's KV is there, so that
+one whose KV has to find room first does not stand before one that has its own.
 
-Derived from the state (`turn_queue` and the turns) and never written to a snapshot. Entries of turns that left the queue
-otherwise stay in the heaps until they surface, or until there are more of them than of live ones.
+Derived from the state (`turn_queue` and the turns) and never written to a snapshot.
+Entries of turns that left the queue otherwise stay in the heaps until they surface, or
+until there are more of them than of live ones.
 """
 
 import heapq
@@ -17,7 +19,9 @@ from rollweave.schema.base import EngineId, TrajectoryId
 Lane = tuple[EngineId | None, bool]
 
 STALE_ENTRIES = 64
-"""Entries of turns that left the queue otherwise, which all heaps may hold beyond as many as there are live ones."""
+"""Entries of turns that left the queue otherwise, which all heaps may hold beyond as
+many as there are live ones.
+"""
 
 
 class Lanes:
@@ -39,12 +43,18 @@ class Lanes:
     @property
     def waited_for(self) -> list[EngineId]:
         """Engines that turns may wait for."""
-        return list(dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None))
+        return list(
+            dict.fromkeys(engine_id for engine_id, _ in self._heaps if engine_id is not None)
+        )
 
     def add(self, trajectory: Trajectory) -> None:
-        """Its turn is queued, or queued anew with another rank or lane: its former entry is stale from now on."""
+        """Its turn is queued, or queued anew with another rank or lane: its former
+        entry is stale from now on.
+        """
         lane, turn = _lane(trajectory)
-        heapq.heappush(self._heaps.setdefault(lane, []), (-turn.rank, turn.tie, trajectory.id, turn.arrival))
+        heapq.heappush(
+            self._heaps.setdefault(lane, []), (-turn.rank, turn.tie, trajectory.id, turn.arrival)
+        )
         self._arrivals.setdefault(lane, deque()).append((turn.arrival, trajectory.id))
         self._entries += 1
 
@@ -64,7 +74,9 @@ class Lanes:
     def waiting(self, state: State, lane: Lane) -> list[TrajectoryId]:
         """All of this lane."""
         entries = self._heaps.get(lane, [])
-        return [name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)]
+        return [
+            name for rank, _, name, arrival in entries if _waits(state, name, arrival, lane, -rank)
+        ]
 
     def oldest(self, state: State, lane: Lane) -> TrajectoryId | None:
         """The turn that was queued first."""
@@ -82,7 +94,9 @@ def _lane(trajectory: Trajectory) -> tuple[Lane, Turn]:
     return (trajectory.turn.lane, trajectory.resident), trajectory.turn
 
 
-def _waits(state: State, trajectory_id: TrajectoryId, arrival: int, lane: Lane, rank: float | None) -> bool:
+def _waits(
+    state: State, trajectory_id: TrajectoryId, arrival: int, lane: Lane, rank: float | None
+) -> bool:
     if state.turn_queue.get(trajectory_id) != arrival:
         return False
     now, turn = _lane(state.trajectories[trajectory_id])

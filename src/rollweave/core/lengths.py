@@ -1,30 +1,36 @@
-"""What is believed of trajectories' lengths: asked when the environment has answered, and never waited for.
+"""What is believed of trajectories' lengths: asked when the environment has answered,
+and never waited for.
 
-Every trajectory has an estimate at any time: the last prediction less what was sampled since, and before the first one the mean
-of its task domain. A predictor that is slow, fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
+Every trajectory has an estimate at any time: the last prediction less what was sampled
+since, and before the first one the mean of its task domain. A predictor that is slow,
+fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
 """
 
 import math
 
 from rollweave.core import migration, ranks, trajectories, turns
+from rollweave.core.policy.priority import UNKNOWN, level_of
+from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.core.state import Stage, Trajectory
-from rollweave.policy.priority import UNKNOWN, level_of
-from rollweave.policy.work import occupied
 from rollweave.schema.commands import Harvest, Predict
 from rollweave.schema.events import PredictionReady
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Purpose
 
 KEPT_LENGTHS = 8192
-"""Newest lengths of a task domain that are kept: one batch of the largest published set-ups."""
+"""Newest lengths of a task domain that are kept: one batch of the largest published
+set-ups.
+"""
 
 MEMORY = 0.05
 """Weight of a new value in the means of a task domain: of the last twenty or so."""
 
 LONGEST = 1 << 24
-"""Tokens that a trajectory is believed to sample at most, whatever a predictor says: beyond any model's context, and contexts
-summed over so many tokens are numbers that a snapshot can hold."""
+"""Tokens that a trajectory is believed to sample at most, whatever a predictor says:
+beyond any model's context, and contexts summed over so many tokens are numbers that a
+snapshot can hold.
+"""
 
 FINISHED = (Stage.EVAL_QUEUED, Stage.EVAL, Stage.SCORED)
 
@@ -37,7 +43,11 @@ def begin(run: Run, trajectory: Trajectory) -> None:
     trajectory.predicts = trajectory.predicted = -1
     name = run.state.groups[trajectory.group_id].name
     known = run.state.lengths.get(name)
-    mean = run.state.length_sums[name] / len(known) if known else run.state.first_lengths.get(name, 1.0)
+    mean = (
+        run.state.length_sums[name] / len(known)
+        if known
+        else run.state.first_lengths.get(name, 1.0)
+    )
     _believe(run, trajectory, mean)
 
 
@@ -49,7 +59,9 @@ def on_ready(run: Run, trajectory: Trajectory, prompt_tokens: int) -> None:
 
 
 def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
-    """The environment has answered, or has begun: of all that is known before a turn its answer tells most."""
+    """The environment has answered, or has begun: of all that is known before a turn
+    its answer tells most.
+    """
     if trajectory.asked:
         step_s = run.now - trajectory.since
         trajectory.tool_s += step_s
@@ -57,13 +69,18 @@ def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
     if not trajectory.prompt_tokens:
         on_ready(run, trajectory, context_tokens)
     trajectory.context_tokens = context_tokens
-    trajectory.claims = context_tokens + round(run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0))
+    trajectory.claims = context_tokens + round(
+        run.state.turn_tokens.get(run.state.groups[trajectory.group_id].name, 0.0)
+    )
     run.order_changed(trajectory)
     _ask(run, trajectory)
 
 
 def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
-    """A turn is over, after `turn_s` in a slot. While the environment works the trajectory may move."""
+    """A turn is over, after `turn_s` in a slot.
+
+    While the environment works the trajectory may move.
+    """
     name = run.state.groups[trajectory.group_id].name
     _mix(run.state.turn_s, name, turn_s)
     _mix(run.state.turn_tokens, name, output_tokens)
@@ -101,20 +118,28 @@ def on_prediction(run: Run, event: PredictionReady) -> None:
 
 
 def look(run: Run) -> None:
-    """Who has been at a turn for longer than was believed of all its turns is believed to be half done with it.
+    """Who has been at a turn for longer than was believed of all its turns is believed
+    to be half done with it.
 
-    Turns have a long tail themselves, and nobody tells how far they are: a domain's mean speed has to do. What a turn waits on
-    its engine counts too, which helps those that were taken for short wrongly and wait behind others.
+    Turns have a long tail themselves, and nobody tells how far they are: a domain's
+    mean speed has to do. What a turn waits on its engine counts too, which helps those
+    that were taken for short wrongly and wait behind others.
     """
     if not run.scheduling.predicts:
         return
-    speeds = {name: run.state.turn_tokens.get(name, 0.0) / seconds for name, seconds in run.state.turn_s.items() if seconds}
+    speeds = {
+        name: run.state.turn_tokens.get(name, 0.0) / seconds
+        for name, seconds in run.state.turn_s.items()
+        if seconds
+    }
     for trajectory_id in run.state.in_run:
         trajectory = run.state.trajectories[trajectory_id]
         turn = trajectory.turn
         if turn is None or turn.engine is None or trajectory.predicted < 0:
             continue
-        sampled = (run.now - turn.since) * speeds.get(run.state.groups[trajectory.group_id].name, 0.0)
+        sampled = (run.now - turn.since) * speeds.get(
+            run.state.groups[trajectory.group_id].name, 0.0
+        )
         if sampled > trajectory.estimate:
             _believe(run, trajectory, 2 * sampled)
             ranks.rerank(run, trajectory)
@@ -142,7 +167,9 @@ def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:
 
 
 def _grown(trajectory: Trajectory) -> int:
-    """Tokens that came to its context; none where an agent program has begun a shorter one meanwhile."""
+    """Tokens that came to its context; none where an agent program has begun a shorter
+    one meanwhile.
+    """
     return max(0, trajectory.context_tokens - trajectory.prompt_tokens)
 
 
@@ -157,7 +184,9 @@ def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
         return  # nobody asks
     trajectory.estimate = round(max(1.0, min(tokens, LONGEST)))
     growth = run.state.growth.get(run.state.groups[trajectory.group_id].name, 1.0)
-    trajectory.occupies = round(occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth))
+    trajectory.occupies = round(
+        occupied(trajectory.estimate, context=trajectory.context_tokens, growth=growth)
+    )
     if trajectory.predicted < 0:
         trajectory.level = UNKNOWN
     else:
@@ -167,7 +196,10 @@ def _believe(run: Run, trajectory: Trajectory, tokens: float) -> None:
 
 
 def _ask(run: Run, trajectory: Trajectory) -> None:
-    """Ask for a prediction while the turn waits and runs. Evaluations sample otherwise, and are not learned from."""
+    """Ask for a prediction while the turn waits and runs.
+
+    Evaluations sample otherwise, and are not learned from.
+    """
     group = run.state.groups[trajectory.group_id]
     if not run.scheduling.predicts or group.purpose is not Purpose.TRAIN:
         return

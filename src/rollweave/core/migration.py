@@ -1,33 +1,44 @@
-"""Trajectories that move to the engine of their new rank, with their KV, while their environment works (Heddle §5.3).
+"""Trajectories that move to the engine of their new rank, with their KV, while their
+environment works (Heddle §5.3).
 
-Invariants: a trajectory has at most one migration, and an engine is in at most one transfer; a turn that is asked for during a
-transfer waits for its end (that time is what migration exposes), one that is asked for before it begins cancels it. Whatever
-fails leaves the trajectory with an engine: where its KV is, or where it will be computed again.
+Invariants: a trajectory has at most one migration, and an engine is in at most one
+transfer; a turn that is asked for during a transfer waits for its end (that time is
+what migration exposes), one that is asked for before it begins cancels it. Whatever
+fails leaves the trajectory with an engine: where its KV is, or where it will be
+computed again.
 """
 
 from rollweave.core import placing, trajectories, turns
 from rollweave.core.costs import rate_of
 from rollweave.core.order import Load
+from rollweave.core.policy.migration import Request, transfer_epoch, worth_it
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Migration, Trajectory
-from rollweave.policy.migration import Request, transfer_epoch, worth_it
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Migrate
 from rollweave.schema.events import MigrationDone
 
 UNEVEN = 1.25
-"""Work of one engine by that of the idlest, from which a trajectory moves only to even it out: estimates err by about that."""
+"""Work of one engine by that of the idlest, from which a trajectory moves only to even
+it out: estimates err by about that.
+"""
 
 MEMORY = 0.2
 """Weight of a new transfer in the mean seconds of a token's KV."""
 
 TRANSFER_S = 30.0
-"""Seconds that a transfer may take before it is given up: far more than the largest contexts need over a slow link."""
+"""Seconds that a transfer may take before it is given up: far more than the largest
+contexts need over a slow link.
+"""
 
 
 def consider(run: Run, trajectory: Trajectory) -> None:
     """The trajectory's estimate has changed in a tool interval: should it be elsewhere?"""
-    if run.scheduling.migration == "never" or trajectory.migration is not None or trajectory.home is None:
+    if (
+        run.scheduling.migration == "never"
+        or trajectory.migration is not None
+        or trajectory.home is None
+    ):
         return
     if not placing.is_usable(run, trajectory.home):
         return
@@ -49,7 +60,9 @@ def consider(run: Run, trajectory: Trajectory) -> None:
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
-    """The engine of its rank; by gain also the one with the least work, if the former does not pay and this one does."""
+    """The engine of its rank; by gain also the one with the least work, if the former
+    does not pay and this one does.
+    """
     by_rank = run.state.engines[placing.by_rank(run, trajectory)]
     if run.scheduling.migration == "rank":
         return by_rank if by_rank is not source and _can_take(source, by_rank) else None
@@ -57,14 +70,22 @@ def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
     assert idlest is not None, "the source takes turns"
     uneven = placing.work_s(run, source) > UNEVEN * placing.work_s(run, idlest)
     for target in (by_rank, idlest) if uneven else (by_rank,):
-        if target is not source and _can_take(source, target) and _pays(run, trajectory, source, target):
+        if (
+            target is not source
+            and _can_take(source, target)
+            and _pays(run, trajectory, source, target)
+        ):
             return target
     return None
 
 
 def _can_take(source: Engine, target: Engine) -> bool:
     """KV is of use only under the weights that computed it."""
-    serving = source.status is EngineStatus.SERVING and target.status is EngineStatus.SERVING and not target.draining
+    serving = (
+        source.status is EngineStatus.SERVING
+        and target.status is EngineStatus.SERVING
+        and not target.draining
+    )
     return serving and source.weights_id == target.weights_id
 
 
@@ -76,8 +97,16 @@ def _pays(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> b
     name = run.state.groups[trajectory.group_id].name
     transfer_s = trajectory.context_tokens * run.state.migration_token_s
     return worth_it(
-        _seconds(source, (own.longest, own.tokens, own.occupied), (left, own.tokens - work, own.occupied - held)),
-        _seconds(target, (other.longest, other.tokens, other.occupied), (there, other.tokens + work, other.occupied + held)),
+        _seconds(
+            source,
+            (own.longest, own.tokens, own.occupied),
+            (left, own.tokens - work, own.occupied - held),
+        ),
+        _seconds(
+            target,
+            (other.longest, other.tokens, other.occupied),
+            (there, other.tokens + work, other.occupied + held),
+        ),
         exposed_s=max(0.0, transfer_s - run.state.tool_s.get(name, 0.0)),
     )
 
@@ -85,7 +114,10 @@ def _pays(run: Run, trajectory: Trajectory, source: Engine, target: Engine) -> b
 def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float]:
     """Until the engine's work is done, before the move and after it."""
     cost = rate_of(engine)
-    before, after = (cost.seconds(longest=longest, tokens=tokens, occupied=held) for longest, tokens, held in loads)
+    before, after = (
+        cost.seconds(longest=longest, tokens=tokens, occupied=held)
+        for longest, tokens, held in loads
+    )
     return before, after
 
 
@@ -94,25 +126,42 @@ def _start(run: Run) -> None:
     migrations = run.state.migrations
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
-        if source is None or target is None or not _can_take(source, target):  # it has changed while the wish waited
+        # it has changed while the wish waited
+        if source is None or target is None or not _can_take(source, target):
             if m.frees:
                 _end(run, m, 0, "an engine has changed")
                 return  # which has looked at the others
             forget(run, run.state.trajectories[m.trajectory_id])
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [
-        Request(number=m.number, length=run.state.trajectories[m.trajectory_id].estimate, source=m.source, target=m.target)
+        Request(
+            number=m.number,
+            length=run.state.trajectories[m.trajectory_id].estimate,
+            source=m.source,
+            target=m.target,
+        )
         for m in migrations.values()
         if m.since is None
     ]
     for request in transfer_epoch(waiting, busy):
         m = migrations[request.number]
         m.since = run.now
-        run.emit(Migrate(number=m.number, trajectory_id=m.trajectory_id, attempt=m.attempt, source=m.source, target=m.target))
+        run.emit(
+            Migrate(
+                number=m.number,
+                trajectory_id=m.trajectory_id,
+                attempt=m.attempt,
+                source=m.source,
+                target=m.target,
+            )
+        )
 
 
 def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
-    """The trajectory goes on at the target: its open turn waits for its KV. `begin` follows, when all are told that leave."""
+    """The trajectory goes on at the target: its open turn waits for its KV.
+
+    `begin` follows, when all are told that leave.
+    """
     state = run.state
     forget(run, trajectory)
     if trajectory.turn is not None:
@@ -120,7 +169,12 @@ def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) 
     number = trajectory.migration = state.next_migration
     state.next_migration += 1
     state.migrations[number] = Migration(
-        number=number, trajectory_id=trajectory.id, attempt=trajectory.attempt, source=source, target=target, frees=True
+        number=number,
+        trajectory_id=trajectory.id,
+        attempt=trajectory.attempt,
+        source=source,
+        target=target,
+        frees=True,
     )
 
 
@@ -130,7 +184,10 @@ def begin(run: Run) -> None:
 
 
 def holds(run: Run, trajectory: Trajectory) -> bool:
-    """Its next turn is asked for: does it wait for a transfer? One that has not begun is dropped."""
+    """Its next turn is asked for: does it wait for a transfer?
+
+    One that has not begun is dropped.
+    """
     if trajectory.migration is None:
         return False
     migration = run.state.migrations[trajectory.migration]
@@ -165,21 +222,28 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
     state, counted = run.state, run.state.counters.scheduling
     del state.migrations[m.number]
     if error:
-        run.warn(m.target, f"KV of {m.trajectory_id} did not come from {m.source}: {error}", count="migration_failed")
+        run.warn(
+            m.target,
+            f"KV of {m.trajectory_id} did not come from {m.source}: {error}",
+            count="migration_failed",
+        )
         counted.migrations_failed += 1
     else:
         counted.migrations += 1
         counted.moved_tokens += moved_tokens
         if moved_tokens and m.since is not None:
             token_s = (run.now - m.since) / moved_tokens
-            state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (token_s - state.migration_token_s)
+            state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (
+                token_s - state.migration_token_s
+            )
     trajectory = trajectories.find(run, m.trajectory_id, m.attempt)
     if trajectory is not None and trajectory.migration == m.number:
         trajectory.migration = None
         trajectory.home = _home_after(run, m, moved=not error)
         run.order_changed(trajectory)
         if run.alone:
-            placing.lane_of(run, trajectory, ())  # whoever's target has other weights by now finds another home
+            # whoever's target has other weights by now finds another home
+            placing.lane_of(run, trajectory, ())
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
             turns.enqueue(run, trajectory)
@@ -187,7 +251,10 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
 
 
 def _home_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:
-    """Where its KV is; the other end if that engine is gone; anywhere if both are. Whoever leaves stays nowhere behind."""
+    """Where its KV is; the other end if that engine is gone; anywhere if both are.
+
+    Whoever leaves stays nowhere behind.
+    """
     if m.frees:
         return m.target if placing.is_usable(run, m.target) else None
     ends = (m.target, m.source) if moved else (m.source, m.target)

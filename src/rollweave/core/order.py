@@ -1,7 +1,9 @@
-"""Trajectories under way by predicted length, and the work that waits at the engines that are theirs.
+"""Trajectories under way by predicted length, and the work that waits at the engines
+that are theirs.
 
-Derived from the state (`Trajectory.estimate`, `occupies` and `home`) and never written to a snapshot; `core/checks` compares
-with a fresh one. Ranks are positions in one sorted list: a change costs a search and a move in memory, microseconds for 10,000.
+Derived from the state (`Trajectory.estimate`, `occupies` and `home`) and never written
+to a snapshot; `core/checks` compares with a fresh one. Ranks are positions in one
+sorted list: a change costs a search and a move in memory, microseconds for 10,000.
 """
 
 from bisect import bisect_left, insort
@@ -19,18 +21,23 @@ ORDERED = (Stage.QUEUED, Stage.INIT, Stage.RUN)
 
 
 Place = tuple[int, float, TrajectoryId, int]
-"""(−level where ranks are levels, launch, id, tokens): who comes first to an engine's KV cache, and how much it claims."""
+"""(−level where ranks are levels, launch, id, tokens): who comes first to an engine's
+KV cache, and how much it claims.
+"""
 
 
 @dataclass(slots=True)
 class Load:
-    """What an engine's own trajectories have yet to sample, and the contexts that will occupy, summed over these tokens."""
+    """What an engine's own trajectories have yet to sample, and the contexts that will
+    occupy, summed over these tokens.
+    """
 
     left: list[Key] = field(default_factory=list)
     tokens: int = 0
     occupied: int = 0
     residents: list[Place] = field(default_factory=list)
-    work_s: float | None = field(default=None, compare=False)  # as core/placing has last worked it out; None since a change
+    # as core/placing has last worked it out; None since a change
+    work_s: float | None = field(default=None, compare=False)
 
     @property
     def longest(self) -> int:
@@ -50,7 +57,9 @@ class Entry:
 
 class Order:
     def __init__(self, *, by_level: bool) -> None:
-        """`by_level`: longer ones come first to the KV cache (priority longest_first), else earlier ones."""
+        """`by_level`: longer ones come first to the KV cache (priority longest_first),
+        else earlier ones.
+        """
         self._by_level = by_level
         self.keys: list[Key] = []
         self.loads: dict[EngineId, Load] = {}
@@ -67,7 +76,11 @@ class Order:
         return len(self.keys)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Order) and (self.keys, self.loads, self._entries) == (other.keys, other.loads, other._entries)
+        return isinstance(other, Order) and (self.keys, self.loads, self._entries) == (
+            other.keys,
+            other.loads,
+            other._entries,
+        )
 
     def update(self, trajectory: Trajectory) -> None:
         """The trajectory's estimate, home or stage has changed."""
@@ -108,15 +121,21 @@ class Order:
                 del self.loads[entry.home]
 
     def works(self) -> list[tuple[int, int]]:
-        """Of all: tokens to come, and the contexts that they will occupy, the longest first."""
-        return sorted(((-entry.left[0], entry.occupied) for entry in self._entries.values()), reverse=True)
+        """Of all: tokens to come, and the contexts that they will occupy, the longest
+        first.
+        """
+        return sorted(
+            ((-entry.left[0], entry.occupied) for entry in self._entries.values()), reverse=True
+        )
 
     def rank(self, trajectory_id: TrajectoryId) -> int:
         """0 is the longest."""
         return bisect_left(self.keys, self._entries[trajectory_id].rank)
 
     def before(self, trajectory: Trajectory, engine_id: EngineId) -> list[Place]:
-        """Residents of this engine that come before the trajectory: all, where it is none of them itself."""
+        """Residents of this engine that come before the trajectory: all, where it is
+        none of them itself.
+        """
         load = self.loads.get(engine_id)
         if load is None:
             return []

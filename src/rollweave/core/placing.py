@@ -1,6 +1,8 @@
-"""Which engine is a trajectory's own: planned for all that are under way, then kept by rank as they end (Heddle §5).
+"""Which engine is a trajectory's own: planned for all that are under way, then kept by
+rank as they end (Heddle §5).
 
-Invariant: a partition names only engines that have weights and do not drain; whatever changes that clears it.
+Invariant: a partition names only engines that have weights and do not drain; whatever
+changes that clears it.
 """
 
 import math
@@ -8,23 +10,28 @@ from collections.abc import Iterable, Sequence
 
 from rollweave.core import pace
 from rollweave.core.costs import groups_of, rate_of
+from rollweave.core.policy.migration import retarget
+from rollweave.core.policy.placement import place_groups
+from rollweave.core.policy.priority import overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Partition, Share, Trajectory
-from rollweave.policy.migration import retarget
-from rollweave.policy.placement import place_groups
-from rollweave.policy.priority import overdue_rank
 from rollweave.schema.base import EngineId
 
 PATIENCE = 4
-"""Mean turns that KV is kept for a trajectory whose environment works. With 1, simulated software engineering, whose tools have
-a long tail, took up to 1 % longer."""
+"""Mean turns that KV is kept for a trajectory whose environment works. With 1,
+simulated software engineering, whose tools have a long tail, took up to 1 % longer.
+"""
 
 GROWTH = 1.5
-"""Trajectories under way, or predictions since, as a multiple of those planned for, from which a new plan is made."""
+"""Trajectories under way, or predictions since, as a multiple of those planned for,
+from which a new plan is made.
+"""
 
 
 def lane_of(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> EngineId | None:
-    """The engine for which the trajectory's turns wait; None for any, or while there is none."""
+    """The engine for which the trajectory's turns wait; None for any, or while there is
+    none.
+    """
     if not run.scheduling.homes:
         return None
     home = trajectory.home
@@ -53,7 +60,8 @@ def _home_for(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> En
     wanted = [engine for engine in usable if engine.id not in avoid] or usable
     if not wanted:
         return None
-    # Without a prediction of its own a rank says nothing, and members of a group would gather on one engine.
+    # Without a prediction of its own a rank says nothing, and members of a group would
+    # gather on one engine.
     if run.scheduling.by_rank and trajectory.predicted >= 0:
         target = by_rank(run, trajectory)
         if any(engine.id == target for engine in wanted):
@@ -62,13 +70,19 @@ def _home_for(run: Run, trajectory: Trajectory, avoid: Sequence[EngineId]) -> En
 
 
 def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
-    """Whether the KV cache holds the trajectory's context beside those of the residents that come before it.
+    """Whether the KV cache holds the trajectory's context beside those of the residents
+    that come before it.
 
-    Who comes after it gives way. So contexts stay while their environments work, and are not computed again and again; that
-    pays where environments are quicker than turns, on average; nothing is kept for one that takes PATIENCE times as long.
+    Who comes after it gives way. So contexts stay while their environments work, and
+    are not computed again and again; that pays where environments are quicker than
+    turns, on average; nothing is kept for one that takes PATIENCE times as long.
     """
     turn = trajectory.turn
-    if not run.scheduling.keeps or trajectory.predicted < 0 or (turn is not None and turn.rank >= overdue_rank(turn.arrival)):
+    if (
+        not run.scheduling.keeps
+        or trajectory.predicted < 0
+        or (turn is not None and turn.rank >= overdue_rank(turn.arrival))
+    ):
         return True
     name = run.state.groups[trajectory.group_id].name
     turn_s = run.state.turn_s.get(name, 0.0)
@@ -78,7 +92,11 @@ def fits(run: Run, trajectory: Trajectory, engine: Engine) -> bool:
     if not before or sum(place[3] for place in before) <= room:
         return True
     since = run.now - PATIENCE * turn_s
-    kept = [claims for _, _, resident, claims in before if not _is_away(run.state.trajectories[resident], since)]
+    kept = [
+        claims
+        for _, _, resident, claims in before
+        if not _is_away(run.state.trajectories[resident], since)
+    ]
     return not kept or sum(kept) <= room
 
 
@@ -88,9 +106,11 @@ def _is_away(trajectory: Trajectory, since: float) -> bool:
 
 
 def idlest(run: Run, among: Iterable[EngineId] | None = None) -> Engine | None:
-    """The engine whose own trajectories are done first, of all or `among` some; None if none takes turns.
+    """The engine whose own trajectories are done first, of all or `among` some; None if
+    none takes turns.
 
-    Asked for at most turns, of all engines: hence no call for those whose work is known.
+    Asked for at most turns, of all engines: hence no call for those whose work is
+    known.
     """
     engines, loads = run.state.engines, run.order.loads
     best, least = None, math.inf
@@ -111,7 +131,9 @@ def work_s(run: Run, engine: Engine) -> float:
     if load is None:
         return 0.0
     if load.work_s is None:
-        load.work_s = rate_of(engine).seconds(longest=load.longest, tokens=load.tokens, occupied=load.occupied)
+        load.work_s = rate_of(engine).seconds(
+            longest=load.longest, tokens=load.tokens, occupied=load.occupied
+        )
     return load.work_s
 
 
@@ -121,23 +143,31 @@ def by_rank(run: Run, trajectory: Trajectory) -> EngineId:
     if not partition.shares or max(len(order), partition.predictions) > GROWTH * partition.planned:
         partition = run.state.partition = _plan(run)
     sizes = [share.size for share in partition.shares]
-    return partition.shares[retarget(sizes, rank=order.rank(trajectory.id), active=len(order))].engine_id
+    return partition.shares[
+        retarget(sizes, rank=order.rank(trajectory.id), active=len(order))
+    ].engine_id
 
 
 def _plan(run: Run) -> Partition:
     """Place all that are under way on the engines that there are (Heddle §5.2, exact)."""
     works = run.order.works()
     engines = sorted(
-        (engine for engine in run.state.engines.values() if _takes_turns(engine)), key=lambda engine: -engine.degree
+        (engine for engine in run.state.engines.values() if _takes_turns(engine)),
+        key=lambda engine: -engine.degree,
     )
     engines = engines[: len(works)]
     degrees = [engine.degree for engine in engines]
     placement = place_groups(groups_of(run, works, degrees), degrees)
     run.state.counters.scheduling.plans += 1
     taken = sorted(
-        (start, end, engine.id) for (start, end), engine in zip(placement.spans, engines, strict=True) if end > start
+        (start, end, engine.id)
+        for (start, end), engine in zip(placement.spans, engines, strict=True)
+        if end > start
     )
-    return Partition(shares=[Share(engine_id=name, size=end - start) for start, end, name in taken], planned=len(works))
+    return Partition(
+        shares=[Share(engine_id=name, size=end - start) for start, end, name in taken],
+        planned=len(works),
+    )
 
 
 def engines_changed(run: Run) -> None:

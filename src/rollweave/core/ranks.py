@@ -1,11 +1,13 @@
-"""Ranks of open turns: what they follow from, and what changes them while an engine has the turn.
+"""Ranks of open turns: what they follow from, and what changes them while an engine has
+the turn.
 
-Invariant: an engine is told of every rank that changes there (`policy/priority`; Heddle §4.2).
+Invariant: an engine is told of every rank that changes there (`core/policy/priority`;
+Heddle §4.2).
 """
 
+from rollweave.core.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, Trajectory, Turn
-from rollweave.policy.priority import RANKS, TurnView, is_overdue, overdue_rank
 from rollweave.schema.commands import RerankTurn
 
 
@@ -22,7 +24,9 @@ def rank_of(run: Run, trajectory: Trajectory, turn: Turn) -> float:
 
 
 def promote_overdue(run: Run) -> None:
-    """Victims of preemption that were overtaken too often on their engine run before all others."""
+    """Victims of preemption that were overtaken too often on their engine run before
+    all others.
+    """
     for load in [load for load in run.fleet.loads.values() if load.active > load.slots]:
         engine = run.state.engines[load.id]
         for trajectory_id in engine.active:

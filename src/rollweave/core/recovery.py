@@ -1,9 +1,19 @@
 """The start of a world, fresh or after the controller was lost (docs/decisions/0007)."""
 
-from rollweave.core import ending, engines, evaluation, groups, relays, serving, training, trajectories, watchdog
+from rollweave.core import (
+    ending,
+    engines,
+    evaluation,
+    groups,
+    relays,
+    serving,
+    training,
+    trajectories,
+    watchdog,
+)
+from rollweave.core.policy.retry import WORLDS
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, GroupStatus, Phase, Stage, Trajectory
-from rollweave.policy.retry import WORLDS
 from rollweave.schema.commands import DrawTask
 from rollweave.schema.events import RunStarted, WorldLost
 from rollweave.schema.work import StopReason
@@ -23,7 +33,8 @@ def on_started(run: Run, event: RunStarted) -> None:
 def on_world_lost(run: Run, event: WorldLost) -> None:
     """Every process of the old world is gone; what was scored and stored survives.
 
-    In-flight attempts end, blamed on the infrastructure, and start again. The trainer comes back from its last checkpoint.
+    In-flight attempts end, blamed on the infrastructure, and start again. The trainer
+    comes back from its last checkpoint.
     """
     state = run.state
     if state.serving:
@@ -40,7 +51,11 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     state.trainer.parts_done = 0
     state.trainer.restarts = 0
     state.published_id = -1
-    lost = {state.trajectories[member].group_id: None for member in event.missing if member in state.trajectories}
+    lost = {
+        state.trajectories[member].group_id: None
+        for member in event.missing
+        if member in state.trajectories
+    }
     for group_id in lost:
         group = state.groups[group_id]
         if group.status in (GroupStatus.ACTIVE, GroupStatus.BUFFERED):
@@ -50,25 +65,34 @@ def on_world_lost(run: Run, event: WorldLost) -> None:
     for group in state.groups.values():
         if group.status is GroupStatus.DRAWING:
             group.since = run.now
-            run.emit(DrawTask(group_id=group.id, name=group.name, index=group.index, purpose=group.purpose))
+            run.emit(
+                DrawTask(
+                    group_id=group.id, name=group.name, index=group.index, purpose=group.purpose
+                )
+            )
     training.start_again(run, "the controller was restarted")
     watchdog.look(run)
 
 
 def _serve_again(run: Run, event: WorldLost) -> None:
-    """What was asked for starts again; what was over is delivered again, unless its tokens are gone."""
+    """What was asked for starts again; what was over is delivered again, unless its
+    tokens are gone.
+    """
     state = run.state
     killed = state.phase is not Phase.FINISHED
     state.phase = Phase.SERVING
     _lose_world(run, event, killed=killed)
-    for trajectory in [state.trajectories[member] for member in event.missing if member in state.trajectories]:
+    for trajectory in [
+        state.trajectories[member] for member in event.missing if member in state.trajectories
+    ]:
         trajectories.close(run, trajectory, StopReason.WORLD_LOST)
     serving.begin(run)
     watchdog.look(run)
 
 
 def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
-    """Note that engines of the new world are starting; end attempts that were under way, and queue them again if wanted.
+    """Note that engines of the new world are starting; end attempts that were under
+    way, and queue them again if wanted.
 
     `killed`: the old world did not end in order.
     """
@@ -89,8 +113,14 @@ def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
 
 
 def _suspect(run: Run, trajectory: Trajectory) -> None:
-    """End the attempt that was under way when the world was lost. It may be the cause: its environment runs in the world."""
+    """End the attempt that was under way when the world was lost.
+
+    It may be the cause: its environment runs in the world.
+    """
     trajectory.worlds += 1
     if trajectory.worlds == WORLDS:
-        text = f"is given up: {WORLDS} controllers were lost while it was under way, perhaps because of its environment"
+        text = (
+            f"is given up: {WORLDS} controllers were lost while it was under way, perhaps because "
+            "of its environment"
+        )
         run.warn(trajectory.id, text, count="suspects")

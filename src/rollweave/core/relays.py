@@ -1,24 +1,28 @@
 """Relays: one a machine, that hand the published weights on along a chain (Laminar §4).
 
-The master, first in the chain, takes them from the trainer, every other relay from the one before it, all at once: a source
-passes on what it has got so far. Invariants: a relay that is taking has a source that holds the same weights, or stands before
-it and is taking them too, so that no relays wait for each other; who joins last stands last; what fails is tried in another way
-at once where there is one, else after a look of the watchdog. A lost trainer is no relay's fault.
+The master, first in the chain, takes them from the trainer, every other relay from the
+one before it, all at once: a source passes on what it has got so far. Invariants: a
+relay that is taking has a source that holds the same weights, or stands before it and
+is taking them too, so that no relays wait for each other; who joins last stands last;
+what fails is tried in another way at once where there is one, else after a look of the
+watchdog. A lost trainer is no relay's fault.
 
-A relay that is silent for a moment is suspected, long before it counts as lost: who takes from it goes on from one that is not,
-if there is any (the first that is not suspected may take from the trainer), and nobody begins to take from it. It keeps its
-process, its place and what it takes, and when it is heard again everything stays as it is then: nobody is moved back.
-A relay to which nothing comes from a source that is heard tries another, too, but each only once for the same weights: a slow
-link is not left for ever again.
+A relay that is silent for a moment is suspected, long before it counts as lost: who
+takes from it goes on from one that is not, if there is any (the first that is not
+suspected may take from the trainer), and nobody begins to take from it. It keeps its
+process, its place and what it takes, and when it is heard again everything stays as it
+is then: nobody is moved back. A relay to which nothing comes from a source that is
+heard tries another, too, but each only once for the same weights: a slow link is not
+left for ever again.
 """
 
 from bisect import insort
 
 from rollweave.core import engines, pace, weights
+from rollweave.core.policy.relay import repair, sends_changes
+from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Relay, RelayStatus
-from rollweave.policy.relay import repair, sends_changes
-from rollweave.policy.retry import Failover, failover
 from rollweave.schema.commands import RestartRelay, TakeWeights
 from rollweave.schema.events import (
     RelayHeard,
@@ -35,7 +39,10 @@ def start(run: Run, count: int) -> None:
     """The world is starting so many relays, and has no others."""
     state = run.state
     state.machines, state.chain = count, []
-    state.relays = {f"r{machine}": Relay(id=f"r{machine}", machine=machine, since=run.now) for machine in range(count)}
+    state.relays = {
+        f"r{machine}": Relay(id=f"r{machine}", machine=machine, since=run.now)
+        for machine in range(count)
+    }
 
 
 def on_joined(run: Run, event: RelayJoined) -> None:
@@ -56,7 +63,13 @@ def on_held(run: Run, event: WeightsHeld) -> None:
         return
     if len(relay.held) > 1:
         relay.restarts = 0  # it lived from one version to the next: earlier failures are forgiven
-    relay.refused, relay.left, relay.whole, relay.missing_since, relay.blames = [], [], False, None, None
+    relay.refused, relay.left, relay.whole, relay.missing_since, relay.blames = (
+        [],
+        [],
+        False,
+        None,
+        None,
+    )
     _stop(run, relay)
     _measure(run)
     for other in run.state.relays.values():
@@ -65,17 +78,28 @@ def on_held(run: Run, event: WeightsHeld) -> None:
 
 
 def on_refused(run: Run, event: WeightsRefused) -> None:
-    """A change that does not fit is followed by the whole; else another source may do better."""
+    """A change that does not fit is followed by the whole; else another source may do
+    better.
+    """
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or (relay.taking, relay.tries) != (event.weights_id, event.try_number):
         return
-    run.warn(relay.id, f"weights {event.weights_id} not taken ({event.reason}): {event.error}", count="take_refused")
+    run.warn(
+        relay.id,
+        f"weights {event.weights_id} not taken ({event.reason}): {event.error}",
+        count="take_refused",
+    )
     source = run.state.relays.get(relay.source or "")
     if event.reason in ("base", "broken") and relay.base is not None:
         relay.whole = True
     else:
         relay.refused.append(relay.source)
-    if event.reason == "source" and source is not None and event.weights_id in source.held and not source.suspected:
+    if (
+        event.reason == "source"
+        and source is not None
+        and event.weights_id in source.held
+        and not source.suspected
+    ):
         relay.blames = source.id
     if (event.reason != "source" or relay.blames is not None) and relay.missing_since is None:
         relay.missing_since = run.now
@@ -84,12 +108,20 @@ def on_refused(run: Run, event: WeightsRefused) -> None:
 
 def on_stalled(run: Run, event: WeightsStalled) -> None:
     relay = _find(run, event.relay_id, event.epoch)
-    if relay is None or (relay.taking, relay.source) != (event.weights_id, event.source) or event.source in relay.left:
+    if (
+        relay is None
+        or (relay.taking, relay.source) != (event.weights_id, event.source)
+        or event.source in relay.left
+    ):
         return
     tried = {*relay.refused, *relay.left, event.source}
     ways = [source for source in _sources(run, relay, relay.taking) if source not in tried]
     if ways:
-        run.warn(relay.id, f"weights {relay.taking} stall on their way from {event.source}", count="take_stalled")
+        run.warn(
+            relay.id,
+            f"weights {relay.taking} stall on their way from {event.source}",
+            count="take_stalled",
+        )
         relay.left.append(event.source)
         _take(run, relay, relay.taking, ways[0])
 
@@ -114,26 +146,39 @@ def on_heard(run: Run, event: RelayHeard) -> None:
 
 
 def restart(run: Run, relay: Relay, reason: str) -> None:
-    """Cut it out of the chain and bring it back as its last member, or give its machine up after repeated failure."""
+    """Cut it out of the chain and bring it back as its last member, or give its machine
+    up after repeated failure.
+    """
     state = run.state
     if state.phase is Phase.FINISHED:
         return
     limit = run.config.watchdog.restarts
     if failover(restarts=relay.restarts, limit=limit, elsewhere=0) is not Failover.RESTART:
-        engines.evict(run, relay.machine, f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}")
+        engines.evict(
+            run,
+            relay.machine,
+            f"relay {relay.id} failed {relay.restarts + 1} times; last: {reason}",
+        )
         return
     run.warn(relay.id, f"restarted: {reason}", count="relay_restarted")
     if relay.id in state.chain:
         state.chain = list(repair(state.chain, relay.id).order)
     fresh = Relay(
-        id=relay.id, machine=relay.machine, epoch=relay.epoch + 1, restarts=relay.restarts + 1, tries=relay.tries, since=run.now
+        id=relay.id,
+        machine=relay.machine,
+        epoch=relay.epoch + 1,
+        restarts=relay.restarts + 1,
+        tries=relay.tries,
+        since=run.now,
     )
     state.relays[relay.id] = fresh
     run.emit(RestartRelay(relay_id=fresh.id, epoch=fresh.epoch, reason=reason))
 
 
 def advance(run: Run) -> None:
-    """Have every relay take what it lacks, and find another source for one that has lost its own."""
+    """Have every relay take what it lacks, and find another source for one that has
+    lost its own.
+    """
     state = run.state
     for relay in [relay for relay in state.relays.values() if relay.doubted]:
         restart(run, relay, relay.doubted)
@@ -151,7 +196,9 @@ def advance(run: Run) -> None:
 
 
 def _seek(run: Run, relay: Relay, wanted: int) -> bool:
-    """Have it take these weights from the best source that has not refused; False where there is none."""
+    """Have it take these weights from the best source that has not refused; False where
+    there is none.
+    """
     ways = [source for source in _sources(run, relay, wanted) if source not in relay.refused]
     if ways:
         _take(run, relay, wanted, ways[0])
@@ -159,7 +206,9 @@ def _seek(run: Run, relay: Relay, wanted: int) -> bool:
 
 
 def _lacks(run: Run, relay: Relay) -> int | None:
-    """The published weights; the master also takes older ones, of those that are waited for, where no relay has them."""
+    """The published weights; the master also takes older ones, of those that are waited
+    for, where no relay has them.
+    """
     state = run.state
     if state.published_id in state.kept and state.published_id not in relay.held:
         return state.published_id
@@ -172,15 +221,25 @@ def _lacks(run: Run, relay: Relay) -> int | None:
 
 
 def look(run: Run) -> None:
-    """The watchdog's: of relays that wait for each other the first is late; what was refused is tried anew."""
+    """The watchdog's: of relays that wait for each other the first is late; what was
+    refused is tried anew.
+    """
     state, limits = run.state, run.config.watchdog
     taking = {relay.id: relay.taking for relay in state.relays.values()}
-    waiting = {relay.id for relay in state.relays.values() if taking.get(relay.source or "") == relay.taking}
+    waiting = {
+        relay.id
+        for relay in state.relays.values()
+        if taking.get(relay.source or "") == relay.taking
+    }
     for relay in list(state.relays.values()):
         waited = run.now - relay.since
         if relay.status is RelayStatus.STARTING and waited > limits.start_s:
             restart(run, relay, f"not ready within {limits.start_s:g} s")
-        elif relay.status is RelayStatus.TAKING and relay.id not in waiting and waited > limits.weights_s:
+        elif (
+            relay.status is RelayStatus.TAKING
+            and relay.id not in waiting
+            and waited > limits.weights_s
+        ):
             restart(run, relay, f"weights {relay.taking} not taken within {limits.weights_s:g} s")
         elif relay.silent_since is not None and run.now - relay.silent_since > limits.weights_s:
             restart(run, relay, f"not heard for {limits.weights_s:g} s")
@@ -204,29 +263,42 @@ def _source_is_suspected(run: Run, relay: Relay) -> bool:
 
 
 def _leads(run: Run, relay: Relay) -> bool:
-    """Nobody stands before it in the chain but relays that are suspected: it is the master, or acts in the master's place."""
+    """Nobody stands before it in the chain but relays that are suspected: it is the
+    master, or acts in the master's place.
+    """
     state = run.state
-    return all(state.relays[other].suspected for other in state.chain[: state.chain.index(relay.id)])
+    return all(
+        state.relays[other].suspected for other in state.chain[: state.chain.index(relay.id)]
+    )
 
 
 def _sources(run: Run, relay: Relay, wanted: int) -> list[str | None]:
-    """From whom it may take these weights, the best first: the nearest before it, then any that has them whole.
+    """From whom it may take these weights, the best first: the nearest before it, then
+    any that has them whole.
 
-    None, the trainer, is for who leads the chain. Nobody takes from a relay that is suspected. After a change that did not fit,
-    those who have them whole come first.
+    None, the trainer, is for who leads the chain. Nobody takes from a relay that is
+    suspected. After a change that did not fit, those who have them whole come first.
     """
     state = run.state
     at = state.chain.index(relay.id)
     before = [state.relays[relay_id] for relay_id in reversed(state.chain[:at])]
     behind = [state.relays[relay_id] for relay_id in state.chain[at + 1 :]]
-    near = [other.id for other in before if not other.suspected and (wanted in other.held or other.taking == wanted)]
-    whole = [other.id for other in (*before, *behind) if not other.suspected and wanted in other.held]
+    near = [
+        other.id
+        for other in before
+        if not other.suspected and (wanted in other.held or other.taking == wanted)
+    ]
+    whole = [
+        other.id for other in (*before, *behind) if not other.suspected and wanted in other.held
+    ]
     first: list[str | None] = [None] if _leads(run, relay) else []
     return [*first, *whole, *near] if relay.whole else [*first, *near, *whole]
 
 
 def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
-    """Where both ends hold the same weights, only what has changed since the newest of these travels."""
+    """Where both ends hold the same weights, only what has changed since the newest of
+    these travels.
+    """
     base = None
     if source is not None and run.config.weights.delta and not relay.whole and _sends_changes(run):
         both = {*relay.held} & {*run.state.relays[source].held} - {wanted}
@@ -238,21 +310,35 @@ def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     if source is not None and wanted == run.state.published_id:
         form = "whole" if base is None else "changes"
         run.state.broadcast[form] = run.state.broadcast.get(form, 0) + 1
-    newest = relay.held[-1:]  # until there is a newer one: a change is of it, here and at whoever takes from here
+    # until there is a newer one: a change is of it, here and at whoever takes from here
+    newest = relay.held[-1:]
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.held = [held for held in relay.held if held in keep or held == base]
-    run.emit(TakeWeights(relay_id=relay.id, weights_id=wanted, try_number=relay.tries, base_id=base, source=source, keep=keep))
+    run.emit(
+        TakeWeights(
+            relay_id=relay.id,
+            weights_id=wanted,
+            try_number=relay.tries,
+            base_id=base,
+            source=source,
+            keep=keep,
+        )
+    )
 
 
 def _sends_changes(run: Run) -> bool:
     seconds = run.state.broadcast_s
-    return sends_changes(seconds.get("whole"), seconds.get("changes"), number=run.state.published_id)
+    return sends_changes(
+        seconds.get("whole"), seconds.get("changes"), number=run.state.published_id
+    )
 
 
 def _measure(run: Run) -> None:
     """All have the published weights: what that took, if they travelled in one form."""
     state = run.state
-    if len(state.broadcast) == 1 and all(state.published_id in state.relays[one].held for one in state.chain):
+    if len(state.broadcast) == 1 and all(
+        state.published_id in state.relays[one].held for one in state.chain
+    ):
         (form,) = state.broadcast
         state.broadcast_s[form] = run.now - state.published_at
         state.broadcast = {}

@@ -1,14 +1,16 @@
-"""Freeing engines that are down to the tail of their batch (Laminar §5; `policy/repack`), in mode decoupled.
+"""Freeing engines that are down to the tail of their batch (Laminar §5;
+`core/policy/repack`), in mode decoupled.
 
-Every REPACK_S, and when new weights are published. Only engines with older weights are looked at: the others go on filling up.
-What leaves an engine takes its KV along, one transfer at a time for each engine; the last to leave frees it.
+Every REPACK_S, and when new weights are published. Only engines with older weights are
+looked at: the others go on filling up. What leaves an engine takes its KV along, one
+transfer at a time for each engine; the last to leave frees it.
 """
 
 from rollweave.core import migration, pace, turns
 from rollweave.core.order import Load
+from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
-from rollweave.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.schema.base import EngineId
 
 REPACK_S = 5.0
@@ -32,9 +34,14 @@ def now(run: Run) -> None:
     replicas = []
     for engine in state.engines.values():
         stays = not engine.going  # who leaves is nobody's target, and ends its own batch
-        if engine.status is EngineStatus.SERVING and stays and engine.weights_id != state.published_id:
+        if (
+            engine.status is EngineStatus.SERVING
+            and stays
+            and engine.weights_id != state.published_id
+        ):
             held = _kv_tokens(run, engine)
-            # Use rises in the tail too, as its contexts grow: nothing that waits tells the tail from the filling up.
+            # Use rises in the tail too, as its contexts grow: nothing that waits tells
+            # the tail from the filling up.
             before = max(engine.kv_before or 0, 0 if engine.id in waited_for else held)
             if engine.id not in moving:
                 replicas.append(_replica(run, engine, held, before))
@@ -62,12 +69,16 @@ def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
 
 
 def _kv_tokens(run: Run, engine: Engine) -> int:
-    """Context of all whose home it is: what they hold in KV, or will with their next turn."""
+    """Context of all whose home it is: what they hold in KV, or will with their next
+    turn.
+    """
     return sum(_context(trajectory) for trajectory in _residents(run, engine.id))
 
 
 def _context(trajectory: Trajectory) -> int:
-    return trajectory.context_tokens + (trajectory.turn.sampled if trajectory.turn is not None else 0)
+    return trajectory.context_tokens + (
+        trajectory.turn.sampled if trajectory.turn is not None else 0
+    )
 
 
 def _residents(run: Run, engine_id: EngineId) -> list[Trajectory]:
@@ -80,7 +91,9 @@ def _batch_max(run: Run, engine_ids: list[EngineId]) -> int:
     bounds = []
     for engine in engines:
         measured = run.state.measured.get(engine.degree)
-        bounds.append(batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots))
+        bounds.append(
+            batch_bound(measured.profile if measured is not None else (), largest=engine.max_slots)
+        )
     return min(bounds)
 
 

@@ -1,23 +1,27 @@
-"""What the sub-machines share: the settings, the state, the moment, and the commands gathered for this event."""
+"""What the sub-machines share: the settings, the state, the moment, and the commands
+gathered for this event.
+"""
 
 from collections.abc import Mapping
 
 from rollweave.core.fleet import Fleet
 from rollweave.core.lanes import Lanes
 from rollweave.core.order import Order
+from rollweave.core.policy.experience import Rule
+from rollweave.core.policy.modes import Mode, preset
+from rollweave.core.policy.scheduling import Scheduling, scheduling
+from rollweave.core.policy.staleness import acceptable
 from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
-from rollweave.policy.experience import Rule
-from rollweave.policy.modes import Mode, preset
-from rollweave.policy.scheduling import Scheduling, scheduling
-from rollweave.policy.staleness import acceptable
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import Command, Warn
-from rollweave.schema.config import RunConfig
-from rollweave.schema.sections import TaskConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import TaskConfig
 
 
 class Run:
-    """One handling of one event is a walk over `state`; what it decides is appended to `out`."""
+    """One handling of one event is a walk over `state`; what it decides is appended to
+    `out`.
+    """
 
     def __init__(self, config: RunConfig, state: State, rules: Mapping[str, Rule]) -> None:
         self.config = config
@@ -28,14 +32,20 @@ class Run:
         self._lanes: Lanes | None = None
         self._order: Order | None = None
         self.out: list[Command] = []
-        self.touched: list[EngineId | None] = []  # lanes in which this event may have made a turn possible
+        # lanes in which this event may have made a turn possible
+        self.touched: list[EngineId | None] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)
         self.scheduling: Scheduling = scheduling(config.rollout)
         self.tasks: dict[str, TaskConfig] = {task.name: task for task in config.tasks}
         self.task_weights = [(task.name, task.weight) for task in config.tasks]
         self.group_sizes = {name: config.group_size(name) for name in self.tasks}
-        # A streamed step trains mini-batch by mini-batch as groups complete; any other takes its batch whole.
-        self.parts = min(config.trainer.minibatches, config.rollout.groups_per_step) if self.mode.streamed else 1
+        # A streamed step trains mini-batch by mini-batch as groups complete; any other
+        # takes its batch whole.
+        self.parts = (
+            min(config.trainer.minibatches, config.rollout.groups_per_step)
+            if self.mode.streamed
+            else 1
+        )
 
     def emit(self, command: Command) -> None:
         self.out.append(command)
@@ -47,9 +57,11 @@ class Run:
         self.emit(Warn(component=component, message=message))
 
     def next_version(self) -> int:
-        """The version that the next mini-batch to be taken will be trained at: the step that follows a running one.
+        """The version that the next mini-batch to be taken will be trained at: the step
+        that follows a running one.
 
-        While a streamed step still lacks mini-batches, what completes now belongs to it.
+        While a streamed step still lacks mini-batches, what completes now belongs to
+        it.
         """
         trainer = self.state.trainer
         step_is_full = trainer.parts_done + (trainer.status is TrainerStatus.TRAINING) >= self.parts
@@ -83,7 +95,10 @@ class Run:
 
     @property
     def order(self) -> Order:
-        """Trajectories under way by their estimates. Kept only where they have engines of their own."""
+        """Trajectories under way by their estimates.
+
+        Kept only where they have engines of their own.
+        """
         if self._order is None:
             self._order = Order.of(self.state, by_level=self.scheduling.priority == "longest_first")
         return self._order
@@ -94,11 +109,15 @@ class Run:
             self._order.update(trajectory)
 
     def serving_version(self) -> int | None:
-        """The oldest version among engines that have weights; None if no engine has any."""
+        """The oldest version among engines that have weights; None if no engine has
+        any.
+        """
         return self.fleet.version
 
     def admits_training(self) -> bool:
-        """True if a trajectory that is launched now, under the engines' version, could be trained on by a step to come."""
+        """True if a trajectory that is launched now, under the engines' version, could
+        be trained on by a step to come.
+        """
         version, next_version = self.serving_version(), self.next_version()
         return (
             self.training

@@ -1,50 +1,71 @@
 """The engines that a run begins with, and which may come and go while it goes on.
 
-Invariant: no number comes twice in a run, so that what is said late of a former engine is not taken for another's.
+Invariant: no number comes twice in a run, so that what is said late of a former engine
+is not taken for another's.
 """
 
 import itertools
 
 from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import AllocationConfig
 from rollweave.schema.events import EngineSeat
-from rollweave.schema.sections import AllocationConfig
 
 
 def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
-    """As configured; under [allocation] one engine of each degree as far as the budget goes, and the rest of it in small ones.
+    """As configured; under [allocation] one engine of each degree as far as the budget
+    goes, and the rest of it in small ones.
 
     So every degree that fits beside smaller ones is measured before the first plan.
     """
     if config.allocation is not None:
         found = [(degree, 0) for degree in _first_degrees(config.allocation)]
     else:
-        found = [(group.degree, place) for place, group in enumerate(config.engines) for _ in range(group.count)]
-    return tuple(EngineSeat(id=_name(number), degree=degree, group=group) for number, (degree, group) in enumerate(found))
+        found = [
+            (group.degree, place)
+            for place, group in enumerate(config.engines)
+            for _ in range(group.count)
+        ]
+    return tuple(
+        EngineSeat(id=_name(number), degree=degree, group=group)
+        for number, (degree, group) in enumerate(found)
+    )
 
 
 def begun_with(config: RunConfig, state: State) -> tuple[EngineSeat, ...]:
-    """The engines that a world begins with, again perhaps: those of the configuration that were not withdrawn, and who joined.
+    """The engines that a world begins with, again perhaps: those of the configuration
+    that were not withdrawn, and who joined.
 
-    Under [allocation] those that the run has or was about to have; where these do not fit it any more, it begins afresh.
+    Under [allocation] those that the run has or was about to have; where these do not
+    fit it any more, it begins afresh.
     """
     if config.allocation is not None:
         return _planned(config, config.allocation, state)
     gone = {*state.withdrawn, *(engine.id for engine in state.engines.values() if engine.leaving)}
     configured = first_seats(config)
     seats = [seat for seat in configured if seat.id not in gone]
-    taken, fresh = {seat.id for seat in configured}, itertools.count(max(state.next_engine, len(configured)))
+    taken, fresh = (
+        {seat.id for seat in configured},
+        itertools.count(max(state.next_engine, len(configured))),
+    )
     for engine in state.engines.values():
         if engine.joined and not engine.leaving:
-            name = engine.id if engine.id not in taken else _name(next(fresh))  # the configuration may have grown
+            # the configuration may have grown
+            name = engine.id if engine.id not in taken else _name(next(fresh))
             group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
             seats.append(EngineSeat(id=name, degree=config.engines[group].degree, group=group))
     return tuple(seats) or configured
 
 
-def _planned(config: RunConfig, allocation: AllocationConfig, state: State) -> tuple[EngineSeat, ...]:
-    kept = [EngineSeat(id=engine.id, degree=engine.degree) for engine in state.engines.values() if not engine.draining]
+def _planned(
+    config: RunConfig, allocation: AllocationConfig, state: State
+) -> tuple[EngineSeat, ...]:
+    kept = [
+        EngineSeat(id=engine.id, degree=engine.degree)
+        for engine in state.engines.values()
+        if not engine.draining
+    ]
     new = enumerate(state.seats, start=state.next_engine)
     seats = (*kept, *(EngineSeat(id=_name(number), degree=degree) for number, degree in new))
     degrees = [seat.degree for seat in seats]
@@ -67,7 +88,10 @@ def _first_degrees(allocation: AllocationConfig) -> list[int]:
 
 
 def next_id(state: State) -> EngineId | None:
-    """Of the next engine: a number that none has had, on a machine that lives. None where no machine does."""
+    """Of the next engine: a number that none has had, on a machine that lives.
+
+    None where no machine does.
+    """
     if not state.machines:
         return _name(state.next_engine)
     alive = {relay.machine for relay in state.relays.values()}
@@ -80,9 +104,15 @@ def cannot_join(config: RunConfig, state: State, seat: EngineSeat) -> str:
     if state.phase is Phase.FINISHED:
         return "the run is over"
     if config.allocation is not None:
-        return "[allocation] decides which engines there are: resume the run with a larger allocation.budget"
+        return (
+            "[allocation] decides which engines there are: resume the run with a larger "
+            "allocation.budget"
+        )
     if seat.group >= len(config.engines):
-        return f"there are {len(config.engines)} groups of engines, numbered from 0, and no group {seat.group}"
+        return (
+            f"there are {len(config.engines)} groups of engines, numbered from 0, and no group "
+            f"{seat.group}"
+        )
     if number_of(seat.id) < state.next_engine:
         return f"{seat.id} was the name of another engine"
     if state.machines and f"r{machine_of(state, seat.id)}" not in state.relays:
@@ -93,7 +123,10 @@ def cannot_join(config: RunConfig, state: State, seat: EngineSeat) -> str:
 def cannot_leave(config: RunConfig, state: State, engine: Engine) -> str:
     """Why a training run cannot do without this engine; "" if it can."""
     if config.allocation is not None:
-        return "[allocation] decides which engines there are: resume the run with a smaller allocation.budget"
+        return (
+            "[allocation] decides which engines there are: resume the run with a smaller "
+            "allocation.budget"
+        )
     others = staying(state, engine)
     if not others:
         return f"{engine.id} is the last engine"

@@ -1,9 +1,11 @@
-"""A service: rollouts that somebody outside asked for, each delivered when it is over (ProRL §3).
+"""A service: rollouts that somebody outside asked for, each delivered when it is over
+(ProRL §3).
 
-The pools, turns, engines and retries of training serve it; there is no trainer, no step and no buffer. Invariants: what was
-submitted is delivered, once it is scored, has failed for good or is cancelled, and is kept until it is taken: a restarted
-world says it again. Engines come with weights of their own. An orderly end waits for what an engine works on, never for an
-engine: what has none is kept for the next world.
+The pools, turns, engines and retries of training serve it; there is no trainer, no step
+and no buffer. Invariants: what was submitted is delivered, once it is scored, has
+failed for good or is cancelled, and is kept until it is taken: a restarted world says
+it again. Engines come with weights of their own. An orderly end waits for what an
+engine works on, never for an engine: what has none is kept for the next world.
 """
 
 from rollweave.core import lengths, trajectories
@@ -43,7 +45,9 @@ def on_submitted(run: Run, event: RolloutsSubmitted) -> None:
     )
     state.groups[group.id] = group
     for member in range(event.members):
-        trajectory = Trajectory(id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now)
+        trajectory = Trajectory(
+            id=TrajectoryId(f"{group.id}.{member}"), group_id=group.id, member=member, since=run.now
+        )
         group.members.append(trajectory.id)
         state.trajectories[trajectory.id] = trajectory
         state.init_queue[trajectory.id] = None
@@ -116,15 +120,23 @@ def advance(run: Run) -> None:
     if not state.closed or (state.trajectories and not _is_forsaken(run)):
         return
     if state.trajectories:
-        run.warn("service", f"no engine serves; {len(state.trajectories)} rollouts are kept for the next start", count="kept")
+        run.warn(
+            "service",
+            f"no engine serves; {len(state.trajectories)} rollouts are kept for the next start",
+            count="kept",
+        )
     state.phase = Phase.FINISHED
     run.emit(Finish(error=""))
 
 
 def _is_forsaken(run: Run) -> bool:
-    """All that is left needs an engine, and there is none, or none has become ready in the time that one may take."""
+    """All that is left needs an engine, and there is none, or none has become ready in
+    the time that one may take.
+    """
     state = run.state
     if len(state.init_queue) + len(state.in_init) + len(state.in_run) < len(state.trajectories):
         return False
     since = state.unserved_since
-    return not state.engines or (since is not None and run.now - since > run.config.watchdog.start_s)
+    return not state.engines or (
+        since is not None and run.now - since > run.config.watchdog.start_s
+    )

@@ -1,14 +1,16 @@
-"""All that the core remembers, as plain data: it can be written to a snapshot and read back.
+"""All that the core remembers, as plain data: it can be written to a snapshot and read
+back.
 
-Tables are dicts and keep insertion order, so that every walk over them is deterministic; ids come from counters.
-Indices beside the tables (`in_init`, `in_run`, …) are kept by `core/trajectories.move` alone and verified by `core/checks`.
+Tables are dicts and keep insertion order, so that every walk over them is
+deterministic; ids come from counters. Indices beside the tables (`in_init`, `in_run`,
+…) are kept by `core/trajectories.move` alone and verified by `core/checks`.
 """
 
 import enum
 
 import msgspec
 
-from rollweave.policy.work import Rate
+from rollweave.core.policy.work import Rate
 from rollweave.schema.base import EngineId, GroupId, TrajectoryId
 from rollweave.schema.events import StepTime
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
@@ -32,7 +34,10 @@ ALIVE = (Stage.INIT, Stage.RUN, Stage.EVAL, Stage.CLOSING)
 
 
 class Turn(msgspec.Struct):
-    """A turn that the episode waits for. `engine` is None while it is queued, or while its trajectory's KV moves."""
+    """A turn that the episode waits for.
+
+    `engine` is None while it is queued, or while its trajectory's KV moves.
+    """
 
     number: int
     context_tokens: int
@@ -65,7 +70,7 @@ class Trajectory(msgspec.Struct):
     turns: int = 0
     tokens: int = 0
     engine: EngineId | None = None  # of the last turn
-    home: EngineId | None = None  # for which its turns wait (policy/scheduling)
+    home: EngineId | None = None  # for which its turns wait (core/policy/scheduling)
     resident: bool = False  # its KV is at home, or ought to be
     claims: int = 0  # tokens of KV that it needs through its next turn
     prompt_tokens: int = 0
@@ -75,7 +80,7 @@ class Trajectory(msgspec.Struct):
     tool_s: float = 0.0  # in which its environment stepped
     estimate: int = 0  # tokens that it will probably yet sample
     occupies: int = 0  # the context of each of these tokens, summed
-    level: int | None = None  # of its length, sampled and estimated (policy/priority)
+    level: int | None = None  # of its length, sampled and estimated (core/policy/priority)
     predicts: int = -1  # turn before which a prediction was last asked for
     predicted: int = -1  # turn before which the last prediction was that came
     migration: int | None = None  # its number, from the wish to MigrationDone
@@ -123,7 +128,10 @@ class EngineStatus(enum.StrEnum):
 
 
 class Measured(msgspec.Struct):
-    """What engines of one degree measured of themselves. Kept when the last of them is gone."""
+    """What engines of one degree measured of themselves.
+
+    Kept when the last of them is gone.
+    """
 
     profile: tuple[StepTime, ...]
     slots: int
@@ -139,7 +147,8 @@ class Engine(msgspec.Struct):
     draining: bool = False  # it takes no turn any more, and is removed when its last one is done
     given: int = 0  # turns so far
     crowded_at: float = 0.0  # when it last answered with more turns than slots
-    rate: Rate | None = None  # what follows from its measured steps, its slots and KV; None before it has joined
+    # what follows from its measured steps, its slots and KV; None before it has joined
+    rate: Rate | None = None
     status: EngineStatus = EngineStatus.STARTING
     epoch: int = 0
     version: int = -1
@@ -154,11 +163,14 @@ class Engine(msgspec.Struct):
     strikes: int = 0
     load_failures: int = 0
     begun: int = 0  # trajectories that it has begun under its weights (mode decoupled)
-    kv_before: int | None = None  # tokens of KV that its trajectories held at the last look (core/repacking)
+    # tokens of KV that its trajectories held at the last look (core/repacking)
+    kv_before: int | None = None
 
     @property
     def going(self) -> bool:
-        """It is on its way out: whatever it still works on, nobody counts on it for more."""
+        """It is on its way out: whatever it still works on, nobody counts on it for
+        more.
+        """
         return self.leaving or self.draining
 
 
@@ -169,7 +181,11 @@ class RelayStatus(enum.StrEnum):
 
 
 class Relay(msgspec.Struct):
-    """The relay of a machine. It takes one version at a time, and names its sources by their ids; None is the trainer."""
+    """The relay of a machine.
+
+    It takes one version at a time, and names its sources by their ids; None is the
+    trainer.
+    """
 
     id: str
     machine: int
@@ -181,12 +197,16 @@ class Relay(msgspec.Struct):
     source: str | None = None
     base: int | None = None
     tries: int = 0  # so far, of any weights
-    refused: list[str | None] = []  # sources that did not serve since it last took weights or looked anew
-    left: list[str] = []  # sources from which nothing came, of these weights: it has gone elsewhere, once for each
+    # sources that did not serve since it last took weights or looked anew
+    refused: list[str | None] = []
+    # sources from which nothing came, of these weights: it has gone elsewhere, once for
+    # each
+    left: list[str] = []
     whole: bool = False  # a change did not fit: the next try is of the whole
     missing_since: float | None = None  # it has been refused weights that another one has
     blames: str | None = None  # the last source that was said to have them and did not serve
-    doubted: str = ""  # why it is to be restarted at once: others cannot use what it is said to hold
+    # why it is to be restarted at once: others cannot use what it is said to hold
+    doubted: str = ""
     restarts: int = 0
     silent_since: float | None = None  # it is suspected: not heard since about then
 
@@ -196,7 +216,10 @@ class Relay(msgspec.Struct):
 
 
 class Migration(msgspec.Struct):
-    """The KV of a trajectory is to move. `since` is None while it waits for its transfer epoch."""
+    """The KV of a trajectory is to move.
+
+    `since` is None while it waits for its transfer epoch.
+    """
 
     number: int
     trajectory_id: TrajectoryId
@@ -204,18 +227,24 @@ class Migration(msgspec.Struct):
     source: EngineId
     target: EngineId
     since: float | None = None
-    frees: bool = False  # the trajectory leaves for good, with its open turn, so that the source can take new weights
+    # the trajectory leaves for good, with its open turn, so that the source can take
+    # new weights
+    frees: bool = False
 
 
 class Share(msgspec.Struct):
-    """Of the partition: this engine has the next `size` trajectories by predicted length."""
+    """Of the partition: this engine has the next `size` trajectories by predicted
+    length.
+    """
 
     engine_id: EngineId
     size: int
 
 
 class Partition(msgspec.Struct):
-    """Which engine has which ranks, longest first, as planned for `planned` trajectories. Without shares: to be planned."""
+    """Which engine has which ranks, longest first, as planned for `planned`
+    trajectories. Without shares: to be planned.
+    """
 
     shares: list[Share] = []
     planned: int = 0
@@ -242,14 +271,20 @@ class Trainer(msgspec.Struct):
     restarts: int = 0
     saving: int | None = None  # step of the checkpoint that is being taken or written
     saving_at: float = 0.0  # when the newest one was asked for
-    save_s: float = 0.0  # seconds that the newest finished one took, from the request until it was written or had failed
+    # seconds that the newest finished one took, from the request until it was written
+    # or had failed
+    save_s: float = 0.0
     saving_id: int = -1  # id of the published weights that this checkpoint holds; -1: none
     exports: bool = False  # this checkpoint has an export
-    owes_save: bool = False  # its current step must be saved, as soon as the checkpoint before it is written
+    # its current step must be saved, as soon as the checkpoint before it is written
+    owes_save: bool = False
 
 
 class Evaluation(msgspec.Struct):
-    """An evaluation under way. It holds back weight updates until its last episode is scored."""
+    """An evaluation under way.
+
+    It holds back weight updates until its last episode is scored.
+    """
 
     version: int
     final: bool
@@ -292,14 +327,19 @@ class Scheduled(msgspec.Struct):
 
 
 class Counters(msgspec.Struct):
-    """Training trajectories by their end. `started` = trained + dropped + cancelled + buffered + in flight, always."""
+    """Training trajectories by their end.
+
+    `started` = trained + dropped + cancelled + buffered + in flight, always.
+    """
 
     started: int = 0
     trained: int = 0
     cancelled: int = 0
     dropped: dict[str, int] = {}
     retried: dict[str, int] = {}
-    attempts: int = 0  # number launched, for any purpose: each is under way, or has ended with one stop reason
+    # number launched, for any purpose: each is under way, or has ended with one stop
+    # reason
+    attempts: int = 0
     relaunched: int = 0  # those of them that were later attempts at a trajectory
     stop_reasons: dict[str, int] = {}
     eval_started: int = 0
@@ -308,7 +348,8 @@ class Counters(msgspec.Struct):
     submitted: int = 0  # that others asked for: delivered by stop reason, or under way
     delivered: dict[str, int] = {}
     staleness: dict[int, int] = {}  # of what was trained: steps from its launch to its training
-    inherent: dict[int, int] = {}  # of what was rolled out: versions published from its launch to its end (Laminar §6)
+    # of what was rolled out: versions published from its launch to its end (Laminar §6)
+    inherent: dict[int, int] = {}
     evicted: int = 0  # groups that had no place in the buffer
     engines_joined: int = 0  # that were asked for while the run went on
     engines_left: int = 0  # that were withdrawn, and are gone
@@ -322,7 +363,9 @@ class Counters(msgspec.Struct):
 
 
 class Idle(msgspec.Struct):
-    """Seconds by what engines (summed) and the trainer did or waited for, from the run's first moment on."""
+    """Seconds by what engines (summed) and the trainer did or waited for, from the
+    run's first moment on.
+    """
 
     engines: dict[str, float] = {}
     trainer: dict[str, float] = {}
@@ -343,7 +386,9 @@ class State(msgspec.Struct):
     engines: dict[EngineId, Engine] = {}
     relays: dict[str, Relay] = {}
     chain: list[str] = []  # relays that are up, the master first
-    machines: int = 0  # that the world began with: engine number k is on machine k modulo their number; 0: no relays
+    # that the world began with: engine number k is on machine k modulo their number; 0:
+    # no relays
+    machines: int = 0
     trainer: Trainer = msgspec.field(default_factory=Trainer)
     init_queue: dict[TrajectoryId, None] = {}
     in_init: dict[TrajectoryId, None] = {}
@@ -356,8 +401,10 @@ class State(msgspec.Struct):
     migrations: dict[int, Migration] = {}
     next_migration: int = 0
     migration_token_s: float = 0.0  # seconds that a token's KV took on the way, on average
-    first_lengths: dict[str, float] = {}  # mean predicted length by task domain, for as long as none has finished
-    lengths: dict[str, list[int]] = {}  # sampled tokens of the newest finished trajectories, by task domain
+    # mean predicted length by task domain, for as long as none has finished
+    first_lengths: dict[str, float] = {}
+    # sampled tokens of the newest finished trajectories, by task domain
+    lengths: dict[str, list[int]] = {}
     length_sums: dict[str, int] = {}  # of these
     growth: dict[str, float] = {}  # tokens of context for each sampled one, by task domain, of late
     prompt_tokens: dict[str, float] = {}  # mean, by task domain
@@ -380,13 +427,16 @@ class State(msgspec.Struct):
     swept_at: int = 0  # the next_version for which doomed groups were last swept out
     homeless: dict[TrajectoryId, None] = {}  # their weights are on no engine (mode decoupled)
     kept: dict[int, int] = {}  # weights that may be loaded: id → version
-    saved: dict[int, int] = {}  # weights that a checkpoint holds: id → its step, and their version (mode decoupled)
+    # weights that a checkpoint holds: id → its step, and their version (mode decoupled)
+    saved: dict[int, int] = {}
     repacked_at: float = 0.0
     published_version: int = -1
     published_id: int = -1
     published_at: float = 0.0
-    broadcast: dict[str, int] = {}  # takes of the published weights from another relay, by form: whole, changes
-    broadcast_s: dict[str, float] = {}  # seconds from a publication until all relays had it, by form
+    # takes of the published weights from another relay, by form: whole, changes
+    broadcast: dict[str, int] = {}
+    # seconds from a publication until all relays had it, by form
+    broadcast_s: dict[str, float] = {}
     next_weights_id: int = 0
     next_group: int = 0
     drawn: dict[str, int] = {}
@@ -400,9 +450,11 @@ class State(msgspec.Struct):
     best_step: int | None = None
     best_success: dict[str, float] = {}  # of the best evaluation, by task domain
     best_reward: dict[str, float] = {}
-    defines_success: dict[str, None] = {}  # task domains whose environment has reported whether an episode succeeded
+    # task domains whose environment has reported whether an episode succeeded
+    defines_success: dict[str, None] = {}
     evaluated_version: int = -1
     evaluation: Evaluation | None = None
-    target_step: int | None = None  # step whose evaluation reached eval.stop_at, which ends training
+    # step whose evaluation reached eval.stop_at, which ends training
+    target_step: int | None = None
     counters: Counters = msgspec.field(default_factory=Counters)
     idle: Idle = msgspec.field(default_factory=Idle)

@@ -1,15 +1,17 @@
-"""Training: what is measured and taken of the buffer, steps, publications, checkpoints, and what a lost trainer leaves behind.
+"""Training: what is measured and taken of the buffer, steps, publications, checkpoints,
+and what a lost trainer leaves behind.
 
-Invariant: a group is taken by one step of the surviving lineage only. Steps since the last checkpoint but one stay in
-`lineage`, so that a restored trainer's lost steps give their groups back (docs/decisions/0007), even where the last checkpoint
-turns out to be damaged. A version is published once its step is whole.
+Invariant: a group is taken by one step of the surviving lineage only. Steps since the
+last checkpoint but one stay in `lineage`, so that a restored trainer's lost steps give
+their groups back (docs/decisions/0007), even where the last checkpoint turns out to be
+damaged. A version is published once its step is whole.
 """
 
 from rollweave.core import allocation, evaluation, experience, groups, pace, repacking, weights
+from rollweave.core.policy.checkpoints import checkpoint_is_due
+from rollweave.core.policy.staleness import acceptable, staleness
 from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, TrainerStatus
-from rollweave.policy.checkpoints import checkpoint_is_due
-from rollweave.policy.staleness import acceptable, staleness
 from rollweave.schema.commands import (
     FitPredictor,
     GroupRef,
@@ -41,9 +43,11 @@ def _enter(run: Run, status: TrainerStatus) -> None:
 
 
 def on_ready(run: Run, event: TrainerReady) -> None:
-    """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to the buffer if still fresh.
+    """The trainer is at `event.step`. Steps beyond it are lost; their groups go back to
+    the buffer if still fresh.
 
-    A trainer that could not read its last checkpoint is back at the one before, and the last one counts no more.
+    A trainer that could not read its last checkpoint is back at the one before, and the
+    last one counts no more.
     """
     state, trainer = run.state, run.state.trainer
     if event.epoch != trainer.epoch or trainer.status is not TrainerStatus.STARTING:
@@ -63,9 +67,16 @@ def on_ready(run: Run, event: TrainerReady) -> None:
         groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
     groups.sweep_doomed(run)
     dropped = _given_up(run) - before
-    text = f"{lost} later steps are trained again, {dropped} rollouts do not fit its weights and are dropped"
+    text = (
+        f"{lost} later steps are trained again, {dropped} rollouts do not fit its weights and are "
+        "dropped"
+    )
     if damaged:
-        run.warn("trainer", f"back at checkpoint {event.step}: {event.note}; {text}", count="checkpoint_damaged")
+        run.warn(
+            "trainer",
+            f"back at checkpoint {event.step}: {event.note}; {text}",
+            count="checkpoint_damaged",
+        )
     elif lost or dropped:
         run.emit(Warn(component="trainer", message=f"continues from step {event.step}: {text}"))
     _publish(run)
@@ -80,9 +91,15 @@ def _given_up(run: Run) -> int:
 
 
 def take_batch(run: Run) -> None:
-    """① get_batch: as soon as the trainer is idle and a (mini-)batch of acceptable groups is there, train on it."""
+    """① get_batch: as soon as the trainer is idle and a (mini-)batch of acceptable
+    groups is there, train on it.
+    """
     state, trainer = run.state, run.state.trainer
-    if trainer.status is not TrainerStatus.IDLE or not run.training or trainer.step >= run.config.run.steps:
+    if (
+        trainer.status is not TrainerStatus.IDLE
+        or not run.training
+        or trainer.step >= run.config.run.steps
+    ):
         return
     if state.published_version != trainer.step and trainer.parts_done == 0:
         return  # the weights of the last step are still to be published
@@ -105,19 +122,30 @@ def take_batch(run: Run) -> None:
         del state.buffer[group.id]
         group.status = GroupStatus.TAKEN
         trainer.taken.append(group.id)
-    run.emit(TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=_refs(taken)))
+    run.emit(
+        TrainStep(step=trainer.step, part=trainer.parts_done, parts=run.parts, groups=_refs(taken))
+    )
     _enter(run, TrainerStatus.TRAINING)
 
 
 def _refs(found: list[Group]) -> tuple[GroupRef, ...]:
-    return tuple(GroupRef(id=group.id, name=group.name, trajectory_ids=tuple(group.chosen)) for group in found)
+    return tuple(
+        GroupRef(id=group.id, name=group.name, trajectory_ids=tuple(group.chosen))
+        for group in found
+    )
 
 
 def on_measured(run: Run, event: RatiosMeasured) -> None:
-    """The ratios hold for as long as these weights do. What has left the buffer meanwhile has no use for its own."""
+    """The ratios hold for as long as these weights do.
+
+    What has left the buffer meanwhile has no use for its own.
+    """
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step, trainer.parts_done)
-    if trainer.status is not TrainerStatus.MEASURING or (event.epoch, event.step, event.part) != expected:
+    if (
+        trainer.status is not TrainerStatus.MEASURING
+        or (event.epoch, event.step, event.part) != expected
+    ):
         return
     if [found.id for found in event.ratios] != trainer.measuring:
         return  # the answer to an earlier question, twice
@@ -131,7 +159,10 @@ def on_measured(run: Run, event: RatiosMeasured) -> None:
 def on_trained(run: Run, event: StepTrained) -> None:
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step, trainer.parts_done)
-    if trainer.status is not TrainerStatus.TRAINING or (event.epoch, event.step, event.part) != expected:
+    if (
+        trainer.status is not TrainerStatus.TRAINING
+        or (event.epoch, event.step, event.part) != expected
+    ):
         return
     _count_trained(run)
     state.lineage.setdefault(trainer.step, []).extend(trainer.taken)
@@ -156,13 +187,17 @@ def _count_trained(run: Run) -> None:
         counters.trained += len(group.chosen)
         for member in group.chosen:
             initiated = state.trajectories[member].initiated
-            assert acceptable(initiated, trainer.step, run.mode.window), "the staleness bound is strict"
+            assert acceptable(initiated, trainer.step, run.mode.window), (
+                "the staleness bound is strict"
+            )
             age = staleness(initiated, trainer.step)
             counters.staleness[age] = counters.staleness.get(age, 0) + 1
 
 
 def on_train_failed(run: Run, event: TrainFailed) -> None:
-    """A non-finite loss ends the run with the last good checkpoint; any other error restarts the trainer."""
+    """A non-finite loss ends the run with the last good checkpoint; any other error
+    restarts the trainer.
+    """
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, trainer.step)
     working = trainer.status in (TrainerStatus.MEASURING, TrainerStatus.TRAINING)
@@ -173,8 +208,16 @@ def on_train_failed(run: Run, event: TrainFailed) -> None:
     groups.return_to_buffer(run, taken, trained=False)
     _enter(run, TrainerStatus.IDLE)
     if event.nonfinite:
-        good = f"step {state.checkpoint}" if trainer.saving is None else f"step {trainer.saving}, which is being written"
-        state.error = state.error or f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: {good}"
+        good = (
+            f"step {state.checkpoint}"
+            if trainer.saving is None
+            else f"step {trainer.saving}, which is being written"
+        )
+        state.error = (
+            state.error
+            or f"step {event.step}: {event.error}; batch of groups {names}; last good checkpoint: "
+            f"{good}"
+        )
     else:
         restart(run, f"step {event.step} failed: {event.error}")
 
@@ -204,11 +247,15 @@ def publish_best(run: Run, step: int) -> None:
 def on_published(run: Run, event: WeightsPublished) -> None:
     state, trainer = run.state, run.state.trainer
     expected = (trainer.epoch, state.next_weights_id - 1)
-    if trainer.status is not TrainerStatus.PUBLISHING or (event.epoch, event.weights_id) != expected:
+    if (
+        trainer.status is not TrainerStatus.PUBLISHING
+        or (event.epoch, event.weights_id) != expected
+    ):
         return
     weights.published(run, event.version, event.weights_id)
     if event.version in (state.checkpoint, state.best_step):
-        weights.covered(run, event.version, event.weights_id)  # it was restored from that checkpoint
+        # it was restored from that checkpoint
+        weights.covered(run, event.version, event.weights_id)
     evaluation.forgo(run, event.version)
     _enter(run, TrainerStatus.IDLE)
     repacking.now(run)
@@ -229,10 +276,11 @@ def _is_due_by_time(run: Run) -> bool:
 
 
 def save(run: Run) -> None:
-    """Request a checkpoint of this step. If another one is still being written, the trainer first waits for it.
+    """Request a checkpoint of this step. If another one is still being written, the
+    trainer first waits for it.
 
-    The last checkpoint of a run, and those that an evaluation may find best, have an export; one that was written without
-    is written again.
+    The last checkpoint of a run, and those that an evaluation may find best, have an
+    export; one that was written without is written again.
     """
     state, trainer = run.state, run.state.trainer
     ends = state.phase is Phase.SAVING or trainer.step >= run.config.run.steps
@@ -249,7 +297,9 @@ def save(run: Run) -> None:
     trainer.saving, trainer.saving_at, trainer.exports = trainer.step, run.now, export
     trainer.saving_id = state.published_id if state.published_version == trainer.step else -1
     evaluated = state.evaluation.version if state.evaluation is not None else None
-    keep = {step for step in (state.best_step, state.checkpoint, evaluated) if step is not None} | pace.checkpoints(run)
+    keep = {
+        step for step in (state.best_step, state.checkpoint, evaluated) if step is not None
+    } | pace.checkpoints(run)
     weights.uncover(run, but=keep - {trainer.step})
     state.asked_to_save = max(state.asked_to_save, trainer.step)
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))
@@ -259,7 +309,11 @@ def on_taken(run: Run, event: CheckpointTaken) -> None:
     """Continue training: a copy is in memory, and is written meanwhile."""
     trainer = run.state.trainer
     expected = (trainer.epoch, trainer.saving)
-    if (event.epoch, event.step) == expected and trainer.status is TrainerStatus.SAVING and not trainer.owes_save:
+    if (
+        (event.epoch, event.step) == expected
+        and trainer.status is TrainerStatus.SAVING
+        and not trainer.owes_save
+    ):
         _enter(run, TrainerStatus.IDLE)
 
 
@@ -277,18 +331,26 @@ def on_saved(run: Run, event: CheckpointSaved) -> None:
         state.checkpoint_failed_at = -1
     if state.evaluation is not None and state.evaluation.version == event.step:
         state.evaluation.saved = True
-    for step in [step for step in state.lineage if state.fallback is not None and step < state.fallback]:
+    for step in [
+        step for step in state.lineage if state.fallback is not None and step < state.fallback
+    ]:
         for group_id in state.lineage.pop(step):
             groups.cover(run, state.groups[group_id])
     _save_is_over(run)
 
 
 def on_save_failed(run: Run, event: CheckpointFailed) -> None:
-    """Training goes on: the earlier checkpoint is intact, and the next one may find room again."""
+    """Training goes on: the earlier checkpoint is intact, and the next one may find
+    room again.
+    """
     state, trainer = run.state, run.state.trainer
     if (event.epoch, event.step) != (trainer.epoch, trainer.saving):
         return
-    run.warn("trainer", f"checkpoint of step {event.step} failed: {event.error}", count="checkpoint_failed")
+    run.warn(
+        "trainer",
+        f"checkpoint of step {event.step} failed: {event.error}",
+        count="checkpoint_failed",
+    )
     state.checkpoint_failed_at, state.checkpoint_error = event.step, event.error
     _save_is_over(run)
 
@@ -316,7 +378,10 @@ def on_lost(run: Run, event: TrainerLost) -> None:
 
 
 def restart(run: Run, reason: str) -> None:
-    """Start the trainer again from the last checkpoint. The batch in its hands goes back to the buffer."""
+    """Start the trainer again from the last checkpoint.
+
+    The batch in its hands goes back to the buffer.
+    """
     state, trainer = run.state, run.state.trainer
     if state.phase is Phase.FINISHED:
         return
@@ -326,9 +391,15 @@ def restart(run: Run, reason: str) -> None:
     trainer.saving, trainer.owes_save = None, False
     if trainer.restarts >= run.config.watchdog.restarts:
         _enter(run, TrainerStatus.STARTING)
-        state.error = state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
+        state.error = (
+            state.error or f"the trainer failed {trainer.restarts + 1} times; last: {reason}"
+        )
         return
-    run.warn("trainer", f"restarted from checkpoint {state.checkpoint}: {reason}", count="trainer_restarted")
+    run.warn(
+        "trainer",
+        f"restarted from checkpoint {state.checkpoint}: {reason}",
+        count="trainer_restarted",
+    )
     trainer.restarts += 1
     start_again(run, reason)
 
@@ -339,4 +410,8 @@ def start_again(run: Run, reason: str) -> None:
     trainer.saving, trainer.owes_save = None, False
     trainer.epoch += 1
     _enter(run, TrainerStatus.STARTING)
-    run.emit(RestartTrainer(epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason))
+    run.emit(
+        RestartTrainer(
+            epoch=trainer.epoch, step=state.checkpoint, fallback=state.fallback, reason=reason
+        )
+    )

@@ -1,22 +1,33 @@
-"""One trajectory's life: queued → INIT → RUN → EVAL → scored, through three bounded pools; or cancelled, retried, ended.
+"""One trajectory's life: queued → INIT → RUN → EVAL → scored, through three bounded
+pools; or cancelled, retried, ended.
 
-Invariant: an attempt holds a pool slot from the command that starts its stage until the world has said that the stage is
-over. A cancelled attempt keeps its slot while it closes, so what the world holds is never more than the pools allow.
+Invariant: an attempt holds a pool slot from the command that starts its stage until the
+world has said that the stage is over. A cancelled attempt keeps its slot while it
+closes, so what the world holds is never more than the pools allow.
 """
 
 from rollweave.core import groups, lengths, migration, pace
+from rollweave.core.policy.retry import try_again
+from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
-from rollweave.policy.retry import try_again
-from rollweave.policy.staleness import staleness
 from rollweave.schema.base import TrajectoryId
-from rollweave.schema.commands import AbortTurn, CancelTrajectory, Evict, StartEval, StartInit, StartRun
+from rollweave.schema.commands import (
+    AbortTurn,
+    CancelTrajectory,
+    Evict,
+    StartEval,
+    StartInit,
+    StartRun,
+)
 from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
 
 
 def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
-    """The trajectory, unless it is gone or already in another attempt: then the event is late and is ignored."""
+    """The trajectory, unless it is gone or already in another attempt: then the event
+    is late and is ignored.
+    """
     trajectory = run.state.trajectories.get(trajectory_id)
     return trajectory if trajectory is not None and trajectory.attempt == attempt else None
 
@@ -76,7 +87,8 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
     trajectory = find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage not in (Stage.EVAL, Stage.CLOSING):
         known = run.state.trajectories.get(event.trajectory_id)
-        if known is None or known.stage is Stage.ENDED:  # or the store keeps what nobody will ask for
+        # or the store keeps what nobody will ask for
+        if known is None or known.stage is Stage.ENDED:
             run.emit(Evict(trajectory_ids=(event.trajectory_id,), reason="late"))
         return
     if trajectory.closing is not None:
@@ -103,9 +115,13 @@ def on_reward_failed(run: Run, event: RewardFailed) -> None:
 
 
 def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """Stop the current attempt wherever it is. What the world holds is closed first; the rest ends at once."""
+    """Stop the current attempt wherever it is.
+
+    What the world holds is closed first; the rest ends at once.
+    """
     if trajectory.stage in (Stage.CLOSING, Stage.ENDED):
-        # A doomed trajectory that is already closing for a retryable reason must not come back.
+        # A doomed trajectory that is already closing for a retryable reason must not
+        # come back.
         if trajectory.closing is not None:
             trajectory.closing = reason
         return
@@ -113,15 +129,19 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
         release_turn(run, trajectory)
         trajectory.closing = reason
         move(run, trajectory, Stage.CLOSING)
-        run.emit(CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason))
+        run.emit(
+            CancelTrajectory(trajectory_id=trajectory.id, attempt=trajectory.attempt, reason=reason)
+        )
     else:
         close(run, trajectory, reason)
 
 
 def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
-    """Retry or end the trajectory: its attempt is over for `reason`, and the world holds nothing for it.
+    """Retry or end the trajectory: its attempt is over for `reason`, and the world
+    holds nothing for it.
 
-    `failure` is the world's description of the failure, if there is one; it names the stage.
+    `failure` is the world's description of the failure, if there is one; it names the
+    stage.
     """
     repeated = bool(failure) and failure == trajectory.failure
     trajectory.failure = failure
@@ -132,7 +152,13 @@ def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str 
     _count_stop(run, trajectory, reason)
     group = run.state.groups[trajectory.group_id]
     retries = run.config.rollout.retries
-    again = try_again(reason, attempt=trajectory.attempt, retries=retries, worlds=trajectory.worlds, repeated=repeated)
+    again = try_again(
+        reason,
+        attempt=trajectory.attempt,
+        retries=retries,
+        worlds=trajectory.worlds,
+        repeated=repeated,
+    )
     if groups.wants_members(run, group) and again:
         retried = run.state.counters.retried
         retried[reason] = retried.get(reason, 0) + 1
@@ -152,7 +178,9 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
     """Take the open turn, if any, from the queue or from its engine."""
     turn = trajectory.turn
     run.state.turn_queue.pop(trajectory.id, None)
-    engine = run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
+    engine = (
+        run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
+    )
     if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn):
         run.emit(
             AbortTurn(
@@ -178,7 +206,10 @@ def _count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 
 def start_inits(run: Run) -> None:
-    """Fill the INIT pool, as far as the number of living environments allows. Evaluations go first."""
+    """Fill the INIT pool, as far as the number of living environments allows.
+
+    Evaluations go first.
+    """
     state, rollout = run.state, run.config.rollout
     while (
         run.serving_version() is not None
@@ -240,7 +271,9 @@ def _count_inherent(run: Run, trajectory: Trajectory) -> None:
 
 
 def _first_to_start(run: Run) -> TrajectoryId | None:
-    """The next one in the queue: an evaluation's, or, if what is launched now could still be trained on, any."""
+    """The next one in the queue: an evaluation's, or, if what is launched now could
+    still be trained on, any.
+    """
     state = run.state
     evaluating = state.evaluation is not None and state.evaluation.begun
     if evaluating and run.alone and pace.engine_for(run, Purpose.EVAL) is None:
@@ -253,13 +286,21 @@ def _first_to_start(run: Run) -> TrajectoryId | None:
     if not run.alone:
         return next(iter(state.init_queue), None)
     queued = (state.trajectories[trajectory_id] for trajectory_id in state.init_queue)
-    return next((one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL), None)
+    return next(
+        (one.id for one in queued if state.groups[one.group_id].purpose is not Purpose.EVAL), None
+    )
 
 
 def start_evals(run: Run) -> None:
-    """Fill the EVAL pool. The baseline `after_rollout` waits until no environment is running, and none can start."""
+    """Fill the EVAL pool.
+
+    The baseline `after_rollout` waits until no environment is running, and none can
+    start.
+    """
     state, rollout = run.state, run.config.rollout
-    if rollout.reward == "after_rollout" and (state.in_init or state.in_run or _first_to_start(run) is not None):
+    if rollout.reward == "after_rollout" and (
+        state.in_init or state.in_run or _first_to_start(run) is not None
+    ):
         return
     while state.eval_queue and len(state.in_eval) < rollout.eval_slots:
         trajectory = state.trajectories[next(iter(state.eval_queue))]

@@ -1,19 +1,28 @@
-"""Turns: ranked, queued, given to an engine that would run them at once, tried again elsewhere when the engine fails.
+"""Turns: ranked, queued, given to an engine that would run them at once, tried again
+elsewhere when the engine fails.
 
-Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or held while its trajectory's KV moves;
-`try_number` fences late answers. An engine is given more turns than it has slots only by one that preempts (Heddle Alg. 1):
-of what it was given, the engine runs the highest ranks.
+Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or
+held while its trajectory's KV moves; `try_number` fences late answers. An engine is
+given more turns than it has slots only by one that preempts (Heddle Alg. 1): of what it
+was given, the engine runs the highest ranks.
 """
 
 from rollweave.core import lengths, migration, placing, ranks, trajectories
 from rollweave.core.lanes import Lane
+from rollweave.core.policy.priority import is_overdue, overdue_rank
+from rollweave.core.policy.routing import choose
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
-from rollweave.policy.priority import is_overdue, overdue_rank
-from rollweave.policy.routing import choose
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn, StartTurn
-from rollweave.schema.events import TurnDone, TurnFailed, TurnProgress, TurnRequested, TurnsProgressed, TurnWithdrawn
+from rollweave.schema.events import (
+    TurnDone,
+    TurnFailed,
+    TurnProgress,
+    TurnRequested,
+    TurnsProgressed,
+    TurnWithdrawn,
+)
 from rollweave.schema.work import StopReason
 
 
@@ -64,7 +73,11 @@ def on_failed(run: Run, event: TurnFailed) -> None:
 
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
     trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
-    if trajectory is not None and trajectory.turn is not None and trajectory.turn.number == event.turn:
+    if (
+        trajectory is not None
+        and trajectory.turn is not None
+        and trajectory.turn.number == event.turn
+    ):
         trajectories.release_turn(run, trajectory)
         trajectory.since = run.now
 
@@ -76,24 +89,34 @@ def on_progressed(run: Run, event: TurnsProgressed) -> None:
             turn.sampled = told.output_tokens
 
 
-def _open_turn(run: Run, event: TurnDone | TurnFailed | TurnProgress) -> tuple[Trajectory | None, Turn | None]:
+def _open_turn(
+    run: Run, event: TurnDone | TurnFailed | TurnProgress
+) -> tuple[Trajectory | None, Turn | None]:
     """The turn that the event answers, or (None, None) if the answer is late."""
     trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
     turn = trajectory.turn if trajectory is not None else None
-    if turn is None or turn.engine is None or (turn.number, turn.try_number) != (event.turn, event.try_number):
+    if (
+        turn is None
+        or turn.engine is None
+        or (turn.number, turn.try_number) != (event.turn, event.try_number)
+    ):
         return None, None
     return trajectory, turn
 
 
 def fail(run: Run, trajectory: Trajectory, error: str) -> None:
-    """The engine did not answer the open turn: queue it again, preferably for another engine, or give up the attempt."""
+    """The engine did not answer the open turn: queue it again, preferably for another
+    engine, or give up the attempt.
+    """
     turn = trajectory.turn
     assert turn is not None, "only an open turn can fail"
     assert turn.engine is not None, "only an assigned turn can fail"
     engine = run.state.engines.get(turn.engine)
     if engine is not None:
         run.fleet.vacate(engine, trajectory.id, turn)
-    run.warn(turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed")
+    run.warn(
+        turn.engine, f"turn {turn.number} of {trajectory.id} failed: {error}", count="turn_failed"
+    )
     turn.avoid.append(turn.engine)
     turn.engine, turn.since, turn.sampled = None, run.now, 0
     turn.try_number += 1
@@ -105,7 +128,10 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
 
 
 def fail_all(run: Run, engine: Engine, error: str, *, abort: bool) -> None:
-    """Every turn on this engine failed. With `abort` the world is told to forget their answers."""
+    """Every turn on this engine failed.
+
+    With `abort` the world is told to forget their answers.
+    """
     for trajectory_id in list(engine.active):
         trajectory = run.state.trajectories[trajectory_id]
         if abort:
@@ -120,7 +146,9 @@ def time_out(run: Run, engine: Engine, trajectory: Trajectory) -> None:
 
 
 def recall(run: Run, trajectory: Trajectory) -> None:
-    """Its engine works on its open turn no more, which goes on elsewhere; that is no failure."""
+    """Its engine works on its open turn no more, which goes on elsewhere; that is no
+    failure.
+    """
     turn = trajectory.turn
     assert turn is not None, "a turn that is recalled is open"
     run.state.turn_queue.pop(trajectory.id, None)
@@ -163,7 +191,8 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
     state.arrivals += 1
     turn.arrival = state.arrivals
     turn.rank = ranks.rank_of(run, trajectory, turn)
-    # Where KV is kept for trajectories in the order of their launch, their turns must come in that order too.
+    # Where KV is kept for trajectories in the order of their launch, their turns must
+    # come in that order too.
     turn.tie = trajectory.launched_at if run.scheduling.by_rank else float(turn.arrival)
     turn.lane = placing.lane_of(run, trajectory, turn.avoid)
     turn.mark = _given(run, turn.lane)
@@ -173,7 +202,10 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
 
 
 def requeue(run: Run, trajectory: Trajectory) -> None:
-    """Its estimate or its home has changed while the turn is queued. It keeps its place among equals."""
+    """Its estimate or its home has changed while the turn is queued.
+
+    It keeps its place among equals.
+    """
     turn = trajectory.turn
     assert turn is not None, "an open turn is queued"
     lane = placing.lane_of(run, trajectory, turn.avoid)
@@ -186,7 +218,9 @@ def requeue(run: Run, trajectory: Trajectory) -> None:
 
 
 def leave(run: Run, engine: Engine) -> None:
-    """The engine takes no turns for a while, or never again: those that wait for it wait for another one."""
+    """The engine takes no turns for a while, or never again: those that wait for it
+    wait for another one.
+    """
     for trajectory_id in list(run.state.turn_queue):
         trajectory = run.state.trajectories[trajectory_id]
         if trajectory.turn is not None and trajectory.turn.lane == engine.id:
@@ -199,7 +233,9 @@ def _given(run: Run, engine_id: EngineId | None) -> int:
 
 
 def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
-    """Give queued turns to engines that would run them at once: those that wait for one of these, or all if none are named."""
+    """Give queued turns to engines that would run them at once: those that wait for one
+    of these, or all if none are named.
+    """
     state = run.state
     if not state.turn_queue or (run.config.rollout.env_stepping == "batch" and _someone_steps(run)):
         return
@@ -218,7 +254,9 @@ def dispatch(run: Run, waited_for: list[EngineId | None] | None = None) -> None:
 
 
 def _share_out(run: Run, waited_for: list[EngineId | None] | None) -> None:
-    """Engines that have a slot free, of those that the event touched, take turns that wait for others."""
+    """Engines that have a slot free, of those that the event touched, take turns that
+    wait for others.
+    """
     if not run.fleet.free:
         return
     for engine_id in run.fleet.loads if waited_for is None else dict.fromkeys(waited_for):
@@ -232,10 +270,22 @@ def _has_slot(run: Run, engine_id: EngineId) -> bool:
 
 
 def _take_over(run: Run, engine_id: EngineId) -> bool:
-    """Give this engine the first turn that waits for another one. False if it cannot run that."""
-    lanes = [(other, resident) for other in run.lanes.waited_for if other != engine_id for resident in (True, False)]
+    """Give this engine the first turn that waits for another one.
+
+    False if it cannot run that.
+    """
+    lanes = [
+        (other, resident)
+        for other in run.lanes.waited_for
+        if other != engine_id
+        for resident in (True, False)
+    ]
     ready = [
-        t for lane in lanes if (t := _next(run, lane)) is not None and t.turn is not None and engine_id not in t.turn.avoid
+        t
+        for lane in lanes
+        if (t := _next(run, lane)) is not None
+        and t.turn is not None
+        and engine_id not in t.turn.avoid
     ]
     if not ready:
         return False
@@ -270,13 +320,20 @@ def _find_homes(run: Run) -> None:
 
 
 def _give_next(run: Run, waited_for: EngineId | None) -> bool:
-    """Give the first turn that waits for this engine, or for any, and can run. False if there is none."""
+    """Give the first turn that waits for this engine, or for any, and can run.
+
+    False if there is none.
+    """
     found = [_next(run, (waited_for, resident)) for resident in (True, False)]
     ready = sorted((trajectory for trajectory in found if trajectory is not None), key=_first_come)
     for trajectory in ready:
         turn = trajectory.turn
         assert turn is not None, "a queued turn is open"
-        chosen = _own_engine(run, trajectory, turn) if run.scheduling.homes else _engine_for(run, trajectory, turn)
+        chosen = (
+            _own_engine(run, trajectory, turn)
+            if run.scheduling.homes
+            else _engine_for(run, trajectory, turn)
+        )
         if chosen is not None:
             _give(run, trajectory, turn, chosen)
             return True
@@ -289,7 +346,10 @@ def _first_come(trajectory: Trajectory) -> tuple[float, float, TrajectoryId]:
 
 
 def _next(run: Run, lane: Lane) -> Trajectory | None:
-    """The turn of this lane that runs next. One that was overtaken too often goes first."""
+    """The turn of this lane that runs next.
+
+    One that was overtaken too often goes first.
+    """
     state, waited_for = run.state, lane[0]
     oldest = run.lanes.oldest(state, lane)
     if oldest is None:
@@ -298,7 +358,9 @@ def _next(run: Run, lane: Lane) -> Trajectory | None:
     assert turn is not None, "a queued turn is open"
     engine = state.engines.get(waited_for) if waited_for is not None else None
     slots = engine.max_slots if engine is not None else run.fleet.slots
-    if is_overdue(_given(run, waited_for) - turn.mark, slots=slots) and turn.rank < overdue_rank(turn.arrival):
+    if is_overdue(_given(run, waited_for) - turn.mark, slots=slots) and turn.rank < overdue_rank(
+        turn.arrival
+    ):
         turn.rank = overdue_rank(turn.arrival)
         state.counters.scheduling.overdue += 1
         run.lanes.add(state.trajectories[oldest])
@@ -319,13 +381,19 @@ def _engine_for(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
 
 def _has_other(run: Run, turn: Turn) -> bool:
     """True if an engine that has not failed this turn could take it."""
-    return any(placing.is_usable(run, engine_id) for engine_id in run.state.engines if engine_id not in turn.avoid)
+    return any(
+        placing.is_usable(run, engine_id)
+        for engine_id in run.state.engines
+        if engine_id not in turn.avoid
+    )
 
 
 def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None:
-    """Its home where that has a slot and KV to spare; else the idlest one that has, which is its home then; else by preemption.
+    """Its home where that has a slot and KV to spare; else the idlest one that has,
+    which is its home then; else by preemption.
 
-    To compute a context again costs less than to wait for the end of another's turn, or to make another wait.
+    To compute a context again costs less than to wait for the end of another's turn, or
+    to make another wait.
     """
     if turn.lane in turn.avoid and not run.alone and _has_other(run, turn):
         requeue(run, trajectory)  # its engine failed it when no other could take it
@@ -335,7 +403,9 @@ def _own_engine(run: Run, trajectory: Trajectory, turn: Turn) -> EngineId | None
         return home.id
     if run.scheduling.migration == "gain" and run.fleet.free:
         free = [load.id for load in run.fleet.loads.values() if load.active < load.slots]
-        idlest = placing.idlest(run, [engine_id for engine_id in free if engine_id not in (turn.lane, *turn.avoid)])
+        idlest = placing.idlest(
+            run, [engine_id for engine_id in free if engine_id not in (turn.lane, *turn.avoid)]
+        )
         if idlest is not None and placing.fits(run, trajectory, idlest):
             _move(run, trajectory, turn, idlest.id)
             return idlest.id
@@ -371,12 +441,19 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
 
 
 def is_late(run: Run, engine: Engine, turn: Turn) -> bool:
-    """No answer within the limit. On a crowded engine a turn may wait while others are answered."""
+    """No answer within the limit.
+
+    On a crowded engine a turn may wait while others are answered.
+    """
     assert engine.status is EngineStatus.SERVING, "only a serving engine owes answers"
     return run.now - max(turn.since, engine.since, engine.crowded_at) > run.config.watchdog.turn_s
 
 
 def _someone_steps(run: Run) -> bool:
-    """True while an environment is starting or stepping: batch-level interaction waits for the slowest (RollArt Fig. 5b)."""
+    """True while an environment is starting or stepping: batch-level interaction waits
+    for the slowest (RollArt Fig. 5b).
+    """
     state = run.state
-    return bool(state.in_init) or any(state.trajectories[member].turn is None for member in state.in_run)
+    return bool(state.in_init) or any(
+        state.trajectories[member].turn is None for member in state.in_run
+    )

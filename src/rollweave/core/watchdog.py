@@ -1,12 +1,33 @@
-"""Every wait has an owner and a limit. What waits too long is named, acted on and counted.
+"""Every wait has an owner and a limit. What waits too long is named, acted on and
+counted.
 
-The world enforces the limits of single environment calls itself; these are the backstops behind it, so they are wider.
+The world enforces the limits of single environment calls itself; these are the
+backstops behind it, so they are wider.
 """
 
-from rollweave.core import engines, groups, lengths, migration, ranks, relays, repacking, training, trajectories, turns
+from rollweave.core import (
+    engines,
+    groups,
+    lengths,
+    migration,
+    ranks,
+    relays,
+    repacking,
+    training,
+    trajectories,
+    turns,
+)
+from rollweave.core.policy.retry import STRIKES_BEFORE_RESTART
 from rollweave.core.run import Run
-from rollweave.core.state import Engine, EngineStatus, GroupStatus, Phase, Stage, TrainerStatus, Trajectory
-from rollweave.policy.retry import STRIKES_BEFORE_RESTART
+from rollweave.core.state import (
+    Engine,
+    EngineStatus,
+    GroupStatus,
+    Phase,
+    Stage,
+    TrainerStatus,
+    Trajectory,
+)
 from rollweave.schema.commands import SetTimer
 from rollweave.schema.work import StopReason
 
@@ -14,10 +35,14 @@ PERIOD_S = 1.0
 """Least seconds between two looks at the deadlines."""
 
 LOOKS = 60
-"""Looks within the shortest limit: what takes longer is noticed at most a sixtieth of the limit late."""
+"""Looks within the shortest limit: what takes longer is noticed at most a sixtieth of
+the limit late.
+"""
 
 GRACE_S = 10.0
-"""Seconds beyond a limit that the world is to enforce itself; also the time that a cancelled attempt has to close."""
+"""Seconds beyond a limit that the world is to enforce itself; also the time that a
+cancelled attempt has to close.
+"""
 
 DRAW_S = 120.0
 """Seconds that a task source may take for one task."""
@@ -47,7 +72,13 @@ def look(run: Run) -> None:
 
 def _period_s(run: Run) -> float:
     limits = run.config.watchdog
-    waits = [limits.start_s, limits.turn_s, limits.weights_s, limits.train_s, *(task.step_s for task in run.tasks.values())]
+    waits = [
+        limits.start_s,
+        limits.turn_s,
+        limits.weights_s,
+        limits.train_s,
+        *(task.step_s for task in run.tasks.values()),
+    ]
     period = max(PERIOD_S, min(waits) / LOOKS)
     return min(period, repacking.REPACK_S) if run.alone else period
 
@@ -86,13 +117,26 @@ def _check_trajectory(run: Run, trajectory: Trajectory) -> None:
     limit = task.limits.step_s + GRACE_S
     match trajectory.stage:
         case Stage.INIT if waited > limit:
-            _give_up(run, trajectory, StopReason.ENV_HANG, f"environment not ready for {waited:.0f} s")
+            _give_up(
+                run, trajectory, StopReason.ENV_HANG, f"environment not ready for {waited:.0f} s"
+            )
         case Stage.RUN if trajectory.turn is None and waited > limit:
-            _give_up(run, trajectory, StopReason.ENV_HANG, f"environment has not answered for {waited:.0f} s")
+            _give_up(
+                run,
+                trajectory,
+                StopReason.ENV_HANG,
+                f"environment has not answered for {waited:.0f} s",
+            )
         case Stage.EVAL if waited > limit:
-            _give_up(run, trajectory, StopReason.REWARD_HANG, f"reward has not come for {waited:.0f} s")
+            _give_up(
+                run, trajectory, StopReason.REWARD_HANG, f"reward has not come for {waited:.0f} s"
+            )
         case Stage.CLOSING if waited > GRACE_S:
-            run.warn(trajectory.id, f"did not stop within {GRACE_S:g} s; its slot is taken back", count="stuck_closing")
+            run.warn(
+                trajectory.id,
+                f"did not stop within {GRACE_S:g} s; its slot is taken back",
+                count="stuck_closing",
+            )
             reason = trajectory.closing
             assert reason is not None, "a closing attempt knows why"
             trajectories.close(run, trajectory, reason)
@@ -111,7 +155,11 @@ def _check_draws(run: Run) -> None:
         return  # its groups come with their tasks, and there may be very many
     for group in [group for group in state.groups.values() if group.status is GroupStatus.DRAWING]:
         if run.now - group.since > DRAW_S:
-            run.warn(group.name, f"task {group.index} was not drawn within {DRAW_S:g} s; given up", count="draw_hang")
+            run.warn(
+                group.name,
+                f"task {group.index} was not drawn within {DRAW_S:g} s; given up",
+                count="draw_hang",
+            )
             groups.give_up_drawing(run, group)
 
 
@@ -122,4 +170,7 @@ def _check_trainer(run: Run) -> None:
     if trainer.status is not TrainerStatus.IDLE and run.now - trainer.since > limits.train_s:
         training.restart(run, f"stuck {trainer.status} for {run.now - trainer.since:.0f} s")
     elif trainer.saving is not None and run.now - trainer.saving_at > limits.train_s:
-        training.restart(run, f"stuck writing checkpoint {trainer.saving} for {run.now - trainer.saving_at:.0f} s")
+        training.restart(
+            run,
+            f"stuck writing checkpoint {trainer.saving} for {run.now - trainer.saving_at:.0f} s",
+        )

@@ -1,9 +1,12 @@
-"""Versions of the weights that somebody may still load, and which of them an engine can load now.
+"""Versions of the weights that somebody may still load, and which of them an engine can
+load now.
 
-Whoever holds the bytes keeps these, and lets go of all others. With relays an engine loads from its own machine's relay alone
-(Laminar §4), so it can have what that one holds. In mode decoupled any engine can also read a version from a checkpoint that
-holds it (§3.3): all machines see the run's directory. Weights ids only grow. Invariants: `state.kept` has the newest published
-version, and of earlier ones those that are `needed`; `state.saved` has no version that a checkpoint may not hold any more.
+Whoever holds the bytes keeps these, and lets go of all others. With relays an engine
+loads from its own machine's relay alone (Laminar §4), so it can have what that one
+holds. In mode decoupled any engine can also read a version from a checkpoint that holds
+it (§3.3): all machines see the run's directory. Weights ids only grow. Invariants:
+`state.kept` has the newest published version, and of earlier ones those that are
+`needed`; `state.saved` has no version that a checkpoint may not hold any more.
 """
 
 from collections.abc import Container
@@ -13,11 +16,15 @@ from rollweave.core.run import Run
 from rollweave.core.state import Engine, Relay
 
 MOST = 8
-"""Versions that are kept at once, the newest: so many models fit into a host's memory. Older ones are in checkpoints alone."""
+"""Versions that are kept at once, the newest: so many models fit into a host's memory.
+
+Older ones are in checkpoints alone.
+"""
 
 
 def needed(run: Run) -> tuple[int, ...]:
-    """Versions that an engine or relay has or takes, that a trajectory began with, or that are to be evaluated; and the newest.
+    """Versions that an engine or relay has or takes, that a trajectory began with, or
+    that are to be evaluated; and the newest.
 
     Of those that are kept, ascending, the newest MOST.
     """
@@ -28,7 +35,9 @@ def needed(run: Run) -> tuple[int, ...]:
     for relay in state.relays.values():
         found |= {relay.taking, relay.base if relay.base is not None else -1, *relay.held[-1:]}
     if run.alone:
-        found |= {state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)}
+        found |= {
+            state.trajectories[member].weights_id for member in (*state.in_init, *state.in_run)
+        }
         if state.evaluation is not None:
             found.add(state.evaluation.weights_id)
     return tuple(sorted(found & {*state.kept, state.published_id} - {-1}))[-MOST:]
@@ -46,20 +55,27 @@ def published(run: Run, version: int, weights_id: int) -> None:
 
 
 def lost(run: Run) -> None:
-    """The trainer is gone, and what it held. Engines keep what they have loaded, relays what they have taken."""
+    """The trainer is gone, and what it held.
+
+    Engines keep what they have loaded, relays what they have taken.
+    """
     state = run.state
     held = {held for relay in state.relays.values() for held in (*relay.held, relay.taking)}
     state.kept = {kept: version for kept, version in state.kept.items() if kept in held}
 
 
 def covered(run: Run, step: int, weights_id: int) -> None:
-    """Note that the checkpoint of this step holds these weights; -1: none that were published."""
+    """Note that the checkpoint of this step holds these weights; -1: none that were
+    published.
+    """
     if run.alone and weights_id >= 0:
         run.state.saved[weights_id] = step
 
 
 def uncover(run: Run, *, but: Container[int]) -> None:
-    """Checkpoints of other steps than these are gone, damaged, or about to hold other weights."""
+    """Checkpoints of other steps than these are gone, damaged, or about to hold other
+    weights.
+    """
     run.state.saved = {saved: step for saved, step in run.state.saved.items() if step in but}
 
 
@@ -87,18 +103,26 @@ def loadable(run: Run, engine: Engine, weights_id: int) -> bool:
 def in_memory(run: Run, engine: Engine, weights_id: int) -> bool:
     """It needs no checkpoint for it."""
     relay = relay_of(run, engine)
-    return weights_id in run.state.kept and (not run.state.machines or (relay is not None and weights_id in relay.held))
+    return weights_id in run.state.kept and (
+        not run.state.machines or (relay is not None and weights_id in relay.held)
+    )
 
 
 def newest(run: Run, engine: Engine) -> int | None:
-    """The newest that it can load now; None where there are none. Without relays: the published ones, or none.
+    """The newest that it can load now; None where there are none. Without relays: the
+    published ones, or none.
 
-    Where nobody holds the published ones, as while the trainer is down: those of a checkpoint, unless its own are newer.
+    Where nobody holds the published ones, as while the trainer is down: those of a
+    checkpoint, unless its own are newer.
     """
     state = run.state
     if state.machines:
         relay = relay_of(run, engine)
-        found = next((held for held in reversed(relay.held) if held in state.kept), -1) if relay is not None else -1
+        found = (
+            next((held for held in reversed(relay.held) if held in state.kept), -1)
+            if relay is not None
+            else -1
+        )
     else:
         found = state.published_id if state.published_id in state.kept else -1
     saved = max(state.saved, default=-1) if state.published_id not in state.kept else -1

@@ -1,4 +1,6 @@
-"""What an engine refuses before it takes a request: whatever could not be computed, or would harm others."""
+"""What an engine refuses before it takes a request: whatever could not be computed, or
+would harm others.
+"""
 
 import math
 
@@ -13,7 +15,8 @@ def validate(request: GenerateRequest, *, vocab: int, max_context: int) -> None:
     _in_vocabulary("tokens", request.tokens, vocab)
     if len(request.tokens) >= max_context:
         raise ValueError(
-            f"tokens must leave room in the context of {max_context} tokens, got a prompt of {len(request.tokens)}"
+            f"tokens must leave room in the context of {max_context} tokens, got a prompt of "
+            f"{len(request.tokens)}"
         )
     if not math.isfinite(request.rank):
         raise ValueError(f"rank must be finite, got {request.rank}")

@@ -1,12 +1,15 @@
-"""Attention of one engine step over the paged cache: planned once on the host, then executed for each layer.
+"""Attention of one engine step over the paged cache: planned once on the host, then
+executed for each layer.
 
-The step's tokens are one flat list: first one token of each decoding sequence, then the chunks of those that prefill. Decoding
-reads the dense mirror where there is one. All else is attended in *groups*: sequences of similar chunk and context length are
-padded to a rectangle, their blocks gathered, and attended in one call. Query heads that share a key head are folded into the
-query axis, so keys and values are never repeated.
+The step's tokens are one flat list: first one token of each decoding sequence, then the
+chunks of those that prefill. Decoding reads the dense mirror where there is one. All
+else is attended in *groups*: sequences of similar chunk and context length are padded
+to a rectangle, their blocks gathered, and attended in one call. Query heads that share
+a key head are folded into the query axis, so keys and values are never repeated.
 
-`tiles` is the deterministic layout (docs/decisions/0009): every token is computed within the 16 aligned positions that it
-belongs to, against a context padded to a fixed multiple, so its shape does not depend on chunk bounds or neighbours.
+`tiles` is the deterministic layout (docs/decisions/0009): every token is computed
+within the 16 aligned positions that it belongs to, against a context padded to a fixed
+multiple, so its shape does not depend on chunk bounds or neighbours.
 """
 
 from collections.abc import Sequence
@@ -18,18 +21,25 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollweave.engine.kv import DenseMirror, PagedPool
-from rollweave.policy.batching import Entry
+from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 TILE_ROWS = 16
-"""Rows of a deterministic tile. Sixteen rows were measured to be bit-identical wherever they stand in it."""
+"""Rows of a deterministic tile.
+
+Sixteen rows were measured to be bit-identical wherever they stand in it.
+"""
 TILE_CONTEXT_BLOCKS = 4
-"""In deterministic mode contexts are padded to a multiple of this many blocks, counted from the sequence's start."""
+"""In deterministic mode contexts are padded to a multiple of this many blocks, counted
+from the sequence's start.
+"""
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens `[start, start + count)` of `entry`, which lie at `[offset, offset + count)` of the flat list."""
+    """Tokens `[start, start + count)` of `entry`, which lie at `[offset, offset +
+    count)` of the flat list.
+    """
 
     entry: Entry
     start: int
@@ -39,7 +49,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class Group:
-    """A padded rectangle, `sequences` by `queries`. `real` are those that exist (None: all), `scatter` their flat positions."""
+    """A padded rectangle, `sequences` by `queries`.
+
+    `real` are those that exist (None: all), `scatter` their flat positions.
+    """
 
     sequences: int
     queries: int
@@ -53,7 +66,9 @@ class Group:
 
 @dataclass(slots=True)
 class Dense:
-    """Decoding through the mirror: where the new tokens go, and what is attended, rows and heads merged, for each layer."""
+    """Decoding through the mirror: where the new tokens go, and what is attended, rows
+    and heads merged, for each layer.
+    """
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -64,7 +79,10 @@ class Dense:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """`slots[i]` is where token i's KV goes in the pool. The first `mirrored` tokens decode through the mirror."""
+    """`slots[i]` is where token i's KV goes in the pool.
+
+    The first `mirrored` tokens decode through the mirror.
+    """
 
     slots: torch.Tensor
     mirrored: int
@@ -73,9 +91,14 @@ class AttentionPlan:
 
 
 class Attention:
-    """Writes the step's KV and attends over it. Owns no state beyond the pool and the mirror that it was given."""
+    """Writes the step's KV and attends over it.
 
-    def __init__(self, shape: ModelShape, pool: PagedPool, mirror: DenseMirror | None, *, tiles: bool) -> None:
+    Owns no state beyond the pool and the mirror that it was given.
+    """
+
+    def __init__(
+        self, shape: ModelShape, pool: PagedPool, mirror: DenseMirror | None, *, tiles: bool
+    ) -> None:
         self.pool = pool
         self.mirror = mirror
         self.tiles = tiles
@@ -85,10 +108,16 @@ class Attention:
         self.scale = shape.head_dim**-0.5
         self.device, self.dtype = pool.data.device, pool.data.dtype
         self._rows = torch.arange(0, device=self.device)
-        self._zero, self._hidden = (torch.tensor(value, device=self.device, dtype=self.dtype) for value in (0.0, float("-inf")))
+        self._zero, self._hidden = (
+            torch.tensor(value, device=self.device, dtype=self.dtype)
+            for value in (0.0, float("-inf"))
+        )
 
     def plan(self, chunks: Sequence[Chunk], *, mirrored: int) -> AttentionPlan:
-        """Lay out one step. The first `mirrored` chunks are the mirror's rows, in order, one token each."""
+        """Lay out one step.
+
+        The first `mirrored` chunks are the mirror's rows, in order, one token each.
+        """
         slots = self._slots(chunks)
         plan = AttentionPlan(slots=slots, mirrored=mirrored, groups=[], dense=None)
         if mirrored:
@@ -112,9 +141,15 @@ class Attention:
         return Dense(rows=rows, positions=positions, keys=keys, values=values, mask=mask)
 
     def _bucket(self, piece: Chunk) -> tuple[int, int]:
-        """Pieces of one bucket are padded to a common size: within a factor of two each way, exact for tiles."""
+        """Pieces of one bucket are padded to a common size: within a factor of two each
+        way, exact for tiles.
+        """
         blocks = self._context_blocks(piece)
-        return (0, blocks) if self.tiles else ((piece.count - 1).bit_length(), (blocks - 1).bit_length())
+        return (
+            (0, blocks)
+            if self.tiles
+            else ((piece.count - 1).bit_length(), (blocks - 1).bit_length())
+        )
 
     def _context_blocks(self, piece: Chunk) -> int:
         size = self.pool.block_tokens
@@ -131,7 +166,10 @@ class Attention:
             if chunk.count == 1:
                 found.append(blocks[chunk.start // size] * size + chunk.start % size)
             else:
-                found.extend(blocks[at // size] * size + at % size for at in range(chunk.start, chunk.start + chunk.count))
+                found.extend(
+                    blocks[at // size] * size + at % size
+                    for at in range(chunk.start, chunk.start + chunk.count)
+                )
         return self._tensor(found)
 
     def _group(self, pieces: list[Chunk]) -> Group:
@@ -167,7 +205,8 @@ class Attention:
         return torch.as_tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
 
     def attend(self, layer: int, qkv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """From rotated queries, keys and values of the flat list, side by side, to what the queries see.
+        """From rotated queries, keys and values of the flat list, side by side, to what
+        the queries see.
 
         [tokens, (heads + 2 kv_heads) * head_dim] to [tokens, heads * head_dim].
         """
@@ -199,12 +238,22 @@ class Attention:
 
     def _attend_group(self, layer: int, q: torch.Tensor, group: Group) -> torch.Tensor:
         count, queries = group.sequences, group.queries
-        padded = q.index_select(0, group.gather).view(count, queries, self.kv_heads, self.shared, self.head_dim)
-        folded = padded.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, self.shared * queries, self.head_dim)
+        padded = q.index_select(0, group.gather).view(
+            count, queries, self.kv_heads, self.shared, self.head_dim
+        )
+        folded = padded.permute(0, 2, 3, 1, 4).reshape(
+            count, self.kv_heads, self.shared * queries, self.head_dim
+        )
         gathered = self.pool.layer_blocks[layer].index_select(0, group.blocks)
         kv = gathered.view(count, group.context, 2 * self.kv_heads, self.head_dim).transpose(1, 2)
-        out = scaled_dot_product_attention(folded, kv[:, : self.kv_heads], kv[:, self.kv_heads :], attn_mask=group.mask)
-        unfolded = out.transpose(1, 2).reshape(count, self.shared, queries, self.kv_heads, self.head_dim).permute(0, 2, 3, 1, 4)
+        out = scaled_dot_product_attention(
+            folded, kv[:, : self.kv_heads], kv[:, self.kv_heads :], attn_mask=group.mask
+        )
+        unfolded = (
+            out.transpose(1, 2)
+            .reshape(count, self.shared, queries, self.kv_heads, self.head_dim)
+            .permute(0, 2, 3, 1, 4)
+        )
         flat = unfolded.reshape(count * queries, self.query_width)
         return flat if group.real is None else flat.index_select(0, group.real)
 
@@ -215,6 +264,13 @@ def _tiles(chunk: Chunk) -> list[Chunk]:
     start, end = chunk.start, chunk.start + chunk.count
     while start < end:
         stop = min(end, (start // TILE_ROWS + 1) * TILE_ROWS)
-        found.append(Chunk(entry=chunk.entry, start=start, count=stop - start, offset=chunk.offset + start - chunk.start))
+        found.append(
+            Chunk(
+                entry=chunk.entry,
+                start=start,
+                count=stop - start,
+                offset=chunk.offset + start - chunk.start,
+            )
+        )
         start = stop
     return found

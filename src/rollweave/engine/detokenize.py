@@ -1,7 +1,8 @@
 """Finds stop strings in a growing sequence of tokens, decoding only its end.
 
-A token may hold part of a character, and a tokenizer may render a token differently after another one. So text is taken as the
-difference of two decodings that start at the same token, and an unfinished character (U+FFFD at the end) is waited for.
+A token may hold part of a character, and a tokenizer may render a token differently
+after another one. So text is taken as the difference of two decodings that start at the
+same token, and an unfinished character (U+FFFD at the end) is waited for.
 """
 
 from pathlib import Path
@@ -17,7 +18,10 @@ class Decoding(Protocol):
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The checkpoint's tokenizer. Raises EngineError where there is none: without it stop strings cannot be served."""
+    """The checkpoint's tokenizer.
+
+    Raises EngineError where there is none: without it stop strings cannot be served.
+    """
     path = directory / "tokenizer.json"
     if not path.exists():
         raise EngineError(f"sampling.stop needs a tokenizer: {path} does not exist")
@@ -37,9 +41,13 @@ class StopStrings:
         self._tail = ""
 
     def feed(self, token: int) -> bool:
-        """True when the text now contains a stop string that was not complete before `token`."""
+        """True when the text now contains a stop string that was not complete before
+        `token`.
+        """
         self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._from : self._read], skip_special_tokens=False)
+        before = self._tokenizer.decode(
+            self._tokens[self._from : self._read], skip_special_tokens=False
+        )
         after = self._tokenizer.decode(self._tokens[self._from :], skip_special_tokens=False)
         if len(after) <= len(before) or after.endswith("\ufffd"):
             return False

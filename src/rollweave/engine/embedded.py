@@ -1,10 +1,12 @@
-"""An embedded engine on a thread of this process, for programs that sample outside of a run."""
+"""An embedded engine on a thread of this process, for programs that sample outside of a
+run.
+"""
 
 import asyncio
 from pathlib import Path
 
-from rollweave.backends.client import EngineClient
-from rollweave.backends.inproc import in_thread
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.loop import EngineLoop
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec
@@ -19,12 +21,20 @@ REPLY_S = 60.0
 """Maximum seconds to answer anything but a request for tokens."""
 
 
-def start_engine(checkpoint: Path, *, device: str = "cpu", kv_tokens: int = KV_TOKENS) -> EngineClient:
-    """Start an engine that samples from the model in directory `checkpoint`. Requires a running event loop.
+def start_engine(
+    checkpoint: Path, *, device: str = "cpu", kv_tokens: int = KV_TOKENS
+) -> EngineClient:
+    """Start an engine that samples from the model in directory `checkpoint`. Requires a
+    running event loop.
 
     Await `ready()` before the first `generate`, and `close()` at the end.
     """
     model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     model_ready.set_result(None)
     spec = EngineSpec(id=EngineId("e0"), model=str(checkpoint), device=device, kv_tokens=kv_tokens)
-    return EngineClient("engine", in_thread(spec, EngineLoop, model_ready=model_ready), start_s=START_S, reply_s=REPLY_S)
+    return EngineClient(
+        "engine",
+        in_thread(spec, EngineLoop, model_ready=model_ready),
+        start_s=START_S,
+        reply_s=REPLY_S,
+    )

@@ -1,12 +1,16 @@
-"""Gives KV of the prefix cache to other engines and takes theirs (Heddle §5.3), while the engine computes.
+"""Gives KV of the prefix cache to other engines and takes theirs (Heddle §5.3), while
+the engine computes.
 
-Between two turns the KV of a trajectory lies in the indexed blocks of the cache. An export copies the longest prefix that is
-there; an import writes blocks and indexes them under this engine's own keys, where the next turn finds them as if it had
-computed them. Invariants: KV under other weights, of another model or layout, or of other bytes than were exported is never
-indexed; blocks that requests hold are neither evicted nor written, and none is held from one step to the next.
+Between two turns the KV of a trajectory lies in the indexed blocks of the cache. An
+export copies the longest prefix that is there; an import writes blocks and indexes them
+under this engine's own keys, where the next turn finds them as if it had computed them.
+Invariants: KV under other weights, of another model or layout, or of other bytes than
+were exported is never indexed; blocks that requests hold are neither evicted nor
+written, and none is held from one step to the next.
 
-Each transfer is a coroutine on the side thread (`transfer.py`). What it does to ledger and pool it does through `_between`: on
-the engine's thread, between two steps. Only copying from and to the pool costs the engine time.
+Each transfer is a coroutine on the side thread (`transfer.py`). What it does to ledger
+and pool it does through `_between`: on the engine's thread, between two steps. Only
+copying from and to the pool costs the engine time.
 """
 
 import asyncio
@@ -19,8 +23,8 @@ import torch
 import xxhash
 
 from rollweave.engine.kv import LAYOUT, PagedPool
+from rollweave.engine.planner.blocks import BlockLedger, Key
 from rollweave.engine.transfer import TRANSFER_S, Payload, Server, SideThread, fetch
-from rollweave.policy.blocks import BlockLedger, Key
 from rollweave.schema.errors import KvError
 from rollweave.schema.serving import (
     EngineReply,
@@ -38,12 +42,19 @@ from rollweave.weights.checkpoint import ModelShape
 T = TypeVar("T")
 
 CHUNK_BYTES = 1 << 22
-"""Bytes that one digest covers, at least a block: large enough to be hashed at full speed, small against what is moved."""
+"""Bytes that one digest covers, at least a block: large enough to be hashed at full
+speed, small against what is moved.
+"""
 OPEN_EXPORTS = 8
-"""Exports at once: an engine has one or two, unless whoever asked for them does not release them. All together have no more
-bytes than the pool: the engine's memory at most doubles."""
+"""Exports at once: an engine has one or two, unless whoever asked for them does not
+release them. All together have no more bytes than the pool: the engine's memory at most
+doubles.
+"""
 OPEN_IMPORTS = 4
-"""Imports at once. Each holds what it imports, in memory of this engine or of the source."""
+"""Imports at once.
+
+Each holds what it imports, in memory of this engine or of the source.
+"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,10 +66,11 @@ class _Export:
 
 
 class KvExchange:
-    """One engine's exports and imports. `call` runs a function between two steps, `reply` answers, both from any thread.
+    """One engine's exports and imports. `call` runs a function between two steps,
+    `reply` answers, both from any thread.
 
-    `sound` says whether the engine's KV is made of finite numbers; exports that nobody releases are kept for `keep_s`. All
-    methods belong to the engine's thread.
+    `sound` says whether the engine's KV is made of finite numbers; exports that nobody
+    releases are kept for `keep_s`. All methods belong to the engine's thread.
     """
 
     def __init__(
@@ -76,7 +88,9 @@ class KvExchange:
         self._spec, self._shape, self._pool, self._ledger = spec, shape, pool, ledger
         self._call, self._reply, self._sound, self._keep_s = call, reply, sound, keep_s
         self._block_shape = (shape.layers, pool.block_tokens * pool.width)
-        self._block_nbytes = shape.layers * pool.block_tokens * pool.width * pool.data.element_size()
+        self._block_nbytes = (
+            shape.layers * pool.block_tokens * pool.width * pool.data.element_size()
+        )
         self._chunk_blocks = max(1, CHUNK_BYTES // self._block_nbytes)
         self._side = SideThread(f"kv-{spec.id}")
         # From here on, what belongs to the side thread.
@@ -97,7 +111,8 @@ class KvExchange:
 
         async def drop() -> None:
             export = self._exports.get(id)
-            if export is not None and export.expiry is not None:  # an incomplete one is dropped by who completes it
+            # an incomplete one is dropped by who completes it
+            if export is not None and export.expiry is not None:
                 self._drop(id)
 
         if self._side.started:
@@ -152,7 +167,9 @@ class KvExchange:
         export.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._drop, id)
         return KvExported(id=id, manifest=manifest)
 
-    async def _exported(self, command: ExportKv, keys: Sequence[Key], export: _Export) -> KvManifest:
+    async def _exported(
+        self, command: ExportKv, keys: Sequence[Key], export: _Export
+    ) -> KvManifest:
         payload, size = export.payload, self._block_nbytes
         blocks, weights_id = await self._between(lambda: self._copy_out(keys, payload))
         digests = payload.seal(blocks * size, self._chunk_blocks * size)
@@ -182,7 +199,9 @@ class KvExchange:
             raise KvError(f"{OPEN_IMPORTS} imports are under way already")
         self._imports += 1
         try:
-            return KvImported(id=command.id, moved_tokens=await self._imported(command.tokens, command.manifest))
+            return KvImported(
+                id=command.id, moved_tokens=await self._imported(command.tokens, command.manifest)
+            )
         finally:
             self._imports -= 1
 
@@ -199,9 +218,15 @@ class KvExchange:
         if present == wanted:
             return present * size
         first, last = present // chunk, -(-wanted // chunk)
-        payload = await fetch(manifest, chunk_bytes=chunk * self._block_nbytes, first=first, last=last)
-        content = torch.frombuffer(payload, dtype=self._pool.data.dtype).view(-1, *self._block_shape)
-        moved = await self._between(lambda: self._place(manifest.weights_id, keys[: last * chunk], content, first * chunk))
+        payload = await fetch(
+            manifest, chunk_bytes=chunk * self._block_nbytes, first=first, last=last
+        )
+        content = torch.frombuffer(payload, dtype=self._pool.data.dtype).view(
+            -1, *self._block_shape
+        )
+        moved = await self._between(
+            lambda: self._place(manifest.weights_id, keys[: last * chunk], content, first * chunk)
+        )
         if not moved:
             raise KvError("the cache has changed meanwhile, and has no room")
         return moved * size
@@ -216,16 +241,27 @@ class KvExchange:
             raise KvError("this engine has no prefix cache")
         blocks, rest = divmod(manifest.tokens, self._pool.block_tokens)
         if rest or not 0 < manifest.tokens <= tokens:
-            raise KvError(f"tokens of the KV must be whole blocks of the {tokens} of the context, got {manifest.tokens}")
+            raise KvError(
+                f"tokens of the KV must be whole blocks of the {tokens} of the context, "
+                f"got {manifest.tokens}"
+            )
         if manifest.nbytes != blocks * self._block_nbytes:
-            raise KvError(f"{blocks} blocks have {blocks * self._block_nbytes} bytes, got {manifest.nbytes}")
-        if manifest.chunk_blocks < 1 or len(manifest.digests) != -(-blocks // manifest.chunk_blocks):
-            raise KvError(f"{blocks} blocks in chunks of {manifest.chunk_blocks} have not {len(manifest.digests)} digests")
+            raise KvError(
+                f"{blocks} blocks have {blocks * self._block_nbytes} bytes, got {manifest.nbytes}"
+            )
+        if manifest.chunk_blocks < 1 or len(manifest.digests) != -(
+            -blocks // manifest.chunk_blocks
+        ):
+            raise KvError(
+                f"{blocks} blocks in chunks of {manifest.chunk_blocks} have not "
+                f"{len(manifest.digests)} digests"
+            )
         return blocks
 
     def _own(self, weights_id: int) -> dict[str, Any]:
         """What the KV of two engines must have in common."""
-        # Without published weights the checkpoint is the weights, and its directory all that is known of it.
+        # Without published weights the checkpoint is the weights, and its directory all
+        # that is known of it.
         source = self._spec.model if weights_id < 0 else ""
         return {
             "weights_id": weights_id,
@@ -241,13 +277,21 @@ class KvExchange:
     # On the engine's thread, between two steps.
 
     def _copy_out(self, keys: Sequence[Key], payload: Payload) -> tuple[int, int]:
-        """Copy the blocks that are still there. Returns how many, and the weights that computed them."""
+        """Copy the blocks that are still there.
+
+        Returns how many, and the weights that computed them.
+        """
         found = self._ledger.match(keys)
         if not found:
             raise KvError("the context was evicted meanwhile, or the weights have changed")
         if not self._sound():
             raise KvError("the engine has computed numbers that are not finite")
-        self._pool.read(found, torch.frombuffer(payload.buffer, dtype=self._pool.data.dtype).view(-1, *self._block_shape))
+        self._pool.read(
+            found,
+            torch.frombuffer(payload.buffer, dtype=self._pool.data.dtype).view(
+                -1, *self._block_shape
+            ),
+        )
         return len(found), self._ledger.weights_id
 
     def _room(self, keys: Sequence[Key]) -> tuple[int, int]:
@@ -255,11 +299,17 @@ class KvExchange:
         present = self._ledger.match(keys)
         return len(present), self._ledger.free - self._ledger.unused(present)
 
-    def _place(self, weights_id: int, keys: Sequence[Key], content: torch.Tensor, start: int) -> int:
-        """Index blocks `start` and following of the prefix, as far as they are not there and there is room."""
+    def _place(
+        self, weights_id: int, keys: Sequence[Key], content: torch.Tensor, start: int
+    ) -> int:
+        """Index blocks `start` and following of the prefix, as far as they are not
+        there and there is room.
+        """
         ledger = self._ledger
         if ledger.weights_id != weights_id:
-            raise KvError(f"the weights have changed meanwhile, from {weights_id} to {ledger.weights_id}")
+            raise KvError(
+                f"the weights have changed meanwhile, from {weights_id} to {ledger.weights_id}"
+            )
         held = ledger.match(keys)
         present = len(held)
         if present < start:
@@ -284,7 +334,8 @@ def _run_for(answer: asyncio.Future[T], function: Callable[[], T]) -> None:
     except Exception as error:
         settle = partial(answer.set_exception, error)
     answer.get_loop().call_soon_threadsafe(_unless_done, answer, settle)
-    # An error keeps these frames alive, which must not keep the error: the memory of a payload would stay with them.
+    # An error keeps these frames alive, which must not keep the error: the memory of a
+    # payload would stay with them.
     del answer, settle
 
 

@@ -1,37 +1,57 @@
-"""The KV tensors of one engine: a paged pool that is the truth, and on CPU a dense mirror of the sequences that decode.
+"""The KV tensors of one engine: a paged pool that is the truth, and on CPU a dense
+mirror of the sequences that decode.
 
-The pool holds, per layer, one row per token: all key heads, then all value heads. A block is `block_tokens` rows in a
-row. Attention over blocks has to gather them first, which on CPU costs more than the attention; so each decoding sequence also
-has a row of the mirror, laid out as attention reads it, to which its new tokens are written alongside the pool.
+The pool holds, per layer, one row per token: all key heads, then all value heads. A
+block is `block_tokens` rows in a row. Attention over blocks has to gather them first,
+which on CPU costs more than the attention; so each decoding sequence also has a row of
+the mirror, laid out as attention reads it, to which its new tokens are written
+alongside the pool.
 
-Invariants: every computed token of a live sequence is in the pool; the mirror's rows `[0, len(rows))` belong to `rows` in
-order, and hold what the pool holds for their sequence's computed tokens. All unwritten memory is finite (it is masked, and
-masking multiplies by zero).
+Invariants: every computed token of a live sequence is in the pool; the mirror's rows
+`[0, len(rows))` belong to `rows` in order, and hold what the pool holds for their
+sequence's computed tokens. All unwritten memory is finite (it is masked, and masking
+multiplies by zero).
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from rollweave.policy.batching import Entry
+from rollweave.engine.planner.batching import Entry
 from rollweave.weights.checkpoint import ModelShape
 
 LAYOUT = "block/layer/token/key heads, value heads; rotary pairs interleaved"
-"""How KV lies in memory, for who moves it between engines: to be changed with the pool's layout, or the model's."""
+"""How KV lies in memory, for who moves it between engines: to be changed with the
+pool's layout, or the model's.
+"""
 GROWTH_TOKENS = 128
-"""The mirror's rows grow in steps of this many tokens at least: growing copies all of it."""
+"""The mirror's rows grow in steps of this many tokens at least: growing copies all of
+it.
+"""
 FEWEST_ROWS = 16
 """The mirror starts with this many rows, for the same reason."""
 
 
 class PagedPool:
-    """KV of all blocks: `data[layer, block * block_tokens + offset]` is one token, `2 * kv_heads * head_dim` wide."""
+    """KV of all blocks: `data[layer, block * block_tokens + offset]` is one token, `2 *
+    kv_heads * head_dim` wide.
+    """
 
-    def __init__(self, shape: ModelShape, *, blocks: int, block_tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        blocks: int,
+        block_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.width = 2 * shape.kv_heads * shape.head_dim
-        self.data = torch.zeros(shape.layers, blocks * block_tokens, self.width, device=device, dtype=dtype)
+        self.data = torch.zeros(
+            shape.layers, blocks * block_tokens, self.width, device=device, dtype=dtype
+        )
         self.by_block = self.data.view(shape.layers, blocks, block_tokens * self.width)
         self.layer_tokens, self.layer_blocks = self.data.unbind(0), self.by_block.unbind(0)
 
@@ -43,7 +63,9 @@ class PagedPool:
         self.by_block.index_fill_(1, self._tensor(blocks), 0)
 
     def read(self, blocks: Sequence[int], out: torch.Tensor) -> None:
-        """Copy `blocks` to the front of `out`, [blocks or more, layer, block_tokens * width] on the CPU."""
+        """Copy `blocks` to the front of `out`, [blocks or more, layer, block_tokens *
+        width] on the CPU.
+        """
         by_block, out = self.by_block.transpose(0, 1), out[: len(blocks)]
         if by_block.is_cpu:
             torch.index_select(by_block, 0, self._tensor(blocks), out=out)
@@ -52,17 +74,21 @@ class PagedPool:
 
     def write(self, blocks: Sequence[int], content: torch.Tensor) -> None:
         """Copy what `read` gave into `blocks`."""
-        self.by_block.transpose(0, 1).index_copy_(0, self._tensor(blocks), content.to(self.data.device))
+        self.by_block.transpose(0, 1).index_copy_(
+            0, self._tensor(blocks), content.to(self.data.device)
+        )
 
     def _tensor(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self.data.device)
 
 
 class DenseMirror:
-    """Rows of decoding sequences, per layer: `keys` [row, head, dim, position], `values` [row, head, position, dim].
+    """Rows of decoding sequences, per layer: `keys` [row, head, dim, position],
+    `values` [row, head, position, dim].
 
-    Keys are transposed because products with so few queries are fastest so. `mask` [row, head, 1, position] is 0 where a token
-    is and -inf elsewhere. Rows times positions stay within `budget` tokens, padding included.
+    Keys are transposed because products with so few queries are fastest so. `mask`
+    [row, head, 1, position] is 0 where a token is and -inf elsewhere. Rows times
+    positions stay within `budget` tokens, padding included.
     """
 
     def __init__(self, shape: ModelShape, pool: PagedPool, *, budget: int) -> None:
@@ -85,8 +111,12 @@ class DenseMirror:
             like.new_full((rows, self.heads, 1, capacity), float("-inf")),
         )
 
-    def window(self, longest: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]:
-        """Keys and values of each layer, and the mask, over all rows' first `longest` positions, rows and heads merged."""
+    def window(
+        self, longest: int
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]:
+        """Keys and values of each layer, and the mask, over all rows' first `longest`
+        positions, rows and heads merged.
+        """
         layers, (rows, capacity), size = len(self.keys), self._size, self.head_dim
         merged, row = len(self.rows) * self.heads, size * capacity
         layer = rows * self.heads * row
@@ -96,7 +126,9 @@ class DenseMirror:
         return keys.unbind(0), values.unbind(0), mask
 
     def _fitting(self, count: int, longest: int) -> tuple[int, int] | None:
-        """Rows and capacity for `count` sequences: with room to grow where the budget has it. None where they do not fit."""
+        """Rows and capacity for `count` sequences: with room to grow where the budget
+        has it. None where they do not fit.
+        """
         for rows in (max(FEWEST_ROWS, 1 << (count - 1).bit_length()), count):
             if rows * longest <= self.budget:
                 roomy = max(longest * 3 // 2, longest + GROWTH_TOKENS, self._size[1])
@@ -111,13 +143,18 @@ class DenseMirror:
         self._keys[:, :kept, :, :, :length] = old_keys[:, :kept, :, :, :length]
         self._values[:, :kept, :, :length] = old_values[:, :kept, :, :length]
         self.keys, self.values = self._keys.unbind(0), self._values.unbind(0)
-        # Its `capacity` entries from `capacity - n` on are n zeros and then -inf: the mask of a row of n tokens.
-        self._edge = torch.cat((self.mask.new_zeros(capacity), self.mask.new_full((capacity,), float("-inf"))))
+        # Its `capacity` entries from `capacity - n` on are n zeros and then -inf: the
+        # mask of a row of n tokens.
+        self._edge = torch.cat(
+            (self.mask.new_zeros(capacity), self.mask.new_full((capacity,), float("-inf")))
+        )
         for row, entry in enumerate(self.rows):
             self.mask[row] = self._edge[capacity - entry.computed : 2 * capacity - entry.computed]
 
     def place(self, entries: list[Entry]) -> bool:
-        """Give every one of `entries`, which decode now, its row, and take the others' away. False where they do not fit."""
+        """Give every one of `entries`, which decode now, its row, and take the others'
+        away. False where they do not fit.
+        """
         if len(entries) != len(self.rows) or any(entry not in self._row_of for entry in entries):
             wanted = set(entries)
             for entry in [entry for entry in self.rows if entry not in wanted]:
@@ -136,7 +173,10 @@ class DenseMirror:
         return True
 
     def drop(self, entry: Entry) -> None:
-        """Take a sequence's row away; the last row moves into the gap. Unknown entries are ignored."""
+        """Take a sequence's row away; the last row moves into the gap.
+
+        Unknown entries are ignored.
+        """
         row = self._row_of.pop(entry, None)
         if row is None:
             return

@@ -1,15 +1,18 @@
-"""One request between `Add` and its result: what was sampled of it, and the time that it had a slot or waited for one.
+"""One request between `Add` and its result: what was sampled of it, and the time that
+it had a slot or waited for one.
 
-A request may resume a turn that another engine has begun: what that one sampled is then ours, as if we had.
+A request may resume a turn that another engine has begun: what that one sampled is then
+ours, as if we had.
 
-Two clocks: waiting is counted on the engine's, having a slot on that of its steps, which stands still while the engine is
-suspended. A turn's budget is time in a slot, so neither rank nor a change of weights ever costs a request its budget.
+Two clocks: waiting is counted on the engine's, having a slot on that of its steps,
+which stands still while the engine is suspended. A turn's budget is time in a slot, so
+neither rank nor a change of weights ever costs a request its budget.
 """
 
 import math
 
 from rollweave.engine.detokenize import StopStrings
-from rollweave.policy.batching import Entry
+from rollweave.engine.planner.batching import Entry
 from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Piece, VersionSpan
 
 
@@ -35,7 +38,15 @@ class Live:
         "watch",
     )
 
-    def __init__(self, request: GenerateRequest, *, entry: Entry, limit: int, stop_ids: frozenset[int], now: float) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        entry: Entry,
+        limit: int,
+        stop_ids: frozenset[int],
+        now: float,
+    ) -> None:
         self.request = request
         self.entry = entry
         self.limit = limit
@@ -51,13 +62,16 @@ class Live:
         self.served = False
         """It has had a slot."""
         self.deadline = math.inf
-        """When, on the clock of the steps, its budget ends if it keeps the slot that it has."""
+        """When, on the clock of the steps, its budget ends if it keeps the slot that it
+        has.
+        """
         self._queue_s = self._generate_s = 0.0
         self._since = now
         self._slot_since: float | None = None
 
     def resume(self) -> Finish | None:
-        """Take over what the request resumes; how the turn has ended with that, if it has.
+        """Take over what the request resumes; how the turn has ended with that, if it
+        has.
 
         Raises ValueError for what cannot be the beginning of this turn.
         """
@@ -66,7 +80,10 @@ class Live:
             return None
         count = len(resumed.tokens)
         if count > self.limit:
-            raise ValueError(f"resumed.tokens must not be more than the {self.limit} of the whole turn, got {count}")
+            raise ValueError(
+                f"resumed.tokens must not be more than the {self.limit} of the whole "
+                f"turn, got {count}"
+            )
         self.entry.tokens.extend(resumed.tokens)
         self.logprobs.extend(resumed.logprobs)
         self.spans.extend((span.start, span.version) for span in resumed.versions)
@@ -75,12 +92,17 @@ class Live:
         for at, token in enumerate(resumed.tokens, 1):
             if self.stops(token):
                 if at < count:
-                    raise ValueError(f"resumed.tokens must end where the turn stops, at token {at}, got {count} tokens")
+                    raise ValueError(
+                        "resumed.tokens must end where the turn stops, at token "
+                        f"{at}, got {count} tokens"
+                    )
                 return Finish.STOP
         return Finish.LENGTH if count == self.limit else None
 
     def stops(self, token: int) -> bool:
-        """Whether the turn stops with `token`, the newest one; to be asked once for each. Decoding may raise anything."""
+        """Whether the turn stops with `token`, the newest one; to be asked once for
+        each. Decoding may raise anything.
+        """
         return token in self.stop_ids or (self.watch is not None and self.watch.feed(token))
 
     def enter(self, now: float, step_clock: float) -> None:
@@ -102,7 +124,9 @@ class Live:
 
     def generate_s(self, step_clock: float) -> float:
         """Seconds in a slot so far, without those in which the engine was suspended."""
-        return self._generate_s + (step_clock - self._slot_since if self._slot_since is not None else 0.0)
+        return self._generate_s + (
+            step_clock - self._slot_since if self._slot_since is not None else 0.0
+        )
 
     def versions(self, since: int = 0) -> tuple[VersionSpan, ...]:
         """Which version sampled what, of the tokens from place `since` on."""
@@ -128,7 +152,9 @@ class Live:
             generate_s=self.generate_s(step_clock),
         )
 
-    def result(self, finish: Finish, *, now: float, step_clock: float, error: str = "") -> GenerateResult:
+    def result(
+        self, finish: Finish, *, now: float, step_clock: float, error: str = ""
+    ) -> GenerateResult:
         """The whole turn, as of `now`."""
         return GenerateResult(
             id=self.request.id,
@@ -140,6 +166,8 @@ class Live:
             queue_s=self.queue_s(now),
             generate_s=self.generate_s(step_clock),
             preemptions=self.entry.preemptions,
-            resumed_tokens=len(self.request.resumed.tokens) if self.request.resumed is not None else 0,
+            resumed_tokens=len(self.request.resumed.tokens)
+            if self.request.resumed is not None
+            else 0,
             error=error,
         )

@@ -1,9 +1,12 @@
-"""The engine's loop: takes commands between two steps, computes steps while there is work, sleeps while there is none.
+"""The engine's loop: takes commands between two steps, computes steps while there is
+work, sleeps while there is none.
 
-Commands are posted from any thread and never wait for a computation; replies are called on the loop's thread. Every request
-is answered exactly once, also when it is refused, aborted, or its handling raises. New weights are verified before anything is
-touched; then all live KV is recomputed under them, and tokens sampled from then on carry the new version. Whatever breaks the
-loop itself is said as `EngineFatal`, after which nothing more is answered.
+Commands are posted from any thread and never wait for a computation; replies are called
+on the loop's thread. Every request is answered exactly once, also when it is refused,
+aborted, or its handling raises. New weights are verified before anything is touched;
+then all live KV is recomputed under them, and tokens sampled from then on carry the new
+version. Whatever breaks the loop itself is said as `EngineFatal`, after which nothing
+more is answered.
 """
 
 import math
@@ -23,10 +26,10 @@ from rollweave.engine.detokenize import StopStrings, load_tokenizer
 from rollweave.engine.exchange import KvExchange
 from rollweave.engine.live import Live
 from rollweave.engine.measure import step_times
+from rollweave.engine.planner.batching import Amounts, Batcher, Entry, StepPlan
+from rollweave.engine.planner.blocks import BlockLedger
 from rollweave.engine.runner import Runner
 from rollweave.engine.sampler import RowParams, pack, sample
-from rollweave.policy.batching import Amounts, Batcher, Entry, StepPlan
-from rollweave.policy.blocks import BlockLedger
 from rollweave.schema.errors import EngineError, WeightsError
 from rollweave.schema.serving import (
     TELL_S,
@@ -70,9 +73,11 @@ class Between(NamedTuple):
 
 
 class EngineLoop:
-    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called before, during and after it.
+    """One engine. `run` blocks until `Shutdown` or a fatal error; `post` may be called
+    before, during and after it.
 
-    `watch` is told the work of every step and its seconds, on the loop's thread. `clock` counts seconds.
+    `watch` is told the work of every step and its seconds, on the loop's thread.
+    `clock` counts seconds.
     """
 
     def __init__(
@@ -99,10 +104,15 @@ class EngineLoop:
         self._packed: tuple[list[Entry], RowParams] | None = None
         self._started_s = 0.0
         self._busy_s = self._suspended_s = 0.0
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = self._recomputed_tokens = self._steps = 0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = (
+            self._recomputed_tokens
+        ) = self._steps = 0
 
     def post(self, command: EngineCommand) -> None:
-        """Hand a command over. Commands are taken in this order, all that are there before each step."""
+        """Hand a command over.
+
+        Commands are taken in this order, all that are there before each step.
+        """
         self._put(command)
 
     def _put(self, word: EngineCommand | Between) -> None:
@@ -111,7 +121,10 @@ class EngineLoop:
             self._wake.notify()
 
     def run(self) -> None:
-        """Build the engine, say `Ready`, and serve. Says `EngineFatal` where building or serving fails."""
+        """Build the engine, say `Ready`, and serve.
+
+        Says `EngineFatal` where building or serving fails.
+        """
         try:
             if self.spec.device == "cpu":
                 torch.set_num_threads(self.spec.threads)
@@ -128,8 +141,12 @@ class EngineLoop:
         spec = self.spec
         self._runner = Runner(spec)
         pool = self._runner.pool
-        self._ledger = BlockLedger(blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache)
-        self._batcher = Batcher(self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens)
+        self._ledger = BlockLedger(
+            blocks=pool.blocks, block_tokens=pool.block_tokens, caching=spec.prefix_cache
+        )
+        self._batcher = Batcher(
+            self._ledger, slots=spec.max_slots, chunk_tokens=spec.prefill_chunk_tokens
+        )
         self._exchange = KvExchange(
             spec,
             self._runner.shape,
@@ -155,7 +172,9 @@ class EngineLoop:
     # Commands.
 
     def _obey(self) -> bool:
-        """Take all commands that are there; wait for one while there is nothing to compute. False to end."""
+        """Take all commands that are there; wait for one while there is nothing to
+        compute. False to end.
+        """
         with self._wake:
             while not self._inbox and (self._suspended_at is not None or not self._batcher.live):
                 self._wake.wait()
@@ -188,7 +207,11 @@ class EngineLoop:
                 self._load(manifest.version, manifest.weights_id, lambda: read_tensors(manifest))
             case LoadSaved(directory=directory, dtype=dtype):
                 step, published = word.version, getattr(torch, dtype)
-                self._load(step, word.weights_id, lambda: read_saved(Path(directory), step=step, dtype=published))
+                self._load(
+                    step,
+                    word.weights_id,
+                    lambda: read_saved(Path(directory), step=step, dtype=published),
+                )
             case Stats():
                 self._reply(Sampled(stats=self._stats()))
             case ExportKv():
@@ -210,8 +233,14 @@ class EngineLoop:
             ended = live.resume()
             self._batcher.add(live.entry)
         except Exception as error:  # also of a tokenizer that cannot decode what is resumed
-            why = str(error) if isinstance(error, ValueError | EngineError) else f"{type(error).__name__}: {error}"
-            result = GenerateResult(id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=why)
+            why = (
+                str(error)
+                if isinstance(error, ValueError | EngineError)
+                else f"{type(error).__name__}: {error}"
+            )
+            result = GenerateResult(
+                id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=why
+            )
             self._reply(Generated(result=result))
             return
         self._live[request.id] = live
@@ -227,16 +256,33 @@ class EngineLoop:
         validate(request, vocab=self._runner.shape.vocab, max_context=self._max_context)
         sampling = request.sampling
         limit = min(sampling.max_tokens, self._max_context - len(request.tokens))
-        entry = Entry(id=request.id, tokens=list(request.tokens), limit=len(request.tokens) + limit - 1, rank=request.rank)
-        live = Live(request, entry=entry, limit=limit, stop_ids=self._stop_ids.union(sampling.stop_token_ids), now=now)
+        entry = Entry(
+            id=request.id,
+            tokens=list(request.tokens),
+            limit=len(request.tokens) + limit - 1,
+            rank=request.rank,
+        )
+        live = Live(
+            request,
+            entry=entry,
+            limit=limit,
+            stop_ids=self._stop_ids.union(sampling.stop_token_ids),
+            now=now,
+        )
         if any(sampling.stop):
             if self._tokenizer is None:
                 self._tokenizer = load_tokenizer(Path(self.spec.model))
             live.watch = StopStrings(self._tokenizer, sampling.stop)
         return live
 
-    def _load(self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """Verify, then swap. Nothing before the swap can leave a trace; the swap itself copies between checked shapes."""
+    def _load(
+        self, version: int, weights_id: int, read: Callable[[], dict[str, torch.Tensor]]
+    ) -> None:
+        """Verify, then swap.
+
+        Nothing before the swap can leave a trace; the swap itself copies between
+        checked shapes.
+        """
         started = self._clock()
         try:
             tensors = read()
@@ -287,7 +333,11 @@ class EngineLoop:
     def _tell(self, now: float) -> None:
         """Say what was sampled since the last time."""
         self._tell_at = now + TELL_S
-        pieces = [piece for live in self._streams.values() if (piece := live.news(now - self._suspended_s)) is not None]
+        pieces = [
+            piece
+            for live in self._streams.values()
+            if (piece := live.news(now - self._suspended_s)) is not None
+        ]
         if pieces:
             self._reply(Progress(pieces=tuple(pieces)))
 
@@ -296,7 +346,8 @@ class EngineLoop:
         step_clock = now - self._suspended_s
         for entry in plan.left:
             live = self._live.get(entry.id)
-            if live is not None and live.entry is entry:  # else it is over; its id may have been given again
+            # else it is over; its id may have been given again
+            if live is not None and live.entry is entry:
                 live.leave(now, step_clock)
         for entry in plan.entered:
             live = self._live[entry.id]
@@ -304,28 +355,44 @@ class EngineLoop:
                 self._prompt_tokens += len(entry.tokens)
                 self._cached_tokens += entry.cached or 0
             live.enter(now, step_clock)
-        self._deadline = min((self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf)
+        self._deadline = min(
+            (self._live[entry.id].deadline for entry in self._batcher.running), default=math.inf
+        )
 
     def _cut(self, step_clock: float) -> None:
-        """End the requests whose budget is used up. The deadline of the others follows from the slots that these leave."""
+        """End the requests whose budget is used up.
+
+        The deadline of the others follows from the slots that these leave.
+        """
         for entry in list(self._batcher.running):
             live = self._live[entry.id]
             if live.deadline <= step_clock:
                 self._finish(live, Finish.TIME)
 
     def _params(self, entries: list[Entry]) -> RowParams:
-        """Sampling parameters of these rows; most steps sample the rows of the step before."""
+        """Sampling parameters of these rows; most steps sample the rows of the step
+        before.
+        """
         if self._packed is None or self._packed[0] != entries:
             samplings = [self._live[entry.id].request.sampling for entry in entries]
-            params = pack(samplings, vocab=self._runner.shape.vocab, device=self._runner.model.device)
+            params = pack(
+                samplings, vocab=self._runner.shape.vocab, device=self._runner.model.device
+            )
             self._packed = (list(entries), params)
         return self._packed[1]
 
     def _accept(self, live: Live, token: int, logprob: float) -> None:
-        """Append a sampled token, and finish where it ends the request. An exception here is this request's alone."""
+        """Append a sampled token, and finish where it ends the request.
+
+        An exception here is this request's alone.
+        """
         if not math.isfinite(logprob):
             self._tainted = True
-            self._finish(live, Finish.ERROR, f"the model's logits are not finite at token {len(live.logprobs)}")
+            self._finish(
+                live,
+                Finish.ERROR,
+                f"the model's logits are not finite at token {len(live.logprobs)}",
+            )
             return
         if not live.spans or live.spans[-1][1] != self._version:
             live.spans.append((len(live.logprobs), self._version))
@@ -347,7 +414,9 @@ class EngineLoop:
         del self._live[live.request.id]
         self._streams.pop(live.request.id, None)
         self._batcher.remove(live.request.id)
-        self._reply(Generated(result=live.result(finish, now=now, step_clock=step_clock, error=error)))
+        self._reply(
+            Generated(result=live.result(finish, now=now, step_clock=step_clock, error=error))
+        )
 
     def _stats(self) -> EngineStats:
         now = self._clock()
@@ -370,6 +439,8 @@ class EngineLoop:
         )
 
     def check(self) -> None:
-        """Assert the invariants of planner and ledger, and that every live request is known to both sides. For tests."""
+        """Assert the invariants of planner and ledger, and that every live request is
+        known to both sides. For tests.
+        """
         self._batcher.check()
         assert self._live.keys() == self._batcher.live.keys(), "a request is lost"

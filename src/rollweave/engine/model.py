@@ -1,8 +1,11 @@
-"""A compact decoder for Llama, Qwen2 and Qwen3 checkpoints that computes many sequences' tokens at once over the paged cache.
+"""A compact decoder for Llama, Qwen2 and Qwen3 checkpoints that computes many
+sequences' tokens at once over the paged cache.
 
-Weights are held as the computation wants them: query, key and value in one matrix, gate and up in one, all transposed; the
-rotary halves of query and key interleaved, so that rotation is one complex product (attention does not see a permutation that
-both share). `load` takes tensors under their transformers names and shapes, whatever the layout here.
+Weights are held as the computation wants them: query, key and value in one matrix, gate
+and up in one, all transposed; the rotary halves of query and key interleaved, so that
+rotation is one complex product (attention does not see a permutation that both share).
+`load` takes tensors under their transformers names and shapes, whatever the layout
+here.
 """
 
 import math
@@ -21,7 +24,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class Layer:
-    """One layer's weights, [in, out] each. Biases and norms of queries and keys are None where the architecture has none."""
+    """One layer's weights, [in, out] each.
+
+    Biases and norms of queries and keys are None where the architecture has none.
+    """
 
     qkv: torch.Tensor
     out: torch.Tensor
@@ -38,7 +44,10 @@ class Layer:
 
 @dataclass(slots=True)
 class Batch:
-    """The flat list of one step's tokens, [tokens] each; positions are below `longest`. `sampled` are indices, None is all."""
+    """The flat list of one step's tokens, [tokens] each; positions are below `longest`.
+
+    `sampled` are indices, None is all.
+    """
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -49,7 +58,9 @@ class Batch:
 class Decoder:
     """The model. Not thread-safe: its owner's loop is the only caller."""
 
-    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False) -> None:
+    def __init__(
+        self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, tiles: bool = False
+    ) -> None:
         self.shape, self.device, self.dtype, self.tiles = shape, device, dtype, tiles
 
         def zeros(*size: int) -> torch.Tensor:
@@ -67,7 +78,9 @@ class Decoder:
                 down=zeros(shape.ffn, shape.hidden),
                 norm=zeros(shape.hidden),
                 ffn_norm=zeros(shape.hidden),
-                qk_norm=zeros(shape.heads + shape.kv_heads, shape.head_dim) if shape.qk_norm else None,
+                qk_norm=zeros(shape.heads + shape.kv_heads, shape.head_dim)
+                if shape.qk_norm
+                else None,
                 qkv_bias=zeros(q + 2 * kv) if shape.qkv_bias else None,
                 out_bias=zeros(shape.hidden) if shape.out_bias else None,
                 gate_up_bias=zeros(2 * shape.ffn) if shape.mlp_bias else None,
@@ -77,20 +90,29 @@ class Decoder:
         ]
         self._eps = torch.tensor(shape.eps, device=device)
         self._inv_freq = torch.tensor(shape.inv_freq, dtype=torch.float32, device=device)
-        self._rotations = torch.empty(0, 1, len(shape.inv_freq), dtype=torch.complex64, device=device)
+        self._rotations = torch.empty(
+            0, 1, len(shape.inv_freq), dtype=torch.complex64, device=device
+        )
         self._interleave = torch.arange(shape.head_dim, device=device).view(2, -1).t().reshape(-1)
 
     # Weights.
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise WeightsError unless `tensors` are exactly this model's parameters by name and shape, in floating point."""
+        """Raise WeightsError unless `tensors` are exactly this model's parameters by
+        name and shape, in floating point.
+        """
         self.shape.check({name: tensor.shape for name, tensor in tensors.items()})
         for name in self.shape.tensors():
             if tensors[name].dtype not in FLOATS:
-                raise WeightsError(f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}")
+                raise WeightsError(
+                    f"{name} must be float32, bfloat16 or float16, got {tensors[name].dtype}"
+                )
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy parameters in. Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped."""
+        """Copy parameters in.
+
+        Names and shapes must have passed `check`; a tied `lm_head.weight` is skipped.
+        """
         for name, tensor in tensors:
             if name == "lm_head.weight":
                 if not self.shape.tied:
@@ -116,7 +138,9 @@ class Decoder:
             "up_proj": slice(ffn, 2 * ffn),
         }
         if part in ("q_proj", "k_proj"):
-            tensor = tensor.reshape(-1, shape.head_dim, *tensor.shape[1:])[:, self._interleave].flatten(0, 1)
+            tensor = tensor.reshape(-1, shape.head_dim, *tensor.shape[1:])[
+                :, self._interleave
+            ].flatten(0, 1)
         match part, parameter:
             case (("q_proj" | "k_proj" | "v_proj"), "weight"):
                 layer.qkv[:, columns[part]] = tensor.t()
@@ -148,7 +172,10 @@ class Decoder:
     # Computation.
 
     def forward(self, batch: Batch, attention: Attention, plan: AttentionPlan) -> torch.Tensor:
-        """Logits (fp32) of the sampled tokens of `batch`, [sampled, vocab]. Writes the KV of all its tokens."""
+        """Logits (fp32) of the sampled tokens of `batch`, [sampled, vocab].
+
+        Writes the KV of all its tokens.
+        """
         shape = self.shape
         ids, sampled = batch.ids, batch.sampled
         rotations = self._rotation(batch.positions, batch.longest)
@@ -157,7 +184,8 @@ class Decoder:
         tokens = len(x)
         for index, layer in enumerate(self.layers):
             qkv = self._project(self._rms(x, layer.norm), layer.qkv, layer.qkv_bias)
-            # Queries and keys, in pairs of what is rotated together; they are the first columns of qkv.
+            # Queries and keys, in pairs of what is rotated together; they are the first
+            # columns of qkv.
             pairs = qkv.as_strided((tokens, rotated, size // 2, 2), (qkv.stride(0), size, 2, 1))
             if layer.qk_norm is not None:
                 qk = qkv.as_strided((tokens, rotated, size), (qkv.stride(0), size, 1))
@@ -165,7 +193,9 @@ class Decoder:
             if self.dtype is torch.float32:
                 torch.view_as_complex(pairs).mul_(rotations)
             else:
-                pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotations)))
+                pairs.copy_(
+                    torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotations))
+                )
             self._accumulate(x, attention.attend(index, qkv, plan), layer.out, layer.out_bias)
             both = self._project(self._rms(x, layer.ffn_norm), layer.gate_up, layer.gate_up_bias)
             gate, up = both.split_with_sizes((shape.ffn, shape.ffn), dim=1)
@@ -185,12 +215,16 @@ class Decoder:
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x * self._scale(x)).mul_(weight)
 
-    def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _project(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.tiles:
             return torch.cat([self._tile(tile, weight, bias) for tile in torch.split(x, TILE_ROWS)])
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
-    def _accumulate(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def _accumulate(
+        self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
         if self.tiles:
             x.add_(self._project(y, weight, bias))
             return
@@ -198,7 +232,9 @@ class Decoder:
         if bias is not None:
             x.add_(bias)
 
-    def _tile(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _tile(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         rows = len(x)
         if rows < TILE_ROWS:
             x = torch.cat((x, x.new_zeros(TILE_ROWS - rows, x.shape[1])))
@@ -206,10 +242,15 @@ class Decoder:
         return y[:rows]
 
     def _rotation(self, positions: torch.Tensor, needed: int) -> torch.Tensor:
-        """Unit complex numbers, [tokens, 1, head_dim / 2]. The table grows by doubling, up to where sequences really reach."""
+        """Unit complex numbers, [tokens, 1, head_dim / 2].
+
+        The table grows by doubling, up to where sequences really reach.
+        """
         if needed > len(self._rotations):
             length = max(needed, 2 * len(self._rotations), 1024)
-            angles = torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
+            angles = (
+                torch.arange(length, device=self.device).float()[:, None, None] * self._inv_freq
+            )
             self._rotations = torch.polar(torch.ones_like(angles), angles)
         return self._rotations.index_select(0, positions)
 

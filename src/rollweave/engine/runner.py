@@ -1,6 +1,8 @@
-"""Computes one step plan: gathers its tokens into one flat batch, runs the model, and says whose logits came out.
+"""Computes one step plan: gathers its tokens into one flat batch, runs the model, and
+says whose logits came out.
 
-Owns the model, the paged pool and the mirror. The planner's entries name blocks; this is where they become memory.
+Owns the model, the paged pool and the mirror. The planner's entries name blocks; this
+is where they become memory.
 """
 
 from pathlib import Path
@@ -10,14 +12,17 @@ import torch
 from rollweave.engine.attention import Attention, Chunk
 from rollweave.engine.kv import DenseMirror, PagedPool
 from rollweave.engine.model import Batch, Decoder
-from rollweave.policy.batching import Entry, StepPlan
+from rollweave.engine.planner.batching import Entry, StepPlan
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import EngineSpec
 from rollweave.weights.checkpoint import ModelShape, read_shape, read_tensors_of
 
 
 class Runner:
-    """The torch half of an engine, built from a checkpoint directory. Raises ConfigError where that is not usable."""
+    """The torch half of an engine, built from a checkpoint directory.
+
+    Raises ConfigError where that is not usable.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         directory = Path(spec.model)
@@ -26,16 +31,23 @@ class Runner:
         if dtype is None:
             raise ConfigError(f"dtype must be float32 or bfloat16, got {spec.dtype!r}")
         if spec.kv_tokens < spec.block_tokens or spec.block_tokens < 1:
-            raise ConfigError(f"kv_tokens must hold a block of {spec.block_tokens} tokens, got {spec.kv_tokens}")
+            raise ConfigError(
+                f"kv_tokens must hold a block of {spec.block_tokens} tokens, got {spec.kv_tokens}"
+            )
         device = torch.device(spec.device)
         self.model = Decoder(self.shape, device=device, dtype=dtype, tiles=spec.deterministic)
         tensors = dict(read_tensors_of(directory))
         self.model.check(tensors)
         self.model.load(tensors.items())
         self.pool = PagedPool(
-            self.shape, blocks=spec.kv_tokens // spec.block_tokens, block_tokens=spec.block_tokens, device=device, dtype=dtype
+            self.shape,
+            blocks=spec.kv_tokens // spec.block_tokens,
+            block_tokens=spec.block_tokens,
+            device=device,
+            dtype=dtype,
         )
-        # The mirror's products keep their scores in the model's format: too coarse for anything below fp32.
+        # The mirror's products keep their scores in the model's format: too coarse for
+        # anything below fp32.
         dense = device.type == "cpu" and dtype is torch.float32 and not spec.deterministic
         self.mirror = DenseMirror(self.shape, self.pool, budget=spec.kv_tokens) if dense else None
         self.attention = Attention(self.shape, self.pool, self.mirror, tiles=spec.deterministic)
@@ -46,14 +58,20 @@ class Runner:
             self.mirror.drop(entry)
 
     def forget(self, *, wipe: bool) -> None:
-        """The KV is void: the weights have changed. `wipe` also clears the memory (it may hold values that are not finite)."""
+        """The KV is void: the weights have changed.
+
+        `wipe` also clears the memory (it may hold values that are not finite).
+        """
         if self.mirror is not None:
             self.mirror.forget(memory=wipe)
         if wipe:
             self.pool.clear()
 
     def compute(self, plan: StepPlan) -> tuple[list[Entry], torch.Tensor]:
-        """Compute the plan's tokens. Returns the entries that sample now, and their logits [entries, vocab] in fp32."""
+        """Compute the plan's tokens.
+
+        Returns the entries that sample now, and their logits [entries, vocab] in fp32.
+        """
         decode = plan.decode
         mirrored = 0
         if self.mirror is not None and self.mirror.place(decode):
@@ -77,6 +95,10 @@ class Runner:
             ids=torch.tensor(ids, device=device),
             positions=torch.tensor(positions, device=device),
             longest=max(positions) + 1,
-            sampled=torch.tensor(sampled, dtype=torch.int64, device=device) if len(sampled) < len(ids) else None,
+            sampled=torch.tensor(sampled, dtype=torch.int64, device=device)
+            if len(sampled) < len(ids)
+            else None,
         )
-        return entries, self.model.forward(batch, self.attention, self.attention.plan(chunks, mirrored=mirrored))
+        return entries, self.model.forward(
+            batch, self.attention, self.attention.plan(chunks, mirrored=mirrored)
+        )

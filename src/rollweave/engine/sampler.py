@@ -1,9 +1,11 @@
 """Picks one token a row from logits, and says with which log-prob.
 
-Randomness is a hash of the request's seed and the position of the token in its sequence: one uniform number a token, nothing
-carried over. A request's draws depend neither on its neighbours nor on how often it was preempted or recomputed.
-Log-probs are of the whole distribution at the request's temperature, before `allowed`, top-k and top-p cut it; at temperature 0
-those at temperature 1. They can therefore be compared with a plain forward pass.
+Randomness is a hash of the request's seed and the position of the token in its
+sequence: one uniform number a token, nothing carried over. A request's draws depend
+neither on its neighbours nor on how often it was preempted or recomputed. Log-probs are
+of the whole distribution at the request's temperature, before `allowed`, top-k and
+top-p cut it; at temperature 0 those at temperature 1. They can therefore be compared
+with a plain forward pass.
 """
 
 from collections.abc import Sequence
@@ -18,10 +20,16 @@ from rollweave.schema.serving import Sampling
 _MASK = (1 << 64) - 1
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), broadcast: two rounds of splitmix64's finaliser, 53 bits."""
+def uniforms(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), broadcast: two rounds of
+    splitmix64's finaliser, 53 bits.
+    """
     with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03))
+        mixed = _mix(
+            _mix(seeds + np.uint64(0x9E3779B97F4A7C15)) + positions * np.uint64(0xD1B54A32D192ED03)
+        )
     return np.asarray(mixed >> np.uint64(11), dtype=np.float64) * 2.0**-53
 
 
@@ -32,7 +40,11 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class Draws:
-    """The rows' uniform numbers. Rows mostly advance together, so from the second time on many positions are hashed at once."""
+    """The rows' uniform numbers.
+
+    Rows mostly advance together, so from the second time on many positions are hashed
+    at once.
+    """
 
     AHEAD = 32
 
@@ -46,16 +58,22 @@ class Draws:
         """One number for each row, at its position; fp32, [rows, 1]."""
         ahead = positions[0] - self._first[0] if self._first else -1
         columns = self._table.shape[1]
-        if not 0 <= ahead < columns or any(p - f != ahead for p, f in zip(positions, self._first, strict=True)):
+        if not 0 <= ahead < columns or any(
+            p - f != ahead for p, f in zip(positions, self._first, strict=True)
+        ):
             self._first, ahead = list(positions), 0
             steps = np.arange(self.AHEAD if columns else 1, dtype=np.uint64)
-            self._table = uniforms(self._seeds, np.add.outer(np.array(positions, dtype=np.uint64), steps)).astype(np.float32)
+            self._table = uniforms(
+                self._seeds, np.add.outer(np.array(positions, dtype=np.uint64), steps)
+            ).astype(np.float32)
         return torch.from_numpy(self._table[:, ahead : ahead + 1]).to(self._device)
 
 
 @dataclass(slots=True)
 class RowParams:
-    """Sampling parameters of a batch of rows as tensors; made once for each set of rows. None means: no row asks for it."""
+    """Sampling parameters of a batch of rows as tensors; made once for each set of
+    rows. None means: no row asks for it.
+    """
 
     temperatures: torch.Tensor | None
     greedy: torch.Tensor | None
@@ -72,28 +90,40 @@ def pack(rows: Sequence[Sampling], *, vocab: int, device: torch.device) -> RowPa
     """Collect the rows' parameters. Everything that no row uses costs nothing later."""
     warm = [row.temperature or 1.0 for row in rows]
     cold = [row.temperature == 0 for row in rows]
-    cut = [index for index, row in enumerate(rows) if row.temperature > 0 and (row.top_p < 1 or 0 < row.top_k < vocab)]
+    cut = [
+        index
+        for index, row in enumerate(rows)
+        if row.temperature > 0 and (row.top_p < 1 or 0 < row.top_k < vocab)
+    ]
     masked = [index for index, row in enumerate(rows) if row.allowed]
     allowed = torch.ones(len(masked), vocab, dtype=torch.bool)
     for at, index in enumerate(masked):
         allowed[at, list(rows[index].allowed)] = False
     return RowParams(
-        temperatures=None if all(t == 1.0 for t in warm) else torch.tensor(warm, device=device)[:, None],
+        temperatures=None
+        if all(t == 1.0 for t in warm)
+        else torch.tensor(warm, device=device)[:, None],
         greedy=torch.tensor(cold, device=device) if any(cold) and not all(cold) else None,
         all_greedy=all(cold),
         draws=Draws(np.array([row.seed & _MASK for row in rows], dtype=np.uint64), device=device),
         cut_rows=torch.tensor(cut, device=device) if cut else None,
-        top_k=torch.tensor([rows[index].top_k or vocab for index in cut], device=device) if cut else None,
+        top_k=torch.tensor([rows[index].top_k or vocab for index in cut], device=device)
+        if cut
+        else None,
         top_p=torch.tensor([rows[index].top_p for index in cut], device=device) if cut else None,
         allowed_rows=torch.tensor(masked, device=device) if masked else None,
         allowed=allowed.to(device) if masked else None,
     )
 
 
-def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of rows `logits` [rows, vocab] (fp32; overwritten). `positions` are those of the new tokens.
+def sample(
+    logits: torch.Tensor, positions: Sequence[int], params: RowParams
+) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of rows `logits` [rows, vocab] (fp32; overwritten).
+    `positions` are those of the new tokens.
 
-    A row that is not finite gives some token and a log-prob of NaN: the caller turns it into an error.
+    A row that is not finite gives some token and a log-prob of NaN: the caller turns it
+    into an error.
     """
     if params.temperatures is not None:
         logits.div_(params.temperatures)
@@ -101,7 +131,9 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
     choice = logprobs
     if params.allowed_rows is not None and params.allowed is not None:
         choice = logprobs.clone()
-        choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(params.allowed, float("-inf"))
+        choice[params.allowed_rows] = choice[params.allowed_rows].masked_fill_(
+            params.allowed, float("-inf")
+        )
     best = choice.argmax(dim=-1) if params.all_greedy or params.greedy is not None else None
     mass = logprobs
     if best is not None and params.all_greedy:
@@ -112,14 +144,16 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
             choice[params.cut_rows] = _cut(choice[params.cut_rows], params)
         mass = choice.exp() if choice is logprobs else torch.softmax(choice, dim=-1)
         sums = mass.cumsum(dim=-1)
-        # Scaled by the true sum, so that rounding can never pick a token of no mass at the end.
+        # Scaled by the true sum, so that rounding can never pick a token of no mass at
+        # the end.
         points = params.draws.at(positions) * sums[:, -1:]
         tokens = torch.searchsorted(sums, points, right=True).view(-1)
         if params.greedy is not None and best is not None:
             tokens = torch.where(params.greedy, best, tokens)
     chosen = tokens.tolist()
     if max(chosen) >= logits.shape[1]:
-        # The draw was rounded up to the whole sum: that is the last token with any mass.
+        # The draw was rounded up to the whole sum: that is the last token with any
+        # mass.
         last = logits.shape[1] - 1 - (mass > 0).flip(1).to(torch.int8).argmax(dim=1)
         tokens = torch.minimum(tokens, last)
         chosen = tokens.tolist()
@@ -127,11 +161,16 @@ def sample(logits: torch.Tensor, positions: Sequence[int], params: RowParams) ->
 
 
 def _cut(logprobs: torch.Tensor, params: RowParams) -> torch.Tensor:
-    """Top-k, then top-p of what is left, as -inf outside. The smallest set whose mass reaches p is kept, never empty."""
+    """Top-k, then top-p of what is left, as -inf outside.
+
+    The smallest set whose mass reaches p is kept, never empty.
+    """
     assert params.top_k is not None
     assert params.top_p is not None
     ordered, index = logprobs.sort(dim=-1, descending=True, stable=True)
     drop = torch.arange(ordered.shape[1], device=ordered.device) >= params.top_k[:, None]
     mass = torch.softmax(ordered.masked_fill(drop, float("-inf")), dim=-1)
     drop |= mass.cumsum(dim=-1) - mass >= params.top_p[:, None]
-    return torch.full_like(logprobs, float("-inf")).scatter_(1, index, ordered.masked_fill(drop, float("-inf")))
+    return torch.full_like(logprobs, float("-inf")).scatter_(
+        1, index, ordered.masked_fill(drop, float("-inf"))
+    )

@@ -1,9 +1,12 @@
-"""The bytes of KV on their way from engine to engine: memory that another process maps, or a socket that wants a secret.
+"""The bytes of KV on their way from engine to engine: memory that another process maps,
+or a socket that wants a secret.
 
-All of it runs on a thread of its own, which an engine starts when it first has to move KV, so that its loop never waits for a
-network, and seldom for memory. Invariants: a payload never changes once it is sealed, and vanishes with its last holder, so a
-kill leaves nothing behind; what arrives is verified before anybody uses it; a connection gets nothing before it has shown
-a secret, which is good once; nothing waits longer than `TRANSFER_S`.
+All of it runs on a thread of its own, which an engine starts when it first has to move
+KV, so that its loop never waits for a network, and seldom for memory. Invariants: a
+payload never changes once it is sealed, and vanishes with its last holder, so a kill
+leaves nothing behind; what arrives is verified before anybody uses it; a connection
+gets nothing before it has shown a secret, which is good once; nothing waits longer than
+`TRANSFER_S`.
 """
 
 import asyncio
@@ -25,7 +28,9 @@ from rollweave.schema.serving import KvManifest, KvMemory, KvPort
 from rollweave.weights.memory import read_payload, seal
 
 TRANSFER_S = 30.0
-"""Seconds that a transfer may take, and that an export waits for one: more than anybody waits for it (`live/fleet.py`)."""
+"""Seconds that a transfer may take, and that an export waits for one: more than anybody
+waits for it (`runtime/supervisors/engines.py`).
+"""
 GREETING_S = 5.0
 """Seconds in which a connection must show its secret."""
 CONNECTIONS = 16
@@ -34,11 +39,16 @@ CLOSE_S = 5.0
 """Seconds that the thread has to let go of what it does: no step of it is longer."""
 
 REQUEST = struct.Struct("<32sQQ")
-"""What a connection sends first: secret, first byte of the payload, and how many from there."""
+"""What a connection sends first: secret, first byte of the payload, and how many from
+there.
+"""
 
 
 class SideThread:
-    """An event loop on a daemon thread, which begins with the first `spawn`. `spawn` and `close` belong to one thread."""
+    """An event loop on a daemon thread, which begins with the first `spawn`.
+
+    `spawn` and `close` belong to one thread.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,7 +65,9 @@ class SideThread:
         """Run `job()` there. It must not raise."""
         if self._loop is None:
             loop = self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._main, args=(loop,), name=self._name, daemon=True)
+            self._thread = threading.Thread(
+                target=self._main, args=(loop,), name=self._name, daemon=True
+            )
             self._thread.start()
         self._loop.call_soon_threadsafe(self._begin, job)
 
@@ -71,15 +83,20 @@ class SideThread:
         task.add_done_callback(self._tasks.discard)
 
     def _main(self, loop: asyncio.AbstractEventLoop) -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # its end cancels all tasks, and waits for them
+        # its end cancels all tasks, and waits for them
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
             runner.run(self._end.wait())
 
 
 class Payload:
-    """The memory of one export: written through `buffer`, then sealed, and read by whoever knows its path or has it sent."""
+    """The memory of one export: written through `buffer`, then sealed, and read by
+    whoever knows its path or has it sent.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        """Memory that is there: writing to it later neither waits for the system nor fails. Raises OSError, KvError."""
+        """Memory that is there: writing to it later neither waits for the system nor
+        fails. Raises OSError, KvError.
+        """
         if not hasattr(os, "memfd_create"):
             raise KvError("this system has no memory files")
         self.nbytes = nbytes
@@ -87,14 +104,18 @@ class Payload:
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
             self.buffer = mmap.mmap(self.fd, nbytes)
-            # Touch every page, in a call that lets other threads run (MAP_POPULATE does not).
+            # Touch every page, in a call that lets other threads run (MAP_POPULATE does
+            # not).
             torch.frombuffer(self.buffer, dtype=torch.uint8).zero_()
         except BaseException:
             os.close(self.fd)
             raise
 
     def seal(self, nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
-        """Keep the first `nbytes` bytes, as they are, for ever. Returns the digests of their chunks."""
+        """Keep the first `nbytes` bytes, as they are, for ever.
+
+        Returns the digests of their chunks.
+        """
         found = digests(self.buffer, nbytes, chunk_bytes)
         self.buffer.close()
         os.ftruncate(self.fd, nbytes)
@@ -108,21 +129,31 @@ class Payload:
 
     def close(self) -> None:
         """Let it go. Who has mapped it, or sends it, keeps it until then."""
-        with contextlib.suppress(BufferError):  # a copy into it failed, and its error still refers to the memory
+        # a copy into it failed, and its error still refers to the memory
+        with contextlib.suppress(BufferError):
             self.buffer.close()
         os.close(self.fd)
 
 
-def digests(payload: mmap.mmap | bytearray | memoryview, nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
-    """The xxh3-64 of each chunk of the first `nbytes` bytes. Hashing lets other threads run."""
+def digests(
+    payload: mmap.mmap | bytearray | memoryview, nbytes: int, chunk_bytes: int
+) -> tuple[int, ...]:
+    """The xxh3-64 of each chunk of the first `nbytes` bytes.
+
+    Hashing lets other threads run.
+    """
     with memoryview(payload) as view:
         return tuple(
-            xxhash.xxh3_64_intdigest(view[start : min(start + chunk_bytes, nbytes)]) for start in range(0, nbytes, chunk_bytes)
+            xxhash.xxh3_64_intdigest(view[start : min(start + chunk_bytes, nbytes)])
+            for start in range(0, nbytes, chunk_bytes)
         )
 
 
 class Server:
-    """Sends payloads to those who show their secret. Listens from the first `offer` on, until its tasks are cancelled."""
+    """Sends payloads to those who show their secret.
+
+    Listens from the first `offer` on, until its tasks are cancelled.
+    """
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -132,7 +163,10 @@ class Server:
         self._connections = 0
 
     async def offer(self, payload: Payload) -> KvPort:
-        """Where to get the payload, until `withdraw`. Raises OSError where the host is no address of ours."""
+        """Where to get the payload, until `withdraw`.
+
+        Raises OSError where the host is no address of ours.
+        """
         if self._port is None or self._listening is None or self._listening.done():
             self._port = asyncio.get_running_loop().create_future()
             self._listening = asyncio.ensure_future(self._listen(self._port))
@@ -161,7 +195,9 @@ class Server:
             if self._connections <= CONNECTIONS:
                 await self._answer(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, RuntimeError):
-            pass  # the other side is gone or late; if it is there, it sees the end before all of it came
+            # the other side is gone or late; if it is there, it sees the end before all
+            # of it came
+            pass
         finally:
             self._connections -= 1
             writer.transport.abort()  # what was sent is the system's to deliver
@@ -172,19 +208,25 @@ class Server:
         payload = self._offers.pop(secret, None)
         if payload is None or start + length > payload.nbytes:
             return
-        # Its own descriptor: that of a payload which is closed meanwhile may soon be another file's.
+        # Its own descriptor: that of a payload which is closed meanwhile may soon be
+        # another file's.
         with os.fdopen(os.dup(payload.fd), "rb") as file:
             async with asyncio.timeout(TRANSFER_S):
                 await asyncio.get_running_loop().sendfile(writer.transport, file, start, length)
 
 
 async def fetch(manifest: KvManifest, *, chunk_bytes: int, first: int, last: int) -> memoryview:
-    """Chunks `[first, last)` of the payload, verified. Writes to them stay here. Raises KvError."""
+    """Chunks `[first, last)` of the payload, verified. Writes to them stay here.
+
+    Raises KvError.
+    """
     start, end = first * chunk_bytes, min(last * chunk_bytes, manifest.nbytes)
     match manifest.where:
         case KvMemory(path=path):
             try:
-                found = memoryview(read_payload(path, manifest.nbytes, where=f"KV at {path}"))[start:end]
+                found = memoryview(read_payload(path, manifest.nbytes, where=f"KV at {path}"))[
+                    start:end
+                ]
             except WeightsError as error:
                 raise KvError(str(error)) from None
         case KvPort() as port:
@@ -208,7 +250,10 @@ async def _receive(port: KvPort, start: int, length: int) -> bytearray:
                 while done < length:
                     count = await loop.sock_recv_into(connection, view[done:])
                     if not count:
-                        raise KvError(f"{where} gave {done} of {length} bytes: the source is gone, or knows no such secret")
+                        raise KvError(
+                            f"{where} gave {done} of {length} bytes: the source is "
+                            "gone, or knows no such secret"
+                        )
                     done += count
     except TimeoutError:
         raise KvError(f"{where} gave {done} of {length} bytes in {TRANSFER_S:g} s") from None

@@ -1,1 +1,3 @@
-"""Environments: what they owe, where they run, the built-in ones, and the source of their tasks."""
+"""Environments: what they owe, where they run, the built-in ones, and the source of
+their tasks.
+"""

@@ -1,23 +1,32 @@
-"""What an environment is: the words it exchanges with an agent, and the hooks that it may have.
+"""What an environment is: the words it exchanges with an agent, and the hooks that it
+may have.
 
-An `Env` is single use: made from the options of its `[[tasks]]` entry, `reset` once with a task, then `step` until done. Its
-methods may be `async`; then they run on the event loop that all trajectories share and must not block it. Plain methods may
-block: an environment that has any gets a thread for its life, on which they run one after another (`threads.py`). A class
-whose plain methods return at once may set `blocking = False`; they then run on the event loop. A call that does not return
-within `tasks.step_s` is abandoned, but only `isolation = "process"` can end it.
+An `Env` is single use: made from the options of its `[[tasks]]` entry, `reset` once
+with a task, then `step` until done. Its methods may be `async`; then they run on the
+event loop that all trajectories share and must not block it. Plain methods may block:
+an environment that has any gets a thread for its life, on which they run one after
+another (`threads.py`). A class whose plain methods return at once may set `blocking =
+False`; they then run on the event loop. A call that does not return within
+`tasks.step_s` is abandoned, but only `isolation = "process"` can end it.
 
-Beyond `reset` and `step` everything is optional. Class methods, each of which gets the options of the `[[tasks]]` entry:
+Beyond `reset` and `step` everything is optional. Class methods, each of which gets the
+options of the `[[tasks]]` entry:
 
-- `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for equal arguments. Without it every
-  task is its own random seed.
-- `words(options) -> Sequence[str]`: what a word-level tokenizer must hold, so that observations and actions are whole words.
-- `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the supervised warm-up. Its docstring says
-  what it contains, and whether that gives answers away.
-- `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of every task, each with its place (file
-  and line, for example), so that a dry run can name those that are too long.
-- `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the agent may sample (empty: all).
-- `score(episode, options) -> float | Score` (may be async): the reward of a whole episode, computed in the EVAL stage, after
-  the environment is closed. Without it the reward is the sum of the steps' rewards.
+- `make_task(*, index, seed, split, options) -> Task`: task number `index`, equal for
+  equal arguments. Without it every task is its own random seed.
+- `words(options) -> Sequence[str]`: what a word-level tokenizer must hold, so that
+  observations and actions are whole words.
+- `transcript(rng, options) -> Sequence[Message]`: one scripted conversation for the
+  supervised warm-up. Its docstring says what it contains, and whether that gives
+  answers away.
+- `prompts(options) -> Iterable[tuple[str, Sequence[Message]]]`: the first messages of
+  every task, each with its place (file and line, for example), so that a dry run can
+  name those that are too long.
+- `allowed_words(options) -> Sequence[str]`: an action grammar: the only words that the
+  agent may sample (empty: all).
+- `score(episode, options) -> float | Score` (may be async): the reward of a whole
+  episode, computed in the EVAL stage, after the environment is closed. Without it the
+  reward is the sum of the steps' rewards.
 
 And `close()`, which frees what `reset` took.
 """
@@ -37,7 +46,10 @@ Options = Mapping[str, Any]
 
 
 class Split(enum.StrEnum):
-    """What a task is for. Tasks of different splits differ, wherever an environment has enough of them."""
+    """What a task is for.
+
+    Tasks of different splits differ, wherever an environment has enough of them.
+    """
 
     TRAIN = "train"
     VALIDATION = "validation"  # held out: chooses the best checkpoint
@@ -49,7 +61,11 @@ HELD_OUT = 1 / 8
 
 
 class Observation(Noun, frozen=True, kw_only=True):
-    """The first messages. `state_key` is equal for equal situations within one task ("" means none): see `TurnSpan`."""
+    """The first messages.
+
+    `state_key` is equal for equal situations within one task ("" means none): see
+    `TurnSpan`.
+    """
 
     messages: tuple[Message, ...]
     state_key: str = ""
@@ -61,10 +77,12 @@ class Observation(Noun, frozen=True, kw_only=True):
 
 
 class Step(Noun, frozen=True, kw_only=True):
-    """The result of one action: the answer, its reward, and whether the episode is over (then `messages` may be empty).
+    """The result of one action: the answer, its reward, and whether the episode is over
+    (then `messages` may be empty).
 
-    `success` of the last step says whether the task was solved. If neither steps nor scores of an environment ever set it,
-    results are mean rewards: success is not derived from them.
+    `success` of the last step says whether the task was solved. If neither steps nor
+    scores of an environment ever set it, results are mean rewards: success is not
+    derived from them.
     """
 
     messages: tuple[Message, ...] = ()
@@ -86,11 +104,16 @@ class Step(Noun, frozen=True, kw_only=True):
     ) -> Self:
         """An answer of one message."""
         message = Message(role=role, content=content)
-        return cls(messages=(message,), reward=reward, done=done, success=success, state_key=state_key)
+        return cls(
+            messages=(message,), reward=reward, done=done, success=success, state_key=state_key
+        )
 
 
 class Episode(Noun, frozen=True, kw_only=True):
-    """An ended trajectory as the environment saw it. `rewards` has one entry for each step taken."""
+    """An ended trajectory as the environment saw it.
+
+    `rewards` has one entry for each step taken.
+    """
 
     task: Task
     messages: tuple[Message, ...]
@@ -104,7 +127,10 @@ class Episode(Noun, frozen=True, kw_only=True):
 
 
 class Score(Noun, frozen=True, kw_only=True):
-    """The reward of a trajectory, and whether the task was solved. `success` None: not known, or not defined."""
+    """The reward of a trajectory, and whether the task was solved.
+
+    `success` None: not known, or not defined.
+    """
 
     reward: float
     success: bool | None = None
@@ -113,19 +139,26 @@ class Score(Noun, frozen=True, kw_only=True):
 class Env(Protocol):
     """A single-use environment.
 
-    A `step` that also has a parameter `finish_reason` receives how the agent's turn ended: "stop", or "length" if it was cut at
-    `max_turn_tokens`, so that `"righ"` need not be taken for an answer. A scorer finds it in each message of the episode.
+    A `step` that also has a parameter `finish_reason` receives how the agent's turn
+    ended: "stop", or "length" if it was cut at `max_turn_tokens`, so that `"righ"` need
+    not be taken for an answer. A scorer finds it in each message of the episode.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
         """Begin `task`."""
 
     def step(self, action: str) -> Step | Awaitable[Step]:
-        """Take the agent's words. Must not raise for words that make no sense: say so in the answer."""
+        """Take the agent's words.
+
+        Must not raise for words that make no sense: say so in the answer.
+        """
 
 
 def new_task(*, seed: int = 0, **payload: Any) -> Task:
-    """A task for `make_task` to return. The task source fills in id, domain and limits."""
+    """A task for `make_task` to return.
+
+    The task source fills in id, domain and limits.
+    """
     return Task(id=TaskId(""), env="", seed=seed, payload=json.dumps(payload, sort_keys=True))
 
 
@@ -144,7 +177,10 @@ def mix(*parts: object) -> int:
 
 
 def split_of(thing: str) -> Split:
-    """The split that a task belongs to by its own content. So no training task is ever in a held-out set, whatever is drawn."""
+    """The split that a task belongs to by its own content.
+
+    So no training task is ever in a held-out set, whatever is drawn.
+    """
     place = mix("split", thing) / 2**63
     if place < HELD_OUT:
         return Split.VALIDATION

@@ -1,7 +1,9 @@
-"""Where the user's code ends and ours begins: the one place in which its failures and its garbage are found.
+"""Where the user's code ends and ours begins: the one place in which its failures and
+its garbage are found.
 
-Invariant: what passes is an `Observation`, `Step` or `Score` of the right types with finite numbers; everything else becomes
-an `EnvError` or `RewardError` that says what was wrong. The caller's cancellation passes through.
+Invariant: what passes is an `Observation`, `Step` or `Score` of the right types with
+finite numbers; everything else becomes an `EnvError` or `RewardError` that says what
+was wrong. The caller's cancellation passes through.
 """
 
 import asyncio
@@ -17,8 +19,8 @@ from rollweave.envs.faults import Faulty, reward_fault
 from rollweave.envs.foreign import running_task, text_of, type_name, what_happened
 from rollweave.envs.registry import resolve
 from rollweave.envs.threads import Via, apart, directly
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, Interrupted, RewardError
-from rollweave.schema.sections import FaultsConfig
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import Task
 
@@ -26,8 +28,10 @@ T = TypeVar("T", Observation, Step)
 N = TypeVar("N", Observation, Step, Score)
 
 RAISED = (BaseException,)
-"""Exceptions that the user's code may raise. Ctrl-C raises no KeyboardInterrupt here: the run handles signals in its event
-loop, and as a last resort raises `Interrupted`, which is not caught."""
+"""Exceptions that the user's code may raise. Ctrl-C raises no KeyboardInterrupt here:
+the run handles signals in its event loop, and as a last resort raises `Interrupted`,
+which is not caught.
+"""
 
 CANNOT = (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError)
 """Exceptions that the conversion of a malformed value may raise."""
@@ -39,18 +43,30 @@ SHOWN = 80
 """Characters of garbage that an error quotes."""
 
 LEAST_CHARS, CHARS_PER_TOKEN = 1 << 20, 16
-"""Maximum number of characters in the messages of one answer: at least the first, and the second for each token of the
-task's limit. Tokenizing takes a second for each megabyte, during which all trajectories wait."""
+"""Maximum number of characters in the messages of one answer: at least the first, and
+the second for each token of the task's limit. Tokenizing takes a second for each
+megabyte, during which all trajectories wait.
+"""
 
 KEY_CHARS = 1024
 """Maximum length of a `state_key` that is kept as it is; every turn repeats its key."""
 
 
 class GuardedEnv:
-    """One environment of the user's, made, called and checked. All methods raise `EnvError` and nothing else."""
+    """One environment of the user's, made, called and checked.
+
+    All methods raise `EnvError` and nothing else.
+    """
 
     def __init__(
-        self, name: str, options: Options, *, faults: FaultsConfig, seed: int, block: bool, via: Via = directly
+        self,
+        name: str,
+        options: Options,
+        *,
+        faults: FaultsConfig,
+        seed: int,
+        block: bool,
+        via: Via = directly,
     ) -> None:
         try:
             env = resolve(name)(**options)
@@ -72,13 +88,21 @@ class GuardedEnv:
         return observation
 
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
-        """Take the agent's words. Passes on how they ended, if the environment's `step` has a parameter `finish_reason`."""
+        """Take the agent's words.
+
+        Passes on how they ended, if the environment's `step` has a parameter
+        `finish_reason`.
+        """
         more = {"finish_reason": finish_reason} if self._hears_finish else {}
         step = _checked(await self._called("step", action, **more), Step, "step")
         if not abs(step.reward) <= LARGEST_REWARD:  # nor is NaN
-            raise EnvError(f"step must return a finite reward, at most {LARGEST_REWARD:g}, got {step.reward}")
+            raise EnvError(
+                f"step must return a finite reward, at most {LARGEST_REWARD:g}, got {step.reward}"
+            )
         if not step.done and not step.messages:
-            raise EnvError("step must return at least one message while the episode is not done, got none")
+            raise EnvError(
+                "step must return at least one message while the episode is not done, got none"
+            )
         self._check_size(step, "step")
         return step
 
@@ -89,7 +113,10 @@ class GuardedEnv:
     def _check_size(self, answer: Observation | Step, method: str) -> None:
         size = sum(len(message.content) for message in answer.messages)
         if size > self._most_chars:
-            raise EnvError(f"{method} must return messages of at most {self._most_chars} characters, got {size}")
+            raise EnvError(
+                f"{method} must return messages of at most {self._most_chars} "
+                f"characters, got {size}"
+            )
 
     async def _called(self, method: str, *arguments: Any, **more: Any) -> Any:
         task = running_task()
@@ -115,8 +142,18 @@ def takes_finish_reason(env: Any) -> bool:
         return False
 
 
-async def scored(name: str, options: Options, episode: Episode, *, faults: FaultsConfig, seed: int, via: Via = apart) -> Score:
-    """Return the reward of an episode: from the class's `score`, else the sum of the steps' rewards. Raises RewardError."""
+async def scored(
+    name: str,
+    options: Options,
+    episode: Episode,
+    *,
+    faults: FaultsConfig,
+    seed: int,
+    via: Via = apart,
+) -> Score:
+    """Return the reward of an episode: from the class's `score`, else the sum of the
+    steps' rewards. Raises RewardError.
+    """
     task = running_task()
     try:
         reward_fault(faults, seed=seed)
@@ -138,7 +175,10 @@ async def scored(name: str, options: Options, episode: Episode, *, faults: Fault
 
 
 def checked_score(found: Any, method: str, *, success: bool | None) -> Score:
-    """What `method` returned as a Score; a number's `success` is the given one. Raises RewardError."""
+    """What `method` returned as a Score; a number's `success` is the given one.
+
+    Raises RewardError.
+    """
     try:
         found = _plain(found) if hasattr(found, "item") else found
         if isinstance(found, int | float):
@@ -149,18 +189,25 @@ def checked_score(found: Any, method: str, *, success: bool | None) -> Score:
     except RAISED as error:  # from the value's own methods, too
         raise RewardError(f"{method} must return a number or a Score: {_why(error)}") from error
     if score is None or not abs(score.reward) <= LARGEST_REWARD:
-        raise RewardError(f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or a Score, got {_short(found)}")
+        raise RewardError(
+            f"{method} must return a finite number, at most {LARGEST_REWARD:g}, or "
+            f"a Score, got {_short(found)}"
+        )
     return score
 
 
 def _asked_to_cancel() -> bool:
-    """Whether the caller cancels, or its time is up; otherwise the user's code raised CancelledError by itself."""
+    """Whether the caller cancels, or its time is up; otherwise the user's code raised
+    CancelledError by itself.
+    """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _is_closing(error: BaseException, task: asyncio.Task[Any] | None) -> bool:
-    """Whether Python closes the coroutine of `task`, which awaits the user's code; otherwise that code raised GeneratorExit."""
+    """Whether Python closes the coroutine of `task`, which awaits the user's code;
+    otherwise that code raised GeneratorExit.
+    """
     return issubclass(type(error), GeneratorExit) and (task is None or running_task() is not task)
 
 
@@ -171,19 +218,25 @@ def _checked(value: Any, kind: type[T], method: str) -> T:
     except Interrupted:
         raise
     except RAISED as error:  # from the value's own methods, too
-        raise EnvError(f"{method} must return {kind.__name__} of the right types: {_why(error)}") from error
+        raise EnvError(
+            f"{method} must return {kind.__name__} of the right types: {_why(error)}"
+        ) from error
     raise EnvError(f"{method} must return {kind.__name__}, got {_short(value)}")
 
 
 def _key(key: str) -> str:
-    """Return the key, or the digest of one that is too long or not valid text: only equality matters."""
+    """Return the key, or the digest of one that is too long or not valid text: only
+    equality matters.
+    """
     if len(key) <= KEY_CHARS and valid(key) == key:
         return key
     return xxhash.xxh3_128_hexdigest(key.encode(errors="surrogatepass"))
 
 
 def _typed(value: Any, kind: type[N]) -> N:
-    """Convert every field to its declared type: numpy's numbers to Python's, lists to tuples, and all text to valid text."""
+    """Convert every field to its declared type: numpy's numbers to Python's, lists to
+    tuples, and all text to valid text.
+    """
     return msgspec.convert(valid_tree(msgspec.to_builtins(value, enc_hook=_plain)), kind)
 
 
@@ -203,6 +256,8 @@ def _short(value: Any) -> str:
 
 
 def _why(error: BaseException) -> str:
-    """What the conversion of a value raised; a malformed value's error says it all, without its name."""
+    """What the conversion of a value raised; a malformed value's error says it all,
+    without its name.
+    """
     text = text_of(error)
     return text if issubclass(type(error), CANNOT) else f"{type_name(error)}: {text}"

@@ -1,13 +1,23 @@
 """Arithmetic with a calculator: call the tool, read its result, answer.
 
-Invariants: an expression belongs to exactly one split by its own hash; every text of the environment is made of `words()`.
+Invariants: an expression belongs to exactly one split by its own hash; every text of
+the environment is made of `words()`.
 """
 
 import random
 import re
 from collections.abc import Callable, Sequence
 
-from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of, split_of
+from rollweave.envs.base import (
+    Observation,
+    Options,
+    Split,
+    Step,
+    mix,
+    new_task,
+    payload_of,
+    split_of,
+)
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
@@ -18,7 +28,10 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 LARGEST = 20
-"""Default of `largest`. With 9 a tiny model did worse on held-out questions, in one comparison."""
+"""Default of `largest`.
+
+With 9 a tiny model did worse on held-out questions, in one comparison.
+"""
 
 MOST = 50
 """Greatest `largest`: every number that can come up is a word of its own."""
@@ -32,19 +45,25 @@ _ANSWER = re.compile(r"\s*<answer>\s*(-?\d{1,8})\s*</answer>\s*", re.ASCII)
 
 
 class Calculator:
-    """` 3 + 4 =?`; the agent calls `<tool> 3 + 4</tool>`, reads ` result 7`, and ends with `<answer> 7</answer>`.
+    """` 3 + 4 =?`; the agent calls `<tool> 3 + 4</tool>`, reads ` result 7`, and ends
+    with `<answer> 7</answer>`.
 
-    Reward 1 for the right answer, 0.2 for the first call of exactly the question, -0.1 for words that are neither.
-    `answers` is the share of the warm-up's transcripts that are solved rightly.
+    Reward 1 for the right answer, 0.2 for the first call of exactly the question, -0.1
+    for words that are neither. `answers` is the share of the warm-up's transcripts that
+    are solved rightly.
     """
 
     blocking = False
 
-    def __init__(self, *, largest: int = LARGEST, operators: str = "+-", answers: float = 0.5) -> None:
+    def __init__(
+        self, *, largest: int = LARGEST, operators: str = "+-", answers: float = 0.5
+    ) -> None:
         if not 1 <= largest <= MOST:
             raise ConfigError(f"options.largest must be from 1 to {MOST}, got {largest}")
         if not operators or set(operators) - set(OPERATIONS):
-            raise ConfigError(f"options.operators must be some of {''.join(OPERATIONS)}, got {operators!r}")
+            raise ConfigError(
+                f"options.operators must be some of {''.join(OPERATIONS)}, got {operators!r}"
+            )
         if not 0 <= answers <= 1:
             raise ConfigError(f"options.answers must be from 0 to 1, got {answers}")
         self._largest, self._operators, self._answers = largest, operators, answers
@@ -65,7 +84,11 @@ class Calculator:
             return Step(reward=float(right), done=True, success=right)
         call = _CALL.fullmatch(action)
         asked = (int(call[1]), call[2], int(call[3])) if call is not None else None
-        if asked is None or max(asked[0], asked[2]) > self._largest or asked[1] not in self._operators:
+        if (
+            asked is None
+            or max(asked[0], asked[2]) > self._largest
+            or asked[1] not in self._operators
+        ):
             return Step.of(" error", role="tool", reward=INVALID_REWARD, state_key=" error")
         exact = asked == self._question and not self._called
         self._called = self._called or exact
@@ -85,7 +108,12 @@ class Calculator:
     def words(cls, options: Options) -> Sequence[str]:
         env = cls(**options)
         operands = range(env._largest + 1)
-        numbers = {_result((a, operator, b)) for a in operands for operator in env._operators for b in operands}
+        numbers = {
+            _result((a, operator, b))
+            for a in operands
+            for operator in env._operators
+            for b in operands
+        }
         return [
             *("<tool>", "</tool>", "<answer>", "</answer>", " =?", " result", " error"),
             *(f" {operator}" for operator in env._operators),
@@ -94,11 +122,14 @@ class Calculator:
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Right solutions (a share of `answers`, half by default), and random calls and answers: it gives the policy away.
+        """Right solutions (a share of `answers`, half by default), and random calls and
+        answers: it gives the policy away.
 
         The random ones use the numbers of the question and of the results in any order.
         """
-        task = cls.make_task(index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options)
+        task = cls.make_task(
+            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
+        )
         env = cls(**options)
         said = list(env.reset(task).messages)
         left, operator, right = env._question
@@ -122,7 +153,11 @@ class Calculator:
         return said
 
     def _draw(self, rng: random.Random) -> tuple[int, str, int]:
-        return rng.randint(0, self._largest), rng.choice(self._operators), rng.randint(0, self._largest)
+        return (
+            rng.randint(0, self._largest),
+            rng.choice(self._operators),
+            rng.randint(0, self._largest),
+        )
 
 
 def _result(question: tuple[int, str, int]) -> int:

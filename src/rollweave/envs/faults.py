@@ -1,6 +1,8 @@
-"""Failures and latencies injected into environments and rewards, as `[faults]` asks, for tests and benches.
+"""Failures and latencies injected into environments and rewards, as `[faults]` asks,
+for tests and benches.
 
-Invariant: what happens at a call depends on `(seed, call number)` alone, so a run with faults can be repeated.
+Invariant: what happens at a call depends on `(seed, call number)` alone, so a run with
+faults can be repeated.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ from typing import Any
 
 from rollweave.envs.base import mix
 from rollweave.envs.threads import Via, directly
-from rollweave.schema.sections import FaultsConfig
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.work import Task
 
 GARBAGE = "not an observation"
@@ -24,7 +26,10 @@ class InjectedError(RuntimeError):
 
 
 class Faulty:
-    """An environment with faults. `block`: a hang blocks the thread, as a real one does, instead of waiting politely."""
+    """An environment with faults.
+
+    `block`: a hang blocks the thread, as a real one does, instead of waiting politely.
+    """
 
     def __init__(
         self,
@@ -36,7 +41,13 @@ class Faulty:
         via: Via = directly,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._env, self._faults, self._seed, self._block, self._sleep = env, faults, seed, block, sleep
+        self._env, self._faults, self._seed, self._block, self._sleep = (
+            env,
+            faults,
+            seed,
+            block,
+            sleep,
+        )
         self._via = via
         self._calls = 0
 

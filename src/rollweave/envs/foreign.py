@@ -1,6 +1,8 @@
-"""What can be said of the user's values and exceptions, whatever their classes do when they are asked.
+"""What can be said of the user's values and exceptions, whatever their classes do when
+they are asked.
 
-Invariant: nothing here raises, because the attributes and methods of a foreign object are foreign code as well.
+Invariant: nothing here raises, because the attributes and methods of a foreign object
+are foreign code as well.
 """
 
 import asyncio
@@ -30,7 +32,8 @@ def text_of(error: BaseException) -> str:
 def what_happened(method: str, error: BaseException) -> str:
     """Return the error and the last place in the code that it came from."""
     text = text_of(error)
-    if issubclass(type(error), RollweaveError):  # `isinstance` asks the exception's `__class__`, too
+    # `isinstance` asks the exception's `__class__`, too
+    if issubclass(type(error), RollweaveError):
         return f"{method}: {text}"
     return valid(f"{method} raised {type_name(error)}: {text}{_place(error)}")
 
@@ -46,8 +49,8 @@ def _place(error: BaseException) -> str:
 def running_task() -> asyncio.Task[Any] | None:
     """Return the task that runs now, if one does.
 
-    A GeneratorExit that arrives while the task of the coroutine runs was raised by the code that it awaits. When Python closes
-    a coroutine, its task does not run.
+    A GeneratorExit that arrives while the task of the coroutine runs was raised by the
+    code that it awaits. When Python closes a coroutine, its task does not run.
     """
     try:
         return asyncio.current_task()

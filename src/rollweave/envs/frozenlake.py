@@ -1,8 +1,9 @@
 """Gymnasium's FrozenLake (4×4, not slippery) in words: find the goal, avoid the holes.
 
-Invariants: with `maps = "random"` a map belongs to exactly one split by its own hash, so no training map is ever held out;
-the tasks of a held-out split are distinct maps until all (more than 400) have come; equal arguments give equal tasks. Held-out
-tasks always begin at the map's start.
+Invariants: with `maps = "random"` a map belongs to exactly one split by its own hash,
+so no training map is ever held out; the tasks of a held-out split are distinct maps
+until all (more than 400) have come; equal arguments give equal tasks. Held-out tasks
+always begin at the map's start.
 """
 
 import copy
@@ -13,8 +14,17 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rollweave.codec.extras import from_extra
-from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of, split_of
+from rollweave.envs.base import (
+    Observation,
+    Options,
+    Split,
+    Step,
+    mix,
+    new_task,
+    payload_of,
+    split_of,
+)
+from rollweave.io.extras import from_extra
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
@@ -34,8 +44,9 @@ MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
 SEEN_AS = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 INVALID_REWARD = -0.1
 AWAY = {"random": 0.3, "fixed": 0.5}
-"""Share of training tasks that begin at some other cell that has a way to the goal: so that the agent also meets places which
-its own habits would avoid."""
+"""Share of training tasks that begin at some other cell that has a way to the goal: so
+that the agent also meets places which its own habits would avoid.
+"""
 TRANSCRIPT_TURNS = 14
 
 _ACTION = re.compile(r"\s*<(left|down|right|up)>\s*")
@@ -44,15 +55,19 @@ Map = tuple[str, ...]
 
 
 class FrozenLake:
-    """` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the agent answers `<down>`. Reward 1 at the goal.
+    """` hole=b2 … at=a1 left=wall down=ice right=ice up=wall`; the agent answers
+    `<down>`. Reward 1 at the goal.
 
-    Words that are no move cost 0.1 and a turn. Holes are named in the first message only, cells that were visited in this
-    episode are `seen`; columns are letters, rows numbers.
+    Words that are no move cost 0.1 and a turn. Holes are named in the first message
+    only, cells that were visited in this episode are `seen`; columns are letters, rows
+    numbers.
     """
 
     blocking = False
 
-    def __init__(self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False) -> None:
+    def __init__(
+        self, *, maps: Literal["random", "fixed"] = "random", grammar: bool = False
+    ) -> None:
         _known(maps)
         self._lake: Any = None
         self._map: Map = ()
@@ -76,23 +91,32 @@ class FrozenLake:
         self._visited.add(self._place())
         if not done:
             return Step.of(self._look(), state_key=self._look())
-        return Step.of(" goal" if reward > 0 else " fell", reward=float(reward), done=True, success=reward > 0)
+        return Step.of(
+            " goal" if reward > 0 else " fell", reward=float(reward), done=True, success=reward > 0
+        )
 
     def _place(self) -> tuple[int, int]:
         return divmod(int(self._lake.s), SIZE)
 
     def _look(self) -> str:
-        """Where the agent is and what lies around; also what two situations on one map must share to be equal."""
+        """Where the agent is and what lies around; also what two situations on one map
+        must share to be equal.
+        """
         row, column = self._place()
         around = ""
         for direction, (down, right) in zip(DIRECTIONS, MOVES, strict=True):
             place = (row + down, column + right)
-            around += f" {direction}={'seen' if place in self._visited else _seen(self._map, *place)}"
+            around += (
+                f" {direction}={'seen' if place in self._visited else _seen(self._map, *place)}"
+            )
         return f" at={_name(row, column)}{around}"
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A solvable map. Held-out maps are distinct; training maps come as often as they are likely."""
+        """A solvable map.
+
+        Held-out maps are distinct; training maps come as often as they are likely.
+        """
         maps = _known(options.get("maps", "random"))
         if split is Split.TRAIN:
             rng = random.Random(mix(seed, split, index))
@@ -109,7 +133,11 @@ class FrozenLake:
         cells = [_name(row, column) for row in range(SIZE) for column in range(SIZE)]
         return [
             *(f" {what}={cell}" for what in ("at", "hole") for cell in cells),
-            *(f" {direction}={what}" for direction in DIRECTIONS for what in ("wall", "ice", "hole", "goal", "seen")),
+            *(
+                f" {direction}={what}"
+                for direction in DIRECTIONS
+                for what in ("wall", "ice", "hole", "goal", "seen")
+            ),
             *(f"<{direction}>" for direction in DIRECTIONS),
             *(" invalid", " goal", " fell"),
         ]
@@ -117,12 +145,18 @@ class FrozenLake:
     @classmethod
     def allowed_words(cls, options: Options) -> Sequence[str]:
         """With option `grammar = true`: one of the four moves."""
-        return [f"<{direction}>" for direction in DIRECTIONS] if options.get("grammar", False) else []
+        return (
+            [f"<{direction}>" for direction in DIRECTIONS] if options.get("grammar", False) else []
+        )
 
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
-        """Uniformly random moves on a training map: the format of a turn and what moves do, not which move is good."""
-        task = cls.make_task(index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options)
+        """Uniformly random moves on a training map: the format of a turn and what moves
+        do, not which move is good.
+        """
+        task = cls.make_task(
+            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
+        )
         env = cls(**options)
         said = list(env.reset(task).messages)
         for _ in range(TRANSCRIPT_TURNS):
@@ -142,8 +176,13 @@ def _known(maps: Any) -> str:
 
 
 def _lake(rows: Map) -> Any:
-    """Gymnasium's environment on a map. Making one takes a millisecond, and the members of a group have the same map."""
-    return gymnasium.make("FrozenLake-v1", desc=list(rows), is_slippery=False, disable_env_checker=True).unwrapped
+    """Gymnasium's environment on a map.
+
+    Making one takes a millisecond, and the members of a group have the same map.
+    """
+    return gymnasium.make(
+        "FrozenLake-v1", desc=list(rows), is_slippery=False, disable_env_checker=True
+    ).unwrapped
 
 
 def _name(row: int, column: int) -> str:
@@ -151,7 +190,9 @@ def _name(row: int, column: int) -> str:
 
 
 def _cells(lake: Map, kind: str) -> list[tuple[int, int]]:
-    return [(row, column) for row in range(SIZE) for column in range(SIZE) if lake[row][column] == kind]
+    return [
+        (row, column) for row in range(SIZE) for column in range(SIZE) if lake[row][column] == kind
+    ]
 
 
 def _seen(lake: Map, row: int, column: int) -> str:
@@ -184,7 +225,9 @@ def _somewhere(lake: Map, rng: random.Random) -> int:
 
 
 def _random_map(rng: random.Random) -> Map:
-    """A solvable map, drawn as gymnasium's `generate_random_map` draws: every cell by itself, again until solvable."""
+    """A solvable map, drawn as gymnasium's `generate_random_map` draws: every cell by
+    itself, again until solvable.
+    """
     while True:
         cells = ["F" if rng.random() < FROZEN else "H" for _ in range(SIZE * SIZE)]
         cells[0], cells[-1] = "S", "G"
@@ -205,9 +248,11 @@ def _training_map(rng: random.Random) -> Map:
 
 @functools.lru_cache(8)
 def _held_out_maps(seed: int, split: Split) -> list[Map]:
-    """Every solvable map of a held-out split, in the order of drawing without replacement.
+    """Every solvable map of a held-out split, in the order of drawing without
+    replacement.
 
-    Each key is exponential with the map's probability as rate: sorting by it is drawing in proportion to probability.
+    Each key is exponential with the map's probability as rate: sorting by it is drawing
+    in proportion to probability.
     """
     rng = random.Random(mix(seed, split))
     drawn: list[tuple[float, Map]] = []
@@ -215,5 +260,7 @@ def _held_out_maps(seed: int, split: Split) -> list[Map]:
         lake = _rows(["S", *cells, "G"])
         if split_of("/".join(lake)) is split and solvable(lake):
             holes = cells.count("H")
-            drawn.append((rng.expovariate(FROZEN ** (len(cells) - holes) * (1 - FROZEN) ** holes), lake))
+            drawn.append(
+                (rng.expovariate(FROZEN ** (len(cells) - holes) * (1 - FROZEN) ** holes), lake)
+            )
     return [lake for _, lake in sorted(drawn)]

@@ -1,13 +1,24 @@
 """Gymnasium's environments and reasoning-gym's datasets under one name.
 
-`id` is what `gymnasium.make` takes ("FrozenLake-v1"), or "reasoning_gym/" and a dataset ("reasoning_gym/chain_sum").
+`id` is what `gymnasium.make` takes ("FrozenLake-v1"), or "reasoning_gym/" and a dataset
+("reasoning_gym/chain_sum").
 """
 
 import math
 from collections.abc import Awaitable, Sequence
 from typing import Any, Literal
 
-from rollweave.envs.base import Env, Episode, Observation, Options, Score, Split, Step, mix, new_task
+from rollweave.envs.base import (
+    Env,
+    Episode,
+    Observation,
+    Options,
+    Score,
+    Split,
+    Step,
+    mix,
+    new_task,
+)
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 
@@ -15,9 +26,11 @@ DATASETS = "reasoning_gym/"
 
 
 class Gym:
-    """An environment in words (`gym_text.GymText`), or a dataset's questions (`reasoning.Reasoning`).
+    """An environment in words (`gym_text.GymText`), or a dataset's questions
+    (`reasoning.Reasoning`).
 
-    `make` are its settings, `prompt` is said first. `actions` and `observe` are for environments alone: see there.
+    `make` are its settings, `prompt` is said first. `actions` and `observe` are for
+    environments alone: see there.
     """
 
     def __init__(
@@ -31,9 +44,12 @@ class Gym:
     ) -> None:
         if id.startswith(DATASETS) and (actions or observe != "value"):
             raise ConfigError(
-                f"options must have no actions and no observe for a dataset, got {id!r} with {actions}, {observe!r}"
+                f"options must have no actions and no observe for a dataset, got {id!r} with "
+                f"{actions}, {observe!r}"
             )
-        kind, options = _kind({"id": id, "make": make or {}, "actions": actions, "prompt": prompt, "observe": observe})
+        kind, options = _kind(
+            {"id": id, "make": make or {}, "actions": actions, "prompt": prompt, "observe": observe}
+        )
         self._env: Env = kind(**options)
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
@@ -49,7 +65,10 @@ class Gym:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """A question of the split; of an environment, a random seed. Raises ConfigError where a dataset has too few."""
+        """A question of the split; of an environment, a random seed.
+
+        Raises ConfigError where a dataset has too few.
+        """
         kind, own = _kind(options)
         if hasattr(kind, "make_task"):
             made: Task = kind.make_task(index=index, seed=seed, split=split, options=own)
@@ -58,7 +77,9 @@ class Gym:
 
     @classmethod
     def score(cls, episode: Episode, options: Options) -> Score:
-        """What the dataset says of the answer; of an environment, the sum of its rewards."""
+        """What the dataset says of the answer; of an environment, the sum of its
+        rewards.
+        """
         kind, own = _kind(options)
         if hasattr(kind, "score"):
             found: Score = kind.score(episode, own)
@@ -67,14 +88,20 @@ class Gym:
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        """The names of the actions. What the environment writes is not known beforehand."""
+        """The names of the actions.
+
+        What the environment writes is not known beforehand.
+        """
         kind, own = _kind(options)
         found: Sequence[str] = kind.words(own) if hasattr(kind, "words") else ()
         return found
 
 
 def _kind(options: Options) -> tuple[Any, dict[str, Any]]:
-    """The class behind `id`, and its options. Each is imported when it is wanted: both libraries are slow to load."""
+    """The class behind `id`, and its options.
+
+    Each is imported when it is wanted: both libraries are slow to load.
+    """
     if not options["id"].startswith(DATASETS):
         from rollweave.envs.gym_text import GymText
 
@@ -82,4 +109,8 @@ def _kind(options: Options) -> tuple[Any, dict[str, Any]]:
     from rollweave.envs.reasoning import Reasoning
 
     dataset = options["id"].removeprefix(DATASETS)
-    return Reasoning, {"dataset": dataset, "config": options.get("make", {}), "prompt": options.get("prompt", "")}
+    return Reasoning, {
+        "dataset": dataset,
+        "config": options.get("make", {}),
+        "prompt": options.get("prompt", ""),
+    }

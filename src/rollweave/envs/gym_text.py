@@ -1,11 +1,13 @@
-"""Any gymnasium environment whose observations can be written and whose actions can be named."""
+"""Any gymnasium environment whose observations can be written and whose actions can be
+named.
+"""
 
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rollweave.codec.extras import from_extra
 from rollweave.envs.base import Observation, Options, Step
+from rollweave.io.extras import from_extra
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Task
 
@@ -22,10 +24,12 @@ _NUMBER = re.compile(r"\s*(\d{1,9})\s*", re.ASCII)
 class GymText:
     """`gymnasium.make(id, **make)` in words.
 
-    With a `Discrete` action space the agent answers one of `actions` (by place), or the number itself where none are named;
-    with a `Text` space its words are the action. Observations are written as they are, or as the environment renders itself
-    (`observe = "render"`, with `make = { render_mode = "ansi" }`). `prompt` is said first. What is no action costs 0.1.
-    Whether an episode succeeded is taken from `info["success"]` at its end, and otherwise unknown.
+    With a `Discrete` action space the agent answers one of `actions` (by place), or the
+    number itself where none are named; with a `Text` space its words are the action.
+    Observations are written as they are, or as the environment renders itself (`observe
+    = "render"`, with `make = { render_mode = "ansi" }`). `prompt` is said first. What
+    is no action costs 0.1. Whether an episode succeeded is taken from `info["success"]`
+    at its end, and otherwise unknown.
     """
 
     def __init__(
@@ -40,15 +44,23 @@ class GymText:
         if observe not in ("value", "render"):
             raise ConfigError(f"options.observe must be value or render, got {observe!r}")
         try:
-            self._env: gymnasium.Env[Any, Any] = gymnasium.make(id, disable_env_checker=True, **(make or {}))
+            self._env: gymnasium.Env[Any, Any] = gymnasium.make(
+                id, disable_env_checker=True, **(make or {})
+            )
         except gymnasium.error.Error as error:
-            raise ConfigError(f"options.id must be an environment of gymnasium, got {id!r}: {error}") from error
+            raise ConfigError(
+                f"options.id must be an environment of gymnasium, got {id!r}: {error}"
+            ) from error
         self._actions, self._prompt, self._observe = tuple(actions), prompt, observe
         space = self._env.action_space
         if not isinstance(space, Discrete | Text):
-            raise ConfigError(f"options.id must have Discrete or Text actions, {id} has {type(space).__name__}")
+            raise ConfigError(
+                f"options.id must have Discrete or Text actions, {id} has {type(space).__name__}"
+            )
         if actions and (not isinstance(space, Discrete) or len(actions) != space.n):
-            raise ConfigError(f"options.actions must name every action of {space}, got {len(actions)} names")
+            raise ConfigError(
+                f"options.actions must name every action of {space}, got {len(actions)} names"
+            )
 
     def reset(self, task: Task) -> Observation:
         value, _ = self._env.reset(seed=task.seed % 2**31)
@@ -71,7 +83,10 @@ class GymText:
 
     @classmethod
     def words(cls, options: Options) -> Sequence[str]:
-        """The names of the actions. What the environment writes is not known beforehand."""
+        """The names of the actions.
+
+        What the environment writes is not known beforehand.
+        """
         return [*options.get("actions", ()), INVALID]
 
     def _written(self, value: Any) -> str:

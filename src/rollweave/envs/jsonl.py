@@ -16,13 +16,23 @@ from rollweave.schema.work import Task
 
 
 class Jsonl:
-    """One turn: the record's `prompt` (text, or a list of messages), then what the agent says is scored.
+    """One turn: the record's `prompt` (text, or a list of messages), then what the
+    agent says is scored.
 
-    `reward` is `package.module:function`, called as `function(record, answer)` with the record as a dict, may be async, and
-    returns a number or a `Score`. `held_out` is a file of held-out records; without it two eighths of `path` are held out.
+    `reward` is `package.module:function`, called as `function(record, answer)` with the
+    record as a dict, may be async, and returns a number or a `Score`. `held_out` is a
+    file of held-out records; without it two eighths of `path` are held out.
     """
 
-    def __init__(self, *, path: str, reward: str, held_out: str = "", system: str = "", prompt: str = "prompt") -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        reward: str,
+        held_out: str = "",
+        system: str = "",
+        prompt: str = "prompt",
+    ) -> None:
         _reward(reward)
         for file in (path, held_out):
             if file:
@@ -39,7 +49,10 @@ class Jsonl:
 
     @classmethod
     def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
-        """The next record of the split. Raises ConfigError for options that are wrong, and where the split is empty."""
+        """The next record of the split.
+
+        Raises ConfigError for options that are wrong, and where the split is empty.
+        """
         _reward(options["reward"])
         prompt, held_out = options.get("prompt", "prompt"), options.get("held_out", "")
         file, row = drawn(options["path"], held_out, prompt, index=index, seed=seed, split=split)
@@ -47,7 +60,9 @@ class Jsonl:
 
     @classmethod
     def prompts(cls, options: Options) -> Iterator[tuple[str, tuple[Message, ...]]]:
-        """Yield the place of each prompt in the files, with the messages that an episode begins with."""
+        """Yield the place of each prompt in the files, with the messages that an
+        episode begins with.
+        """
         prompt = options.get("prompt", "prompt")
         for file in dict.fromkeys((options["path"], options.get("held_out", ""))):
             for number, record in placed(file, prompt) if file else ():
@@ -70,5 +85,7 @@ def _begun(system: str, asked: Any) -> tuple[Message, ...]:
 def _reward(reference: str) -> Any:
     function = load(reference, what="options.reward")
     if not callable(function):
-        raise ConfigError(f"options.reward must be a function, {reference} is a {type(function).__name__}")
+        raise ConfigError(
+            f"options.reward must be a function, {reference} is a {type(function).__name__}"
+        )
     return function

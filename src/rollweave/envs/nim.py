@@ -1,7 +1,9 @@
-"""Nim against an opponent that sometimes plays perfectly: take one to three, who takes the last wins.
+"""Nim against an opponent that sometimes plays perfectly: take one to three, who takes
+the last wins.
 
-Invariant: the opponent's moves depend on the task's seed and the moves so far alone. The game is so small that held-out tasks
-have the piles of training tasks; only the opponents' seeds differ.
+Invariant: the opponent's moves depend on the task's seed and the moves so far alone.
+The game is so small that held-out tasks have the piles of training tasks; only the
+opponents' seeds differ.
 """
 
 import random
@@ -22,16 +24,23 @@ _ACTION = re.compile(r"\s*<take-([1-3])>\s*")
 
 
 class Nim:
-    """` pile=7`; the agent answers `<take-3>`. Reward 1 for taking the last, -0.1 for words that are no legal move.
+    """` pile=7`; the agent answers `<take-3>`. Reward 1 for taking the last, -0.1 for
+    words that are no legal move.
 
-    Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with probability `skill`, else at random.
+    Piles are drawn from `smallest` to `largest`; the opponent plays perfectly with
+    probability `skill`, else at random.
     """
 
     blocking = False
 
-    def __init__(self, *, smallest: int = 4, largest: int = 15, skill: float = 0.3, grammar: bool = False) -> None:
+    def __init__(
+        self, *, smallest: int = 4, largest: int = 15, skill: float = 0.3, grammar: bool = False
+    ) -> None:
         if not 1 <= smallest <= largest <= LARGEST_PILE:
-            raise ConfigError(f"options.smallest must be 1 to largest, largest to {LARGEST_PILE}, got {smallest} and {largest}")
+            raise ConfigError(
+                f"options.smallest must be 1 to largest, largest to {LARGEST_PILE}, "
+                f"got {smallest} and {largest}"
+            )
         if not 0 <= skill <= 1:
             raise ConfigError(f"options.skill must be from 0 to 1, got {skill}")
         self._smallest, self._largest, self._skill = smallest, largest, skill
@@ -86,7 +95,9 @@ class Nim:
     @classmethod
     def transcript(cls, rng: random.Random, options: Options) -> Sequence[Message]:
         """Uniformly random moves: the format of a turn, not which move is good."""
-        task = cls.make_task(index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options)
+        task = cls.make_task(
+            index=rng.getrandbits(32), seed=rng.getrandbits(32), split=Split.TRAIN, options=options
+        )
         env = cls(**options)
         said = list(env.reset(task).messages)
         for _ in range(TRANSCRIPT_TURNS):

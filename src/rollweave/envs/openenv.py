@@ -1,12 +1,16 @@
-"""An environment behind OpenEnv's protocol: a server of its own, reached by WebSocket or HTTP (package `openenv`, to 0.10).
+"""An environment behind OpenEnv's protocol: a server of its own, reached by WebSocket
+or HTTP (package `openenv`, to 0.10).
 
-By WebSocket (`/ws`) each connection is a session: `{"type": "reset" | "step" | "close", "data": …}` is answered by
-`{"type": "observation", "data": {"observation": {…}, "reward": …, "done": …}}`, or `{"type": "error", "data": {…}}`.
-By HTTP (`POST /reset`, `POST /step`) there are no sessions: for servers with a single environment that stays from request to
-request, and one attempt at a time. OpenEnv's own server makes a new one for every request.
+By WebSocket (`/ws`) each connection is a session: `{"type": "reset" | "step" | "close",
+"data": …}` is answered by `{"type": "observation", "data": {"observation": {…},
+"reward": …, "done": …}}`, or `{"type": "error", "data": {…}}`. By HTTP (`POST /reset`,
+`POST /step`) there are no sessions: for servers with a single environment that stays
+from request to request, and one attempt at a time. OpenEnv's own server makes a new one
+for every request.
 
-Invariants: whatever a server sends or does not send, `reset` and `step` return what fits or raise EnvError; after either has
-raised, and after `close`, the session is closed.
+Invariants: whatever a server sends or does not send, `reset` and `step` return what
+fits or raise EnvError; after either has raised, and after `close`, the session is
+closed.
 """
 
 import asyncio
@@ -66,12 +70,15 @@ class _RefusedError(Exception):
 
 
 class OpenEnv:
-    """The environment at `base_url`; each task resets it with its seed, and with `reset`.
+    """The environment at `base_url`; each task resets it with its seed, and with
+    `reset`.
 
-    `action` is the action as an object, with "{text}" where the agent's words go, or "json": then they are the object.
-    `observe` writes an observation, with its fields in braces: "{board}\\nScore {score}"; by default it is the only text field,
-    or all fields as JSON. `prompt` is said first. An action that the server refuses costs 0.1. Whether an episode succeeded is
-    taken from `success` in the metadata, and otherwise unknown. `timeout_s` is the limit of each answer.
+    `action` is the action as an object, with "{text}" where the agent's words go, or
+    "json": then they are the object. `observe` writes an observation, with its fields
+    in braces: "{board}\\nScore {score}"; by default it is the only text field, or all
+    fields as JSON. `prompt` is said first. An action that the server refuses costs 0.1.
+    Whether an episode succeeded is taken from `success` in the metadata, and otherwise
+    unknown. `timeout_s` is the limit of each answer.
     """
 
     def __init__(
@@ -91,12 +98,21 @@ class OpenEnv:
         if transport not in ("websocket", "http"):
             raise ConfigError(f"options.transport must be websocket or http, got {transport!r}")
         if action != JSON and (not isinstance(action, Mapping) or TEXT not in json.dumps(action)):
-            raise ConfigError(f"options.action must be {JSON!r}, or an object with {TEXT!r} in it, got {action!r}")
+            raise ConfigError(
+                f"options.action must be {JSON!r}, or an object with {TEXT!r} in it, got {action!r}"
+            )
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"options.timeout_s must be positive and finite, got {timeout_s}")
         self._url, self._timeout_s = base_url.rstrip("/"), timeout_s
-        self._action, self._observe, self._prompt, self._extra = action, observe, prompt, dict(reset or {})
-        self._line: _Socket | _Requests = (_Socket if transport == "websocket" else _Requests)(self._url)
+        self._action, self._observe, self._prompt, self._extra = (
+            action,
+            observe,
+            prompt,
+            dict(reset or {}),
+        )
+        self._line: _Socket | _Requests = (_Socket if transport == "websocket" else _Requests)(
+            self._url
+        )
 
     async def reset(self, task: Task) -> Observation:
         async with self._closed_on_failure():
@@ -113,14 +129,19 @@ class OpenEnv:
                 result = await self._asked("step", self._made(action))
             except _RefusedError as error:
                 if self._action != JSON and error.kinds & OURS:
-                    raise EnvError(f"{self._url}: options.action must suit the server's action, which says: {error}") from error
+                    raise EnvError(
+                        f"{self._url}: options.action must suit the server's action, "
+                        f"which says: {error}"
+                    ) from error
                 return Step.of(f"This action is refused: {error}", reward=INVALID_REWARD)
             text, reward = self._written(result.observation), float(result.reward or 0.0)
         if not result.done:
             return Step.of(text, reward=reward, state_key=text)
         metadata = result.metadata or result.observation.get("metadata") or {}
         success = metadata.get("success") if isinstance(metadata, dict) else None
-        return Step.of(text, reward=reward, done=True, success=success if isinstance(success, bool) else None)
+        return Step.of(
+            text, reward=reward, done=True, success=success if isinstance(success, bool) else None
+        )
 
     async def close(self) -> None:
         """Take leave of the server, at most `CLOSE_S` seconds."""
@@ -153,21 +174,33 @@ class OpenEnv:
                 raw = await self._line.ask(what, data)
             return msgspec.convert(raw, _Result)
         except TimeoutError as error:
-            raise EnvError(f"{self._url}: did not answer {what} within options.timeout_s = {self._timeout_s:g} s") from error
+            raise EnvError(
+                f"{self._url}: did not answer {what} within options.timeout_s = "
+                f"{self._timeout_s:g} s"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EnvError(f"{self._url}: {what} failed: {type(error).__name__}: {error}") from error
+            raise EnvError(
+                f"{self._url}: {what} failed: {type(error).__name__}: {error}"
+            ) from error
         except msgspec.ValidationError as error:
-            raise EnvError(f"{self._url}: {what} was answered with another shape: {error}: {_short(raw)}") from error
+            raise EnvError(
+                f"{self._url}: {what} was answered with another shape: {error}: {_short(raw)}"
+            ) from error
 
     def _written(self, observation: dict[str, Any]) -> str:
         fields = {name: value for name, value in observation.items() if name != "metadata"}
         if not self._observe:
             texts = [value for value in fields.values() if isinstance(value, str)]
-            return texts[0] if len(texts) == len(fields) == 1 else json.dumps(fields, ensure_ascii=False)
+            return (
+                texts[0]
+                if len(texts) == len(fields) == 1
+                else json.dumps(fields, ensure_ascii=False)
+            )
         unknown = [name for name in _FIELD.findall(self._observe) if name not in observation]
         if unknown:
             raise EnvError(
-                f"options.observe must name fields of the observation ({', '.join(observation)}), got {unknown[0]!r}"
+                f"options.observe must name fields of the observation ({', '.join(observation)}), "
+                f"got {unknown[0]!r}"
             )
         return _FIELD.sub(lambda found: _text(observation[found[1]]), self._observe)
 
@@ -186,22 +219,30 @@ class _Socket:
                 raise EnvError(f"{self._url}: the session is closed")
             self._http = aiohttp.ClientSession()
             limits = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)
-            self._socket = await self._http.ws_connect(f"{self._url}/ws", timeout=limits, max_msg_size=MOST_BYTES)
-        with contextlib.suppress(ConnectionError):  # a server that refuses a session says why, and has closed it
+            self._socket = await self._http.ws_connect(
+                f"{self._url}/ws", timeout=limits, max_msg_size=MOST_BYTES
+            )
+        # a server that refuses a session says why, and has closed it
+        with contextlib.suppress(ConnectionError):
             await self._socket.send_json({"type": what, "data": data})
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(
-                f"{self._url}: closed the session during {what} ({message.type.name}, {message.extra or message.data})"
+                f"{self._url}: closed the session during {what} ({message.type.name}, "
+                f"{message.extra or message.data})"
             )
         answer = _parsed(message.data, f"{self._url}: {what}")
         kind, body = answer.get("type"), answer.get("data")
         if kind == "error" and isinstance(body, dict):
             if body.get("code") == "VALIDATION_ERROR":
                 raise _RefusedError(body.get("errors") or body.get("message"))
-            raise EnvError(f"{self._url}: {what}: {body.get('code')}: {_short(body.get('message'))}")
+            raise EnvError(
+                f"{self._url}: {what}: {body.get('code')}: {_short(body.get('message'))}"
+            )
         if kind != "observation":
-            raise EnvError(f"{self._url}: {what} must be answered with type observation, got {_short(answer)}")
+            raise EnvError(
+                f"{self._url}: {what} must be answered with type observation, got {_short(answer)}"
+            )
         return body
 
     async def close(self) -> None:
@@ -231,13 +272,16 @@ class _Requests:
                 raise EnvError(f"{self._url}: the session is closed")
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         body = data if what == "reset" else {"action": data}
-        async with self._http.post(f"{self._url}/{what}", json=body, allow_redirects=False) as answer:
+        async with self._http.post(
+            f"{self._url}/{what}", json=body, allow_redirects=False
+        ) as answer:
             raw = await _bounded(answer, f"{self._url}: {what}")
             if answer.status == 422:
                 raise _RefusedError(_parsed(raw, f"{self._url}: {what}").get("detail"))
             if answer.status != 200:
                 raise EnvError(
-                    f"{self._url}: {what} failed with status {answer.status}: {_short(raw.decode(errors='replace'))}"
+                    f"{self._url}: {what} failed with status {answer.status}: "
+                    f"{_short(raw.decode(errors='replace'))}"
                 )
             return _parsed(raw, f"{self._url}: {what}")
 
@@ -260,7 +304,9 @@ def _parsed(raw: str | bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise EnvError(f"{where} was answered with what is no JSON: {error}: {_short(raw)}") from error
+        raise EnvError(
+            f"{where} was answered with what is no JSON: {error}: {_short(raw)}"
+        ) from error
     if not isinstance(found, dict):
         raise EnvError(f"{where} must be answered with a JSON object, got {_short(found)}")
     return found
@@ -276,7 +322,11 @@ def _filled(template: Any, words: str) -> Any:
         return template.replace(TEXT, words)
     if isinstance(template, Mapping):
         return {name: _filled(value, words) for name, value in template.items()}
-    return [_filled(value, words) for value in template] if isinstance(template, list | tuple) else template
+    return (
+        [_filled(value, words) for value in template]
+        if isinstance(template, list | tuple)
+        else template
+    )
 
 
 def _text(value: Any) -> str:

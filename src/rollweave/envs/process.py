@@ -1,8 +1,10 @@
-"""Environments in processes of their own: a pool of workers, each of which holds one environment at a time.
+"""Environments in processes of their own: a pool of workers, each of which holds one
+environment at a time.
 
-Invariants: a worker is idle, leased to exactly one environment or reward, or gone; a call that is cancelled (its time ran out)
-kills its worker, because nobody knows what it still does; a worker that died fails the call under way with `EnvError` and is
-never leased again; after `close` no worker is left.
+Invariants: a worker is idle, leased to exactly one environment or reward, or gone; a
+call that is cancelled (its time ran out) kills its worker, because nobody knows what it
+still does; a worker that died fails the call under way with `EnvError` and is never
+leased again; after `close` no worker is left.
 """
 
 import asyncio
@@ -13,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rollweave.backends.child import Child, spawn
-from rollweave.codec.wire import decoder_of, encode
 from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.envs.words import (
     Act,
@@ -31,6 +31,8 @@ from rollweave.envs.words import (
     WorkerCommand,
     WorkerReply,
 )
+from rollweave.io.child import Child, spawn
+from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import EnvError, RewardError, WireError
 from rollweave.schema.work import Task
 
@@ -45,14 +47,22 @@ class Worker:
     """One child process. One call at a time."""
 
     def __init__(self, name: str, log: Path, forget: Callable[["Worker"], None]) -> None:
-        """`forget` is called once the process is gone. Raises EnvError where none can be started."""
+        """`forget` is called once the process is gone.
+
+        Raises EnvError where none can be started.
+        """
         self.lost = ""
         """Why the worker is gone; empty while it lives."""
         self._answer: asyncio.Future[WorkerReply] | None = None
         self._forget = forget
         try:
             self._child: Child = spawn(
-                name=name, module=MODULE, log=log, env={}, on_frame=self._on_frame, on_gone=self._on_gone
+                name=name,
+                module=MODULE,
+                log=log,
+                env={},
+                on_frame=self._on_frame,
+                on_gone=self._on_gone,
             )
         except OSError as error:
             raise EnvError(f"no process for the environment: {error}") from error
@@ -77,14 +87,19 @@ class Worker:
             raise EnvError(reply.error)
         if not isinstance(reply, kind):
             self.kill()
-            raise EnvError(f"the environment's process must answer {kind.__name__}, got {type(reply).__name__}")
+            raise EnvError(
+                f"the environment's process must answer {kind.__name__}, got {type(reply).__name__}"
+            )
         return reply
 
     def kill(self) -> None:
-        """End it now, with the processes that the environment started; harmless when repeated."""
+        """End it now, with the processes that the environment started; harmless when
+        repeated.
+        """
         if not self.lost:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # it leads a group of its own (`start_new_session`)
+                # it leads a group of its own (`start_new_session`)
+                os.killpg(self.pid, signal.SIGKILL)
         self._lose("the environment's process was killed")
         self._child.kill()
 
@@ -113,7 +128,10 @@ class Worker:
 
 
 class Workers:
-    """The pool. It grows to as many workers as are leased at once; who leases bounds that."""
+    """The pool.
+
+    It grows to as many workers as are leased at once; who leases bounds that.
+    """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -172,10 +190,15 @@ class ProcessEnv:
 
     async def step(self, action: str, *, finish_reason: str = "stop") -> Step:
         """Take the agent's words, and how they ended. Raises EnvError."""
-        return (await self._leased().ask(Act(action=action, finish_reason=finish_reason), Stepped)).step
+        return (
+            await self._leased().ask(Act(action=action, finish_reason=finish_reason), Stepped)
+        ).step
 
     async def close(self) -> None:
-        """Free what the environment holds; the worker serves the next one. Raises EnvError where its own `close` does."""
+        """Free what the environment holds; the worker serves the next one.
+
+        Raises EnvError where its own `close` does.
+        """
         worker, self._worker = self._worker, None
         if worker is None:
             return

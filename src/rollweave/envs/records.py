@@ -1,7 +1,8 @@
 """Tasks from a JSONL file: a line is a record.
 
-Invariants: a record belongs to exactly one split (by its hash, or because `held_out` is a file of its own); an epoch visits
-every record of a split once, in an order of its own.
+Invariants: a record belongs to exactly one split (by its hash, or because `held_out` is
+a file of its own); an epoch visits every record of a split once, in an order of its
+own.
 """
 
 import functools
@@ -19,18 +20,27 @@ from rollweave.schema.errors import ConfigError
 
 
 def drawn(
-    path: str, held_out: str, field: str, *, option: str = "path", index: int, seed: int, split: Split
+    path: str,
+    held_out: str,
+    field: str,
+    *,
+    option: str = "path",
+    index: int,
+    seed: int,
+    split: Split,
 ) -> tuple[str, int]:
-    """The file and row of the split's record number `index`. `held_out` "" holds out two eighths of `path`.
+    """The file and row of the split's record number `index`. `held_out` "" holds out
+    two eighths of `path`.
 
-    What a record asks is its `field`, "" for all of it. Raises ConfigError, naming options.`option`, for a file that is wrong,
-    and where the split is empty.
+    What a record asks is its `field`, "" for all of it. Raises ConfigError, naming
+    options.`option`, for a file that is wrong, and where the split is empty.
     """
     file = held_out if held_out and split is not Split.TRAIN else path
     rows = _rows(file, field, option, split, bool(held_out))
     if not rows:
         raise ConfigError(
-            f"options.{option} must have records for split {split}, {file} has none: add records, or set held_out"
+            f"options.{option} must have records for split {split}, {file} has none: add records, "
+            "or set held_out"
         )
     epoch, place = divmod(index, len(rows))
     return file, _order(rows, mix(seed, split, epoch))[place]
@@ -38,19 +48,27 @@ def drawn(
 
 @functools.lru_cache(16)
 def records(path: str, field: str, option: str = "path") -> tuple[dict[str, Any], ...]:
-    """Every record of the file; its `field` is text or messages. Raises ConfigError that names file and line."""
+    """Every record of the file; its `field` is text or messages.
+
+    Raises ConfigError that names file and line.
+    """
     found: list[dict[str, Any]] = []
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"options.{option} must be a readable file, got {path!r}: {error}") from error
+        raise ConfigError(
+            f"options.{option} must be a readable file, got {path!r}: {error}"
+        ) from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 found.append(_record(line, field))
             except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
                 wanted = f" with {field!r}, text or messages" if field else ""
-                text = f"{path}:{number}: must be a JSON object{wanted}: {type(error).__name__}: {error}"
+                text = (
+                    f"{path}:{number}: must be a JSON object{wanted}: {type(error).__name__}: "
+                    f"{error}"
+                )
                 raise ConfigError(text) from error
     if not found:
         raise ConfigError(f"options.{option} must have records, {path} has none")
@@ -65,7 +83,10 @@ def placed(path: str, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def messages_of(asked: Any) -> tuple[Message, ...]:
-    """Text as a user's message, or messages as they are. Raises ValueError, TypeError, ValidationError."""
+    """Text as a user's message, or messages as they are.
+
+    Raises ValueError, TypeError, ValidationError.
+    """
     if isinstance(asked, str):
         return (Message(role="user", content=asked),)
     messages = msgspec.convert(asked, tuple[Message, ...])
@@ -85,12 +106,18 @@ def _record(line: str, field: str) -> dict[str, Any]:
 
 @functools.lru_cache(16)
 def _rows(path: str, field: str, option: str, split: Split, whole: bool) -> tuple[int, ...]:
-    """The records of a split, by row. With `whole` the file is of one kind; its held-out records serve both held-out splits."""
+    """The records of a split, by row.
+
+    With `whole` the file is of one kind; its held-out records serve both held-out
+    splits.
+    """
     found = records(path, field, option)
     if whole:
         return tuple(range(len(found)))
     asked = (record[field] if field else record for record in found)
-    return tuple(row for row, one in enumerate(asked) if split_of(json.dumps(one, sort_keys=True)) is split)
+    return tuple(
+        row for row, one in enumerate(asked) if split_of(json.dumps(one, sort_keys=True)) is split
+    )
 
 
 @functools.lru_cache(16)

@@ -1,6 +1,8 @@
-"""From the name of an environment or handler to its class: built in, `package.module:Class`, or an entry point.
+"""From the name of an environment or handler to its class: built in,
+`package.module:Class`, or an entry point.
 
-Packages announce environments as `rollweave.envs` and handlers as `rollweave.handlers`.
+Packages announce environments as `rollweave.envs` and handlers as
+`rollweave.envs.handlers`.
 """
 
 import difflib
@@ -13,45 +15,52 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from rollweave.codec.extras import MissingExtraError
 from rollweave.envs.base import Options
+from rollweave.io.extras import MissingExtraError
 from rollweave.schema.errors import ConfigError
 
-ENTRY_POINTS = ("rollweave.envs", "rollweave.handlers")
+ENTRY_POINTS = ("rollweave.envs", "rollweave.envs.handlers")
 
 METHODS = {"environment": ("reset", "step"), "handler": ("init", "run", "eval")}
 """What makes a class the one or the other."""
 
 BUILT_IN = {
     "calculator": "rollweave.envs.calculator:Calculator",
-    "code": "rollweave.handlers.code:Code",
+    "code": "rollweave.envs.handlers.code:Code",
     "frozenlake": "rollweave.envs.frozenlake:FrozenLake",
     "gym": "rollweave.envs.gym:Gym",
     "jsonl": "rollweave.envs.jsonl:Jsonl",
-    "math_tool": "rollweave.handlers.math_tool:MathTool",
+    "math_tool": "rollweave.envs.handlers.math_tool:MathTool",
     "nim": "rollweave.envs.nim:Nim",
     "openenv": "rollweave.envs.openenv:OpenEnv",
-    "program": "rollweave.handlers.program:Program",
-    "stem": "rollweave.handlers.stem:Stem",
-    "swe": "rollweave.handlers.swe:Swe",
+    "program": "rollweave.envs.handlers.program:Program",
+    "stem": "rollweave.envs.handlers.stem:Stem",
+    "swe": "rollweave.envs.handlers.swe:Swe",
 }
 
 
 @functools.lru_cache(64)
 def resolve(name: str) -> type[Any]:
-    """The class called `name`, of an `Env` or a handler. Raises ConfigError that says what is wrong with it, what there is."""
+    """The class called `name`, of an `Env` or a handler.
+
+    Raises ConfigError that says what is wrong with it, what there is.
+    """
     found = load(_reference(name), what=f"environment {name!r}")
     if not inspect.isclass(found):
         raise ConfigError(f"environment {name!r} must be a class, got {type(found).__name__}")
     lacks = min((_lacks(found, methods) for methods in METHODS.values()), key=len)
     if lacks:
         rule = "must have reset and step, or init, run and eval as a handler has"
-        raise ConfigError(f"environment {name!r} {rule}; {found.__name__} has no {' and no '.join(lacks)}")
+        raise ConfigError(
+            f"environment {name!r} {rule}; {found.__name__} has no {' and no '.join(lacks)}"
+        )
     return found
 
 
 def is_handler(name: str) -> bool:
-    """Whether it drives the attempt itself (`handlers/base.py`), instead of answering as an `Env`. Raises ConfigError."""
+    """Whether it drives the attempt itself (`envs/handlers/base.py`), instead of
+    answering as an `Env`. Raises ConfigError.
+    """
     return not _lacks(resolve(name), METHODS["handler"])
 
 
@@ -60,7 +69,9 @@ def _lacks(kind: type[Any], methods: tuple[str, ...]) -> list[str]:
 
 
 def check_options(name: str, options: Options) -> None:
-    """Raise ConfigError where the environment's constructor does not take these options, or is annotated with another type."""
+    """Raise ConfigError where the environment's constructor does not take these
+    options, or is annotated with another type.
+    """
     kind = resolve(name)
     try:
         signature = inspect.signature(kind)
@@ -70,7 +81,9 @@ def check_options(name: str, options: Options) -> None:
         signature.bind(**options)
     except TypeError as error:
         takes = ", ".join(signature.parameters) or "none"
-        raise ConfigError(f"options of environment {name!r} must suit {kind.__name__}({takes}): {error}") from error
+        raise ConfigError(
+            f"options of environment {name!r} must suit {kind.__name__}({takes}): {error}"
+        ) from error
     _check_types(name, kind, options)
 
 
@@ -82,12 +95,15 @@ def _check_types(name: str, kind: type[Any], options: Options) -> None:
         return
     for option, value in options.items():
         hint = hints.get(option, Any)
-        if typing.get_origin(hint) is typing.Literal:  # the constructor says it better: which values there are
+        # the constructor says it better: which values there are
+        if typing.get_origin(hint) is typing.Literal:
             hint = type(typing.get_args(hint)[0])
         try:
             msgspec.convert(value, hint, dec_hook=_unknown)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"options.{option} of environment {name!r}: {error}, got {value!r:.100}") from error
+            raise ConfigError(
+                f"options.{option} of environment {name!r}: {error}, got {value!r:.100}"
+            ) from error
         except (TypeError, NotImplementedError):  # the constructor makes of it what it says
             continue
 
@@ -97,18 +113,30 @@ def _unknown(kind: type[Any], value: object) -> NoReturn:
 
 
 def load(reference: str, *, what: str) -> Any:
-    """The object at `package.module:name`. Raises ConfigError, naming `what` it was to be."""
+    """The object at `package.module:name`.
+
+    Raises ConfigError, naming `what` it was to be.
+    """
     module, colon, attribute = reference.partition(":")
     if not (module and colon and attribute) or "/" in module or module.endswith(".py"):
         name = module.removesuffix(".py").rpartition("/")[2]
-        near = f" (did you mean {name}:{attribute}, run in the directory of {name}.py?)" if name and attribute else ""
+        near = (
+            f" (did you mean {name}:{attribute}, run in the directory of {name}.py?)"
+            if name and attribute
+            else ""
+        )
         raise ConfigError(f"{what} must be package.module:name, got {reference!r}{near}")
     try:
         found: Any = importlib.import_module(module)
     except MissingExtraError as error:
         raise ConfigError(f"{what}: {error}") from error
-    except (Exception, SystemExit) as error:  # the user's module runs here: whatever it raises is why it cannot be used
-        raise ConfigError(f"{what}: cannot import {module}: {type(error).__name__}: {error}") from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the user's module runs here: whatever it raises is why it cannot be used
+        raise ConfigError(
+            f"{what}: cannot import {module}: {type(error).__name__}: {error}"
+        ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{what}: {module} has no {attribute}{_nearest(part, dir(found))}")
@@ -128,13 +156,16 @@ def _reference(name: str) -> str:
     if name not in announced:
         known = names()
         raise ConfigError(
-            f"environment must be one of {', '.join(known)}, or package.module:Class, got {name!r}{_nearest(name, known)}"
+            f"environment must be one of {', '.join(known)}, or package.module:Class, got "
+            f"{name!r}{_nearest(name, known)}"
         )
     return announced[name]
 
 
 def _announced() -> dict[str, str]:
-    return {entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)}
+    return {
+        entry.name: entry.value for group in ENTRY_POINTS for entry in entry_points(group=group)
+    }
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -1,11 +1,13 @@
-"""Functions of the user's that a configuration names to decide what is trained on (`policy/experience.Rule`)."""
+"""Functions of the user's that a configuration names to decide what is trained on
+(`core/policy/experience.Rule`).
+"""
 
 import inspect
 from typing import cast
 
+from rollweave.core.policy.experience import Rule
 from rollweave.envs.registry import load
-from rollweave.policy.experience import Rule
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 
@@ -16,7 +18,11 @@ def named(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def rule(name: str) -> Rule:
-    """The function itself. Raises ConfigError for what cannot be imported, or called with the buffer and a version."""
+    """The function itself.
+
+    Raises ConfigError for what cannot be imported, or called with the buffer and a
+    version.
+    """
     what = f"function {name!r}"
     found = load(name, what=what)
     if not callable(found) or inspect.iscoroutinefunction(found):

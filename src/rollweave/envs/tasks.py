@@ -1,7 +1,9 @@
-"""The task domains of a run: draws their tasks, opens their environments, scores their episodes.
+"""The task domains of a run: draws their tasks, opens their environments, scores their
+episodes.
 
-Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out tasks come from splits of their own, those of
-the final evaluation from another than those that choose a checkpoint.
+Invariants: a task depends on `(run.seed, domain, index, split)` alone; held-out tasks
+come from splits of their own, those of the final evaluation from another than those
+that choose a checkpoint.
 """
 
 import functools
@@ -13,9 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.conversation import scripted
 from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.core.policy.mixture import next_domain
 from rollweave.envs.base import Episode, Observation, Score, Split, Step, mix, new_task
 from rollweave.envs.boundary import CANNOT, RAISED, GuardedEnv, scored
 from rollweave.envs.foreign import type_name, what_happened
@@ -23,18 +24,20 @@ from rollweave.envs.process import ProcessEnv, Workers, score_in_process
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.threads import EnvThread, EnvThreads, directly, needs_thread
 from rollweave.envs.words import Setting
-from rollweave.policy.mixture import next_domain
 from rollweave.schema.base import TaskId
 from rollweave.schema.chat import Message
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import FaultsConfig, TaskConfig
 from rollweave.schema.errors import ConfigError, EnvError, RewardError, RollweaveError
-from rollweave.schema.sections import FaultsConfig, TaskConfig
 from rollweave.schema.text import valid_tree
-from rollweave.schema.work import Purpose, Task, TokenSequence
+from rollweave.schema.work import Purpose, Task
 
 
 class OpenedEnv(Protocol):
-    """An environment, wherever it runs. Its caller limits the time of every call by cancelling it."""
+    """An environment, wherever it runs.
+
+    Its caller limits the time of every call by cancelling it.
+    """
 
     async def reset(self, task: Task) -> Observation:
         """Begin the task. Raises EnvError."""
@@ -52,23 +55,42 @@ class OpenedEnv(Protocol):
 class Worlds:
     """Opens environments and scores episodes of one task domain."""
 
-    def __init__(self, config: TaskConfig, faults: FaultsConfig, workers: Workers, threads: EnvThreads) -> None:
+    def __init__(
+        self, config: TaskConfig, faults: FaultsConfig, workers: Workers, threads: EnvThreads
+    ) -> None:
         self._config, self._faults, self._workers, self._threads = config, faults, workers, threads
 
     async def open(self, task: Task, *, seed: int) -> OpenedEnv:
-        """A fresh environment for `task`. `seed` decides injected faults. Raises EnvError."""
+        """A fresh environment for `task`. `seed` decides injected faults.
+
+        Raises EnvError.
+        """
         config = self._config
         if config.isolation == "process":
             return ProcessEnv(self._workers, self._setting(seed))
         kind = resolve(config.env)
         if not needs_thread(kind):
-            return InlineEnv(GuardedEnv(config.env, config.options, faults=self._faults, seed=seed, block=False))
+            return InlineEnv(
+                GuardedEnv(config.env, config.options, faults=self._faults, seed=seed, block=False)
+            )
         thread = self._threads.lease(f"environment {config.env}")
         make = functools.partial(
-            GuardedEnv, config.env, config.options, faults=self._faults, seed=seed, block=False, via=thread.via
+            GuardedEnv,
+            config.env,
+            config.options,
+            faults=self._faults,
+            seed=seed,
+            block=False,
+            via=thread.via,
         )
-        try:  # constructed where it is reset: if `reset` is async, the constructor may need the event loop, too
-            env = make() if inspect.iscoroutinefunction(kind.reset) else await thread.run("__init__", make)
+        # constructed where it is reset: if `reset` is async, the constructor may need
+        # the event loop, too
+        try:
+            env = (
+                make()
+                if inspect.iscoroutinefunction(kind.reset)
+                else await thread.run("__init__", make)
+            )
         except BaseException:
             thread.release()
             raise
@@ -80,7 +102,9 @@ class Worlds:
         hook = getattr(resolve(config.env), "score", None)
         if config.isolation == "process" and hook is not None:
             return await score_in_process(self._workers, self._setting(seed), episode)
-        score = functools.partial(scored, config.env, config.options, episode, faults=self._faults, seed=seed)
+        score = functools.partial(
+            scored, config.env, config.options, episode, faults=self._faults, seed=seed
+        )
         if hook is None or inspect.iscoroutinefunction(hook):
             return await score(via=directly)
         try:
@@ -94,13 +118,17 @@ class Worlds:
 
     def _setting(self, seed: int) -> Setting:
         config = self._config
-        return Setting(env=config.env, options=config.options, faults=self._faults.model_dump(), seed=seed)
+        return Setting(
+            env=config.env, options=config.options, faults=self._faults.model_dump(), seed=seed
+        )
 
 
 class InlineEnv:
-    """An environment in this process: its async methods run on the event loop, its plain ones on `thread`, if it has one.
+    """An environment in this process: its async methods run on the event loop, its
+    plain ones on `thread`, if it has one.
 
-    Nothing can be killed here: a plain method that does not return in time is abandoned, with its thread.
+    Nothing can be killed here: a plain method that does not return in time is
+    abandoned, with its thread.
     """
 
     def __init__(self, env: GuardedEnv, thread: EnvThread | None = None) -> None:
@@ -128,27 +156,47 @@ class InlineEnv:
 
 
 class TaskSource:
-    """The domains of a run. Raises ConfigError for an environment that does not exist or does not take its options."""
+    """The domains of a run.
+
+    Raises ConfigError for an environment that does not exist or does not take its
+    options.
+    """
 
     def __init__(self, config: RunConfig, *, logs: Path | None = None) -> None:
-        """`logs`: where worker processes write what they print; by default into the run's directory."""
+        """`logs`: where worker processes write what they print; by default into the
+        run's directory.
+        """
         self._seed = config.run.seed
         self._domains = {task.name: task for task in config.tasks}
         for task in config.tasks:
             check_options(task.env, task.options)
             if task.isolation == "process" and is_handler(task.env):
-                raise ConfigError(f"tasks.isolation must be inline for a handler, got process for {task.name!r}")
-        self.workers = Workers(logs if logs is not None else (Path(config.run.dir) / config.run.name / "logs").absolute())
+                raise ConfigError(
+                    f"tasks.isolation must be inline for a handler, got process for {task.name!r}"
+                )
+        self.workers = Workers(
+            logs
+            if logs is not None
+            else (Path(config.run.dir) / config.run.name / "logs").absolute()
+        )
         self.threads = EnvThreads()
-        self._worlds = {task.name: Worlds(task, config.faults, self.workers, self.threads) for task in config.tasks}
+        self._worlds = {
+            task.name: Worlds(task, config.faults, self.workers, self.threads)
+            for task in config.tasks
+        }
 
     async def close(self) -> None:
-        """End all worker processes, and all threads except those whose calls do not return."""
+        """End all worker processes, and all threads except those whose calls do not
+        return.
+        """
         self.threads.close()
         await self.workers.close()
 
     def draw(self, name: str, index: int, purpose: Purpose) -> Task:
-        """Task number `index` of domain `name`. Raises EnvError where the environment's `make_task` fails."""
+        """Task number `index` of domain `name`.
+
+        Raises EnvError where the environment's `make_task` fails.
+        """
         domain = self._domain(name)
         split = Split.TRAIN
         if purpose is Purpose.EVAL:
@@ -169,18 +217,30 @@ class TaskSource:
         if not isinstance(made, Task):
             raise EnvError(f"{name}: make_task must return a Task, got {type_name(made)}")
         task_id = TaskId(f"{name}-{split}-{index}")
-        task = msgspec.structs.replace(made, id=task_id, env=domain.env, tag=name, limits=domain.limits)
+        task = msgspec.structs.replace(
+            made, id=task_id, env=domain.env, tag=name, limits=domain.limits
+        )
         try:
             plain = valid_tree(msgspec.to_builtins(task))
-            return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Task)  # as the journal will
+            # as the journal will
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Task)
         except CANNOT as error:
-            raise EnvError(f"{name}: make_task must return a Task that can be written down: {error}") from error
+            raise EnvError(
+                f"{name}: make_task must return a Task that can be written down: {error}"
+            ) from error
 
     def asked(self, name: str, *, payload: str, seed: int) -> Task:
-        """A task of domain `name` that somebody brings along: `payload` is JSON that its environment reads."""
+        """A task of domain `name` that somebody brings along: `payload` is JSON that
+        its environment reads.
+        """
         domain, digest = self._domain(name), mix(seed, payload)
         return Task(
-            id=TaskId(f"{name}-asked-{digest:x}"), env=domain.env, seed=seed, payload=payload, tag=name, limits=domain.limits
+            id=TaskId(f"{name}-asked-{digest:x}"),
+            env=domain.env,
+            seed=seed,
+            payload=payload,
+            tag=name,
+            limits=domain.limits,
         )
 
     def worlds(self, name: str) -> Worlds:
@@ -190,33 +250,42 @@ class TaskSource:
 
     def words(self) -> tuple[str, ...]:
         """The words of all domains, for a tokenizer from scratch."""
-        return tuple(dict.fromkeys(word for name in self._domains for word in self._strings(name, "words")))
+        return tuple(
+            dict.fromkeys(word for name in self._domains for word in self._strings(name, "words"))
+        )
 
     def allowed_words(self, name: str) -> tuple[str, ...]:
         """The action grammar of domain `name`; empty where there is none."""
         return self._strings(name, "allowed_words")
 
-    def transcripts(self, codec: ChatCodec, *, seed: int) -> Iterator[TokenSequence]:
-        """Scripted conversations for the warm-up, without end, from the domains in proportion to their `warmup_weight`.
+    def transcripts(self, *, seed: int) -> Iterator[Sequence[Message]]:
+        """Yield scripted conversations for the warm-up, without end, from the domains
+        by `warmup_weight`.
 
         Raises ConfigError where a domain has none.
         """
         rng, names = random.Random(mix(seed, "transcripts")), list(self._domains)
-        hooks = {name: getattr(resolve(domain.env), "transcript", None) for name, domain in self._domains.items()}
+        hooks = {
+            name: getattr(resolve(domain.env), "transcript", None)
+            for name, domain in self._domains.items()
+        }
         for name, hook in hooks.items():
             if hook is None:
-                raise ConfigError(f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}")
+                raise ConfigError(
+                    f"warmup.steps must be 0 where an environment has no transcript(), got {name!r}"
+                )
         weights = [(name, self._domains[name].warmup_weight) for name in names]
         drawn: dict[str, int] = {}
         while True:
             name = next_domain(weights, drawn)
             drawn[name] = drawn.get(name, 0) + 1
-            said: Sequence[Message] = hooks[name](random.Random(rng.getrandbits(64)), self._domains[name].options)  # type: ignore[misc]
-            yield scripted(codec, said)
+            yield hooks[name](random.Random(rng.getrandbits(64)), self._domains[name].options)  # type: ignore[misc]
 
     def _domain(self, name: str) -> TaskConfig:
         if name not in self._domains:
-            raise ConfigError(f"task domain must be one of {', '.join(self._domains)}, got {name!r}")
+            raise ConfigError(
+                f"task domain must be one of {', '.join(self._domains)}, got {name!r}"
+            )
         return self._domains[name]
 
     def _strings(self, name: str, method: str) -> tuple[str, ...]:
@@ -224,9 +293,14 @@ class TaskSource:
         hook: Any = getattr(resolve(domain.env), method, None)
         said: Any = () if hook is None else hook(domain.options)
         found = () if isinstance(said, str) else tuple(said)
-        wrong = [said] if isinstance(said, str) else [word for word in found if not isinstance(word, str) or not word]
+        wrong = (
+            [said]
+            if isinstance(said, str)
+            else [word for word in found if not isinstance(word, str) or not word]
+        )
         if wrong:
             raise ConfigError(
-                f"{method} of environment {domain.env!r} must return a list of non-empty strings, got {wrong[0]!r}"
+                f"{method} of environment {domain.env!r} must return a list of non-empty strings, "
+                f"got {wrong[0]!r}"
             )
         return found

@@ -1,11 +1,15 @@
-"""Threads for plain methods of environments: code that blocks delays only its own trajectory.
+"""Threads for plain methods of environments: code that blocks delays only its own
+trajectory.
 
-An environment has a thread for its life, because what it opens (a database connection, for example) may belong to the thread
-that opened it. Nothing queues for a thread: there is one for each live environment, whose number `rollout.max_running` and
-`rollout.init_slots` bound, and one for each reward being computed, whose number `rollout.eval_slots` bounds.
+An environment has a thread for its life, because what it opens (a database connection,
+for example) may belong to the thread that opened it. Nothing queues for a thread: there
+is one for each live environment, whose number `rollout.max_running` and
+`rollout.init_slots` bound, and one for each reward being computed, whose number
+`rollout.eval_slots` bounds.
 
-Invariants: calls of one environment run one after another on one thread; a call that is abandoned stays on its thread and is
-counted until it returns, and its environment is never called again; threads are daemons, and nothing waits for one.
+Invariants: calls of one environment run one after another on one thread; a call that is
+abandoned stays on its thread and is counted until it returns, and its environment is
+never called again; threads are daemons, and nothing waits for one.
 """
 
 import asyncio
@@ -22,7 +26,9 @@ from rollweave.envs.foreign import text_of
 from rollweave.schema.errors import EnvError
 
 LEFT_BEHIND = 64
-"""Maximum number of abandoned calls that have not returned; beyond it no environment gets a thread."""
+"""Maximum number of abandoned calls that have not returned; beyond it no environment
+gets a thread.
+"""
 
 
 class Via(Protocol):
@@ -33,12 +39,16 @@ class Via(Protocol):
 
 
 async def awaited(value: Any) -> Any:
-    """Return the value, awaited if needed: an environment's methods may be plain or async."""
+    """Return the value, awaited if needed: an environment's methods may be plain or
+    async.
+    """
     return await value if hasattr(value, "__await__") else value
 
 
 async def directly(method: Callable[..., Any], *arguments: Any) -> Any:
-    """`Via` the calling thread: for methods that do not block, and for a process that does nothing else."""
+    """`Via` the calling thread: for methods that do not block, and for a process that
+    does nothing else.
+    """
     return await awaited(method(*arguments))
 
 
@@ -54,12 +64,16 @@ async def apart(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def needs_thread(kind: type[Any]) -> bool:
-    """True if environments of this class have plain methods that may block: all may, unless the class sets `blocking = False`.
+    """True if environments of this class have plain methods that may block: all may,
+    unless the class sets `blocking = False`.
 
-    An inherited `blocking` does not count, because it says nothing about the methods that the class adds.
+    An inherited `blocking` does not count, because it says nothing about the methods
+    that the class adds.
     """
     methods = (getattr(kind, name, None) for name in ("reset", "step", "close"))
-    plain = any(method is not None and not inspect.iscoroutinefunction(method) for method in methods)
+    plain = any(
+        method is not None and not inspect.iscoroutinefunction(method) for method in methods
+    )
     return plain and vars(kind).get("blocking", True) is not False
 
 
@@ -76,13 +90,17 @@ class EnvThreads:
         self._closed = False
 
     def lease(self, name: str) -> "EnvThread":
-        """Lease a thread for environment `name`. Raises EnvError if too many calls do not return."""
+        """Lease a thread for environment `name`.
+
+        Raises EnvError if too many calls do not return.
+        """
         if self._closed:
             raise EnvError("the run is ending")
         if (count := self.left_behind.total()) >= LEFT_BEHIND:
             most, _ = self.left_behind.most_common(1)[0]
             raise EnvError(
-                f"at most {LEFT_BEHIND} calls of environments may be left behind, got {count}, most of them in {most}; "
+                f"at most {LEFT_BEHIND} calls of environments may be left behind, got {count}, "
+                f"most of them in {most}; "
                 'isolation = "process" ends calls that do not return'
             )
         worker = self._idle.pop() if self._idle else _Worker()
@@ -98,7 +116,8 @@ class EnvThreads:
         self.left_behind[what] += 1
         count = self.left_behind.total()
         self.on_left(
-            f"{what} was given up and has not returned: its thread is left behind ({count} so far); "
+            f"{what} was given up and has not returned: its thread is left behind ({count} so "
+            "far); "
             'isolation = "process" ends such calls'
         )
 
@@ -125,14 +144,20 @@ class EnvThread:
         """True if a call was abandoned: the environment must not be called again."""
 
     async def via(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call as `Via` does: on the event loop if `method` is async, otherwise on the thread."""
+        """Call as `Via` does: on the event loop if `method` is async, otherwise on the
+        thread.
+        """
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        name = getattr(getattr(method, "func", method), "__name__", "call")  # a partial's name is that of its function
+        # a partial's name is that of its function
+        name = getattr(getattr(method, "func", method), "__name__", "call")
         return await awaited(await self.run(name, lambda: method(*arguments)))
 
     async def run(self, what: str, call: Callable[[], Any]) -> Any:
-        """Run `call` on the thread. If the caller is cancelled before the call returns, the call is abandoned."""
+        """Run `call` on the thread.
+
+        If the caller is cancelled before the call returns, the call is abandoned.
+        """
         if self.left or self._worker is None:
             raise EnvError(f"{self._name} is not called again: a call of it has not returned")
         assert not self._calling, "an environment has one call at a time"
@@ -145,10 +170,12 @@ class EnvThread:
             if self.left:
                 self._threads.returned(what)
             elif not answer.done():  # or the caller was cancelled at this very moment
-                answer.set_result((value, error))  # a GeneratorExit as a future's exception would close all that await it
+                # a GeneratorExit as a future's exception would close all that await it
+                answer.set_result((value, error))
 
         def deliver(value: Any, error: BaseException | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nothing waits for it
+            # the event loop is closed: nothing waits for it
+            with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, value, error)
 
         self._worker.put(call, deliver)
@@ -186,7 +213,9 @@ class _Worker:
     """A daemon thread that runs one call after another."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=_work, args=(self._calls,), name="environment", daemon=True).start()
         weakref.finalize(self, self._calls.put, None)  # a forgotten environment leaves no thread
 
@@ -209,4 +238,5 @@ def _work(calls: "queue.SimpleQueue[tuple[Callable[[], Any], Deliver] | None]") 
             deliver(None, raised)
         else:
             deliver(value, None)
-        del job, call, deliver, value  # keep no references to what an environment holds until the next call
+        # keep no references to what an environment holds until the next call
+        del job, call, deliver, value

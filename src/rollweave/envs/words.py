@@ -1,4 +1,7 @@
-"""The words between the run and a worker process that holds one environment at a time. Each command has one reply."""
+"""The words between the run and a worker process that holds one environment at a time.
+
+Each command has one reply.
+"""
 
 from typing import Any
 
@@ -8,7 +11,9 @@ from rollweave.schema.work import Task
 
 
 class Setting(Noun, frozen=True, kw_only=True):
-    """Which environment, and with what faults: the fields of `[faults]`, decided by `seed`."""
+    """Which environment, and with what faults: the fields of `[faults]`, decided by
+    `seed`.
+    """
 
     env: str
     options: dict[str, Any]

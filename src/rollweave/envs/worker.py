@@ -1,14 +1,14 @@
-"""The process of `isolation = "process"`: `python -m rollweave.envs.worker`, started by `envs/process.py`.
+"""The process of `isolation = "process"`: `python -m rollweave.envs.worker`, started by
+`envs/process.py`.
 
-Its event loop runs between calls too, so an async environment may keep connections alive. The parent's end is noticed on a
-thread of its own, also while an environment hangs.
+Its event loop runs between calls too, so an async environment may keep connections
+alive. The parent's end is noticed on a thread of its own, also while an environment
+hangs.
 """
 
 import asyncio
 from typing import assert_never
 
-from rollweave.backends.parent import Parent
-from rollweave.codec.wire import decoder_of, encode
 from rollweave.envs.boundary import GuardedEnv, scored
 from rollweave.envs.words import (
     Act,
@@ -25,8 +25,10 @@ from rollweave.envs.words import (
     WorkerCommand,
     WorkerReply,
 )
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.config.sections import FaultsConfig
 from rollweave.schema.errors import EnvError, RewardError
-from rollweave.schema.sections import FaultsConfig
 
 
 class Worker:
@@ -44,7 +46,13 @@ class Worker:
     async def _answer(self, command: WorkerCommand) -> WorkerReply:
         match command:
             case Open(setting=setting):
-                self._env = GuardedEnv(setting.env, setting.options, faults=_faults(setting), seed=setting.seed, block=True)
+                self._env = GuardedEnv(
+                    setting.env,
+                    setting.options,
+                    faults=_faults(setting),
+                    seed=setting.seed,
+                    block=True,
+                )
                 return Done()
             case Reset(task=task):
                 return Observed(observation=await self._opened().reset(task))
@@ -56,7 +64,13 @@ class Worker:
                     await env.close()
                 return Done()
             case Evaluate(setting=setting, episode=episode):
-                score = await scored(setting.env, setting.options, episode, faults=_faults(setting), seed=setting.seed)
+                score = await scored(
+                    setting.env,
+                    setting.options,
+                    episode,
+                    faults=_faults(setting),
+                    seed=setting.seed,
+                )
                 return Scored(score=score)
             case _:
                 assert_never(command)

@@ -1,7 +1,8 @@
 """The identity of a run and of the model that it began with: the file `run.json`.
 
-Invariants: the id in the file is that of the journal's first event, so a journal of another run is recognized; the digests
-of the model's files are compared whenever the run is resumed.
+Invariants: the id in the file is that of the journal's first event, so a journal of
+another run is recognized; the digests of the model's files are compared whenever the
+run is resumed.
 """
 
 import uuid
@@ -10,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rollweave.codec.disk import file_digest, replace_file
+from rollweave.io.disk import file_digest, replace_file
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError
 
@@ -23,8 +24,9 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges
 class Identity(Noun, frozen=True, kw_only=True):
     """A run's id, its model and its configuration.
 
-    `model` has size and xxh3-128 of each of the files; None until the model exists. `config` is `config.toml` as the run
-    wrote it last; None in runs of earlier versions.
+    `model` has size and xxh3-128 of each of the files; None until the model exists.
+    `config` is `config.toml` as the run wrote it last; None in runs of earlier
+    versions.
     """
 
     id: str
@@ -45,7 +47,8 @@ def read_identity(path: Path) -> Identity | None:
         return None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} must be readable and as the run wrote it, got: {error}; bring it back, or delete it to resume without "
+            f"{path} must be readable and as the run wrote it, got: {error}; bring it back, or "
+            "delete it to resume without "
             "checking the journal and the model's files"
         ) from error
 
@@ -56,20 +59,29 @@ def write_identity(path: Path, identity: Identity) -> None:
 
 
 def model_digests(directory: Path) -> dict[str, tuple[int, str]]:
-    """Return size and digest of every file from which the model in `directory` is read. Raises OSError."""
+    """Return size and digest of every file from which the model in `directory` is read.
+
+    Raises OSError.
+    """
     files = {file for pattern in MODEL_FILES for file in directory.glob(pattern) if file.is_file()}
     return {file.name: (file.stat().st_size, file_digest(file)) for file in sorted(files)}
 
 
 def changed_files(directory: Path, known: dict[str, tuple[int, str]]) -> list[str]:
-    """Compare the model in `directory` with the digests taken at the start; return one phrase for each file that differs."""
+    """Compare the model in `directory` with the digests taken at the start; return one
+    phrase for each file that differs.
+    """
     try:
         found = model_digests(directory)
     except OSError as error:
         return [f"{directory} cannot be read: {error}"]
     names = sorted(known.keys() | found.keys())
     pairs = [(name, known.get(name), found.get(name)) for name in names]
-    return [f"{directory / name} {_difference(before, now)}" for name, before, now in pairs if before != now]
+    return [
+        f"{directory / name} {_difference(before, now)}"
+        for name, before, now in pairs
+        if before != now
+    ]
 
 
 def _difference(before: tuple[int, str] | None, now: tuple[int, str] | None) -> str:

@@ -1,7 +1,9 @@
-"""The run's journal: every handled event, its time, and a digest of what the core decided.
+"""The run's journal: every handled event, its time, and a digest of what the core
+decided.
 
-Invariants: a record is handed to the operating system before any command that it caused is executed; replaying the events on
-a core like the one they happened to gives commands with the same digests. A difference says that the code has changed.
+Invariants: a record is handed to the operating system before any command that it caused
+is executed; replaying the events on a core like the one they happened to gives commands
+with the same digests. A difference says that the code has changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,15 +13,15 @@ from typing import Protocol, Self
 import msgspec
 import xxhash
 
-from rollweave.codec.journal import JournalReader, JournalWriter
-from rollweave.codec.packing import packed
 from rollweave.core.core import Core
-from rollweave.policy.experience import Rule
+from rollweave.core.policy.experience import Rule
+from rollweave.record.journal_file import JournalReader, JournalWriter
 from rollweave.schema.base import Noun
 from rollweave.schema.commands import Command
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.events import Event, RunStarted
+from rollweave.schema.packing import packed
 
 
 class Handled(Noun, frozen=True, kw_only=True):
@@ -45,7 +47,9 @@ class RunJournal:
 
     @property
     def torn(self) -> int:
-        """Bytes of an incomplete last record, which was cut off when the journal was opened."""
+        """Bytes of an incomplete last record, which was cut off when the journal was
+        opened.
+        """
         return self._writer.torn
 
     @property
@@ -59,7 +63,10 @@ class RunJournal:
         return self._writer.size
 
     def append(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """Record one handled event. On return it survives our death. Raises DiskError."""
+        """Record one handled event. On return it survives our death.
+
+        Raises DiskError.
+        """
         self._writer.append(now, Handled(event=event, digest=digest(commands)))
 
     def sync(self) -> None:
@@ -67,7 +74,10 @@ class RunJournal:
         self._writer.sync()
 
     def rotate(self, snapshot: bytes) -> None:
-        """Begin anew with the core's snapshot of this moment. Raises DiskError, and the journal then goes on as it is."""
+        """Begin anew with the core's snapshot of this moment.
+
+        Raises DiskError, and the journal then goes on as it is.
+        """
         self._writer.rotate(snapshot)
         self.begun = self._writer.size
 
@@ -92,15 +102,26 @@ class Reader(Protocol):
 
 
 class Replay:
-    """Rebuilds the core from a journal. Iterate to the end; then `core` stands where the run stood."""
+    """Rebuilds the core from a journal.
 
-    def __init__(self, path: Path, config: RunConfig, *, rules: Mapping[str, Rule] | None = None) -> None:
-        """`config` is the one under which the events happened, `rules` are what it names. Raises CorruptJournalError."""
+    Iterate to the end; then `core` stands where the run stood.
+    """
+
+    def __init__(
+        self, path: Path, config: RunConfig, *, rules: Mapping[str, Rule] | None = None
+    ) -> None:
+        """`config` is the one under which the events happened, `rules` are what it
+        names. Raises CorruptJournalError.
+        """
         self._path = path
         self._journal: JournalReader[Handled] = JournalReader(path, Handled)
         snapshot = self._journal.snapshot()
         try:
-            self.core = Core(config, rules=rules) if snapshot is None else Core.restore(snapshot, config, rules=rules)
+            self.core = (
+                Core(config, rules=rules)
+                if snapshot is None
+                else Core.restore(snapshot, config, rules=rules)
+            )
         except msgspec.DecodeError as error:
             raise CorruptJournalError(f"{path}: its snapshot does not decode: {error}") from error
         self._whole = snapshot is None
@@ -109,12 +130,16 @@ class Replay:
         """Events whose commands are not those that were decided then."""
 
     def __iter__(self) -> Iterator[tuple[float, Event, list[Command]]]:
-        """Yield every event with its time and the commands that it leads to. Raises CorruptJournalError."""
+        """Yield every event with its time and the commands that it leads to.
+
+        Raises CorruptJournalError.
+        """
         for now, handled in self._journal:
             if self._whole and not self.events and not isinstance(handled.event, RunStarted):
                 found = type(handled.event).__name__
                 raise CorruptJournalError(
-                    f"{self._path} must begin with a snapshot or RunStarted, got {found}: its beginning is lost"
+                    f"{self._path} must begin with a snapshot or RunStarted, got {found}: its "
+                    "beginning is lost"
                 )
             commands = self.core.handle(now, handled.event)
             self.events += 1
@@ -123,17 +148,29 @@ class Replay:
 
     @property
     def run_id(self) -> str:
-        """Id of the journal's run, known before the replay; empty if the journal has none."""
+        """Id of the journal's run, known before the replay; empty if the journal has
+        none.
+        """
         if self.core.state.run_id or not self._whole:
             return self.core.state.run_id
         first = next(iter(self._journal), None)
-        return first[1].event.run_id if first is not None and isinstance(first[1].event, RunStarted) else ""
+        return (
+            first[1].event.run_id
+            if first is not None and isinstance(first[1].event, RunStarted)
+            else ""
+        )
 
     def tell(self, reader: Reader) -> None:
-        """Replay all of a whole run to `reader`. Raises ConfigError for a journal that was compacted."""
+        """Replay all of a whole run to `reader`.
+
+        Raises ConfigError for a journal that was compacted.
+        """
         for now, event, commands in self:
             if self.events == 1 and not isinstance(event, RunStarted):
-                raise ConfigError(f"{self._path} must be the journal of a whole run, it begins with {type(event).__name__}")
+                raise ConfigError(
+                    f"{self._path} must be the journal of a whole run, it begins "
+                    f"with {type(event).__name__}"
+                )
             reader.hear(now, event)
             for command in commands:
                 reader.told(now, command)

@@ -1,8 +1,10 @@
 """The directory of one run, and the right to write to it.
 
-Invariants: at most one controller holds a run directory, by advisory locks that end with its process. One is on the directory
-itself, which cannot be deleted or replaced without its content; one is on the file `lock` in it, for file systems that lock
-only files. A fresh run never writes into a directory with content; the names of all files inside are defined only here.
+Invariants: at most one controller holds a run directory, by advisory locks that end
+with its process. One is on the directory itself, which cannot be deleted or replaced
+without its content; one is on the file `lock` in it, for file systems that lock only
+files. A fresh run never writes into a directory with content; the names of all files
+inside are defined only here.
 """
 
 import contextlib
@@ -13,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from rollweave.codec.config import dumps
-from rollweave.codec.disk import replace_file, writing
-from rollweave.schema.config import RunConfig
+from rollweave.io.disk import replace_file, writing
+from rollweave.schema.config.loading import dumps
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 REPLACED = 100
@@ -46,17 +48,27 @@ class RunDir:
         self._fds: list[int] = []
 
     @classmethod
-    def claim(cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = (), to_clear: bool = False) -> Self:
-        """Make or take over the run's directory; the files `replace` of a former run are deleted once the lock is ours.
+    def claim(
+        cls, config: RunConfig, *, resume: bool, replace: Sequence[str] = (), to_clear: bool = False
+    ) -> Self:
+        """Make or take over the run's directory; the files `replace` of a former run
+        are deleted once the lock is ours.
 
-        Raises `ConfigError` where it is in use, read-only, or not as `resume` expects, and where it has a directory in a file's
-        place (which `to_clear` allows, if it is not that of the lock); `DiskError` where it cannot be written.
+        Raises `ConfigError` where it is in use, read-only, or not as `resume` expects,
+        and where it has a directory in a file's place (which `to_clear` allows, if it
+        is not that of the lock); `DiskError` where it cannot be written.
         """
-        run = cls((Path(config.run.dir) / config.run.name).absolute())  # whatever becomes of the working directory
+        # whatever becomes of the working directory
+        run = cls((Path(config.run.dir) / config.run.name).absolute())
         if resume and not run.config.exists():
             raise ConfigError(f"--resume: {run.path} must hold a run, found no config.toml")
-        if file := next((path for path in (run.path, *run.path.parents) if path.exists() and not path.is_dir()), None):
-            raise ConfigError(f"run.dir and run.name must be of a directory, or of none yet, got the file {file}")
+        if file := next(
+            (path for path in (run.path, *run.path.parents) if path.exists() and not path.is_dir()),
+            None,
+        ):
+            raise ConfigError(
+                f"run.dir and run.name must be of a directory, or of none yet, got the file {file}"
+            )
         _must_be_writable(next(path for path in (run.path, *run.path.parents) if path.exists()))
         if to_clear:
             _must_be(run.lock, directory=False)
@@ -72,23 +84,43 @@ class RunDir:
         if not resume and run.holds_something():
             run.release()
             if run.config.exists():
-                raise ConfigError(f"run.name: {run.path} holds a run already; go on with --resume, or choose another name")
-            raise ConfigError(f"run.name: {run.path} must be empty or hold a run, found other files and no config.toml")
+                raise ConfigError(
+                    f"run.name: {run.path} holds a run already; go on with "
+                    "--resume, or choose another name"
+                )
+            raise ConfigError(
+                f"run.name: {run.path} must be empty or hold a run, found other "
+                "files and no config.toml"
+            )
         with writing(run.path):
             run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
         return run
 
     def holds_something(self) -> bool:
-        """True if a run has written here: anything except the lock, a token and empty directories."""
+        """True if a run has written here: anything except the lock, a token and empty
+        directories.
+        """
         ours = (self.lock, self.token)
-        return self.path.exists() and any(entry not in ours and not _empty_directory(entry) for entry in self.path.iterdir())
+        return self.path.exists() and any(
+            entry not in ours and not _empty_directory(entry) for entry in self.path.iterdir()
+        )
 
     def must_fit(self) -> None:
-        """Raise ConfigError if a directory stands in the place of one of a run's files, or a file in that of a directory."""
+        """Raise ConfigError if a directory stands in the place of one of a run's files,
+        or a file in that of a directory.
+        """
         for directory in (self.trajectories, self.checkpoints, self.logs, self.model):
             _must_be(directory, directory=True)
-        replaced = (self.config, self.identity, self.summary, self.report, self.control, self.token, self.address)
+        replaced = (
+            self.config,
+            self.identity,
+            self.summary,
+            self.report,
+            self.control,
+            self.token,
+            self.address,
+        )
         stored = (*self.trajectories.glob("*.bin"), self.trajectories / "floor")
         for file in (*replaced, self.engine_tokens, *self._appended(), *stored):
             _must_be(file, directory=False)
@@ -117,7 +149,9 @@ class RunDir:
             self._fds.append(_locked(self.lock, os.O_RDWR | os.O_CREAT))
         except BlockingIOError:
             self.release()
-            raise ConfigError(f"run.name: {self.path} is in use by another controller, process {self._holder()}") from None
+            raise ConfigError(
+                f"run.name: {self.path} is in use by another controller, process {self._holder()}"
+            ) from None
         except OSError:
             self.release()
             raise
@@ -141,8 +175,8 @@ class RunDir:
 def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
     """Open what `path` names now, and lock it exclusively; return the descriptor.
 
-    Raises BlockingIOError if another process has the lock, and OSError. With `optional`, the descriptor has no lock where the
-    file system cannot lock such files.
+    Raises BlockingIOError if another process has the lock, and OSError. With
+    `optional`, the descriptor has no lock where the file system cannot lock such files.
     """
     for _ in range(REPLACED):
         fd = os.open(path, flags | os.O_CLOEXEC, 0o644)
@@ -159,7 +193,9 @@ def _locked(path: Path, flags: int, *, optional: bool = False) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # it was replaced between opening and locking: the lock would be on a file without a name
+        # it was replaced between opening and locking: the lock would be on a file
+        # without a name
+        os.close(fd)
     raise OSError(errno.ESTALE, "was replaced again and again while it was being locked", str(path))
 
 
@@ -182,7 +218,9 @@ def _must_be_writable(path: Path) -> None:
     directory = path.is_dir()
     if not os.access(path, os.R_OK | os.W_OK | (os.X_OK if directory else 0)):
         what = "a directory to write to" if directory else "a file to write to"
-        raise ConfigError(f"{path} must be {what}, got one that is read-only or whose permissions refuse it")
+        raise ConfigError(
+            f"{path} must be {what}, got one that is read-only or whose permissions refuse it"
+        )
 
 
 def _empty_directory(path: Path) -> bool:

@@ -1,4 +1,6 @@
-"""What one training step added to the core's counters: the part of a step's line in `metrics.jsonl` that every world has."""
+"""What one training step added to the core's counters: the part of a step's line in
+`metrics.jsonl` that every world has.
+"""
 
 from typing import Any
 
@@ -20,7 +22,13 @@ class Cumulated:
         inherent: dict[int, int],
         cut: dict[str, int],
     ) -> None:
-        self.at, self.counts, self.stops, self.idle, self.scheduling = at, counts, stops, idle, scheduling
+        self.at, self.counts, self.stops, self.idle, self.scheduling = (
+            at,
+            counts,
+            stops,
+            idle,
+            scheduling,
+        )
         self.inherent, self.cut = inherent, cut
 
     @classmethod
@@ -39,25 +47,43 @@ class Cumulated:
         }
         idle = {"engines": dict(state.idle.engines), "trainer": dict(state.idle.trainer)}
         scheduling = msgspec.structs.asdict(counters.scheduling)
-        return cls(at, counts, dict(counters.stop_reasons), idle, scheduling, dict(counters.inherent), dict(counters.cut_turns))
+        return cls(
+            at,
+            counts,
+            dict(counters.stop_reasons),
+            idle,
+            scheduling,
+            dict(counters.inherent),
+            dict(counters.cut_turns),
+        )
 
     def since(self, before: "Cumulated") -> dict[str, Any]:
         """What happened between `before` and now."""
         wall_s = max(1e-9, self.at - before.at)
         added = {name: count - before.counts[name] for name, count in self.counts.items()}
-        inherent = {age: count - before.inherent.get(age, 0) for age, count in sorted(self.inherent.items())}
+        inherent = {
+            age: count - before.inherent.get(age, 0) for age, count in sorted(self.inherent.items())
+        }
         cut = {name: count - before.cut.get(name, 0) for name, count in self.cut.items()}
-        stops = {reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()}
+        stops = {
+            reason: count - before.stops.get(reason, 0) for reason, count in self.stops.items()
+        }
         return {
             "wall_s": round(wall_s, 4),
             "tokens_per_s": round(added["output_tokens"] / wall_s, 1),
             **added,
             "cut_turns": {name: count for name, count in cut.items() if count},
-            "scheduling": {name: round(value - before.scheduling[name], 4) for name, value in self.scheduling.items()},
+            "scheduling": {
+                name: round(value - before.scheduling[name], 4)
+                for name, value in self.scheduling.items()
+            },
             "stop_reasons": {reason: count for reason, count in stops.items() if count},
             "inherent_staleness": {str(age): count for age, count in inherent.items() if count},
             "idle": {
-                who: {cause: round(seconds - before.idle[who].get(cause, 0.0), 4) for cause, seconds in causes.items()}
+                who: {
+                    cause: round(seconds - before.idle[who].get(cause, 0.0), 4)
+                    for cause, seconds in causes.items()
+                }
                 for who, causes in self.idle.items()
             },
         }

@@ -7,22 +7,25 @@ from typing import Any
 
 import msgspec
 
-from rollweave.codec.disk import replace_file
 from rollweave.core.account import Account
 from rollweave.core.core import Core
+from rollweave.io.disk import replace_file
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import RollweaveError
 
 
 class Summary(Noun, frozen=True, kw_only=True):
-    """`success_rate`, `mean_reward` and `eval_episodes` are those of the final evaluation, or of the last periodic one if
-    there is none. `success_rate` has only the task domains whose environment defines success.
+    """`success_rate`, `mean_reward` and `eval_episodes` are those of the final
+    evaluation, or of the last periodic one if there is none. `success_rate` has only
+    the task domains whose environment defines success.
 
-    `turns` counts the agent's turns, `cut_turns` by task domain those that ended at `max_turn_tokens`, `tokens` sampled
-    tokens; `wall_s` is the run's time over all its lives; `error` is empty if the run did not fail. `attempts` counts launches:
-    trajectories of training and of evaluations, and later attempts at them (`again`); each has one of `stop_reasons`.
-    `interrupted` is true if the user ended the run; `ended_by` names the setting that ended it before `run.steps`, if one did.
-    `engines` counts engines that joined the run and that were withdrawn.
+    `turns` counts the agent's turns, `cut_turns` by task domain those that ended at
+    `max_turn_tokens`, `tokens` sampled tokens; `wall_s` is the run's time over all its
+    lives; `error` is empty if the run did not fail. `attempts` counts launches:
+    trajectories of training and of evaluations, and later attempts at them (`again`);
+    each has one of `stop_reasons`. `interrupted` is true if the user ended the run;
+    `ended_by` names the setting that ended it before `run.steps`, if one did. `engines`
+    counts engines that joined the run and that were withdrawn.
     """
 
     success_rate: dict[str, float]
@@ -55,10 +58,15 @@ class AccountError(RollweaveError):
 
 
 def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -> Summary:
-    """The summary of a core that has finished. Raises `AccountError` where the books do not balance."""
+    """The summary of a core that has finished.
+
+    Raises `AccountError` where the books do not balance.
+    """
     state, counters, account = core.state, core.state.counters, core.account()
     if not account.balanced or account.in_flight:
-        raise AccountError(f"trajectories are unaccounted for at the end of the run: {describe(account)}")
+        raise AccountError(
+            f"trajectories are unaccounted for at the end of the run: {describe(account)}"
+        )
     return Summary(
         success_rate=dict(evaluation["success"]) if evaluation is not None else {},
         mean_reward=dict(evaluation["reward"]) if evaluation is not None else {},
@@ -72,7 +80,11 @@ def summarize(core: Core, *, evaluation: dict[str, Any] | None, wall_s: float) -
         staleness_max=max(counters.staleness, default=0),
         inherent_staleness={str(age): count for age, count in sorted(counters.inherent.items())},
         stop_reasons=dict(counters.stop_reasons),
-        attempts={"training": counters.started, "evaluation": counters.eval_started, "again": counters.relaunched},
+        attempts={
+            "training": counters.started,
+            "evaluation": counters.eval_started,
+            "again": counters.relaunched,
+        },
         account=account,
         best_step=state.best_step,
         retried=dict(counters.retried),
@@ -91,9 +103,16 @@ def _ended_by(core: Core) -> str:
     return "" if step is None else f"eval.stop_at was reached at step {step}"
 
 
-def held_out(success: Mapping[str, float], reward: Mapping[str, float]) -> dict[str, tuple[str, float]]:
-    """Return the headline figure of each task domain and its kind: success if the environment defines it, else reward."""
-    return {name: ("success", success[name]) if name in success else ("reward", value) for name, value in reward.items()}
+def held_out(
+    success: Mapping[str, float], reward: Mapping[str, float]
+) -> dict[str, tuple[str, float]]:
+    """Return the headline figure of each task domain and its kind: success if the
+    environment defines it, else reward.
+    """
+    return {
+        name: ("success", success[name]) if name in success else ("reward", value)
+        for name, value in reward.items()
+    }
 
 
 def cut_text(cut: Mapping[str, int], turns: int) -> str:
@@ -111,7 +130,9 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def outcome(summary: Summary) -> str:
-    """What came of a run as one line for people: of one that only evaluated, its episodes; else its account."""
+    """What came of a run as one line for people: of one that only evaluated, its
+    episodes; else its account.
+    """
     if summary.account.started or not summary.eval_episodes:
         return describe(summary.account)
     episodes = (f"{count} of {task}" for task, count in summary.eval_episodes.items())
@@ -119,12 +140,22 @@ def outcome(summary: Summary) -> str:
 
 
 def scheduled(counted: Mapping[str, float]) -> str:
-    """What scheduling by trajectory did, as one line for people; "" where nobody was asked for lengths and nothing moved."""
-    asked, moved, failed = counted.get("predictions", 0), counted.get("migrations", 0), counted.get("migrations_failed", 0)
+    """What scheduling by trajectory did, as one line for people; "" where nobody was
+    asked for lengths and nothing moved.
+    """
+    asked, moved, failed = (
+        counted.get("predictions", 0),
+        counted.get("migrations", 0),
+        counted.get("migrations_failed", 0),
+    )
     if not (asked or moved or failed or counted.get("preemptions", 0)):
         return ""
     late = counted.get("predictions_late", 0) / asked if asked else 0.0
-    parts = [f"{asked:,.0f} predictions ({late:.0%} late)", f"{counted['preemptions']:,.0f} preemptions", f"{moved:,.0f} moves"]
+    parts = [
+        f"{asked:,.0f} predictions ({late:.0%} late)",
+        f"{counted['preemptions']:,.0f} preemptions",
+        f"{moved:,.0f} moves",
+    ]
     if failed:
         parts[-1] += f" ({failed:,.0f} more failed)"
     parts.append(f"{counted['exposed_s']:.1f} s exposed")
@@ -140,7 +171,8 @@ def describe(account: Account) -> str:
     dropped = sum(account.dropped.values())
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(account.dropped.items()))
     text = (
-        f"{account.started} started = {account.trained} trained + {dropped} dropped{f' ({reasons})' if reasons else ''} "
+        f"{account.started} started = {account.trained} trained + {dropped} "
+        f"dropped{f' ({reasons})' if reasons else ''} "
         f"+ {account.buffered} buffered + {account.cancelled} cancelled"
     )
     return f"{text} + {account.in_flight} in flight" if account.in_flight else text

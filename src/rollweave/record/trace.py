@@ -1,17 +1,19 @@
-"""Spans of the run's life as `trace.json`, for Perfetto or chrome://tracing, and for `rollweave report`.
+"""Spans of the run's life as `trace.json`, for Perfetto or chrome://tracing, and for
+`rollweave report`.
 
-Invariants: written as it happens, one event a line, so that a killed run leaves a readable trace (viewers accept the missing
-end); bounded: beyond `limit` events further ones are counted and not written, or, where the newest matter, the trace begins
-anew and the former part stays beside it.
+Invariants: written as it happens, one event a line, so that a killed run leaves a
+readable trace (viewers accept the missing end); bounded: beyond `limit` events further
+ones are counted and not written, or, where the newest matter, the trace begins anew and
+the former part stays beside it.
 """
 
 import contextlib
 from pathlib import Path
 from typing import Any
 
-from rollweave.codec.disk import AppendFile, writing
-from rollweave.codec.packing import as_json
+from rollweave.io.disk import AppendFile, writing
 from rollweave.schema.errors import DiskError
+from rollweave.schema.packing import as_json
 
 LIMIT = 500_000
 """Events in one trace: about 60 MB, what a viewer still opens."""
@@ -27,14 +29,21 @@ BUFFER_LINES = 256
 ENGINES, ENVIRONMENTS, TRAINER, CONTROLLER, RELAYS = 1, 2, 3, 4, 5
 """Process rows of the viewer."""
 
-ROWS = {ENGINES: "engines", ENVIRONMENTS: "environments", TRAINER: "trainer", CONTROLLER: "controller", RELAYS: "relays"}
+ROWS = {
+    ENGINES: "engines",
+    ENVIRONMENTS: "environments",
+    TRAINER: "trainer",
+    CONTROLLER: "controller",
+    RELAYS: "relays",
+}
 
 
 class Trace:
     """Appends spans. Times are seconds of the run's clock."""
 
     def __init__(self, path: Path, *, limit: int = LIMIT, renew: bool = False) -> None:
-        """Open `path`, going on after what an earlier life wrote. `renew`: a full one becomes `*.old.json`, and another begins.
+        """Open `path`, going on after what an earlier life wrote. `renew`: a full one
+        becomes `*.old.json`, and another begins.
 
         Raises DiskError, as all that writes.
         """
@@ -53,7 +62,9 @@ class Trace:
             for process, name in ROWS.items():
                 self._meta("process_name", process, 0, name)
 
-    def span(self, row: int, lane: str, name: str, start: float, end: float, **arguments: Any) -> None:
+    def span(
+        self, row: int, lane: str, name: str, start: float, end: float, **arguments: Any
+    ) -> None:
         """One box from `start` to `end` on the line `lane` of `row`."""
         self._make_room()
         event = {
@@ -71,10 +82,21 @@ class Trace:
     def instant(self, row: int, lane: str, name: str, at: float) -> None:
         """A mark."""
         self._make_room()
-        self._put({"name": name, "ph": "i", "s": "p", "pid": row, "tid": self._lane(row, lane), "ts": round(at * 1e6)})
+        self._put(
+            {
+                "name": name,
+                "ph": "i",
+                "s": "p",
+                "pid": row,
+                "tid": self._lane(row, lane),
+                "ts": round(at * 1e6),
+            }
+        )
 
     def release(self, row: int, lane: str) -> None:
-        """The line is over; another may take its place, so that a long run does not have thousands of lines."""
+        """The line is over; another may take its place, so that a long run does not
+        have thousands of lines.
+        """
         number = self._lanes.pop((row, lane), None)
         if number is not None:
             self._free.setdefault(row, []).append(number)
@@ -86,7 +108,11 @@ class Trace:
         self._file.append(lines)
 
     def close(self) -> None:
-        """Write the end. The file is valid JSON from then on, unless the disk refuses: viewers accept the missing end."""
+        """Write the end.
+
+        The file is valid JSON from then on, unless the disk refuses: viewers accept the
+        missing end.
+        """
         with contextlib.suppress(DiskError):
             self.flush()
             self._file.append(b"{}]\n")
@@ -108,7 +134,9 @@ class Trace:
                 number = free.pop()
             else:
                 number = self._next[row] = self._next.get(row, 0) + 1
-                self._meta("thread_name", row, number, lane if row != ENVIRONMENTS else f"slot {number}")
+                self._meta(
+                    "thread_name", row, number, lane if row != ENVIRONMENTS else f"slot {number}"
+                )
             self._lanes[row, lane] = number
         return number
 
@@ -126,7 +154,9 @@ class Trace:
 
 
 def _whole_events(path: Path) -> tuple[int, int]:
-    """How many events a former trace has, and the bytes that they take: without a torn last line and the closing bracket."""
+    """How many events a former trace has, and the bytes that they take: without a torn
+    last line and the closing bracket.
+    """
     events, end = 0, 0
     if path.exists():
         with path.open("rb") as file:

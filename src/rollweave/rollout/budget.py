@@ -1,7 +1,9 @@
-"""The time of one attempt: what each stage took, and what is left of the active seconds that it has (ProRL Agent §3.2).
+"""The time of one attempt: what each stage took, and what is left of the active seconds
+that it has (ProRL Agent §3.2).
 
-Invariants: time counts only while the agent generates or the environment works, never while a turn queues; every call of
-somebody else's code has a limit; whatever goes wrong in it becomes one `EpisodeStopError` with a typed reason.
+Invariants: time counts only while the agent generates or the environment works, never
+while a turn queues; every call of somebody else's code has a limit; whatever goes wrong
+in it becomes one `EpisodeStopError` with a typed reason.
 """
 
 import asyncio
@@ -16,7 +18,10 @@ T = TypeVar("T")
 
 
 class EpisodeStopError(RollweaveError):
-    """The attempt ends here, for this reason. The message may quote foreign code; it is valid text of bounded length."""
+    """The attempt ends here, for this reason.
+
+    The message may quote foreign code; it is valid text of bounded length.
+    """
 
     def __init__(self, reason: StopReason, message: str) -> None:
         super().__init__(shortened(message))
@@ -46,12 +51,18 @@ class Budget:
         )
 
     def took_turn(self, asked_at: float, generate_s: float) -> None:
-        """A turn that was asked for at `asked_at` has been answered now; what was not generation was queueing."""
+        """A turn that was asked for at `asked_at` has been answered now; what was not
+        generation was queueing.
+        """
         self.generate_s += generate_s
         self.queue_s += max(0.0, self._clock() - asked_at - generate_s)
 
-    async def limited(self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str) -> T:
-        """Await a call of the environment under the step's limit and what is left of the budget. Its time is the caller's."""
+    async def limited(
+        self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str
+    ) -> T:
+        """Await a call of the environment under the step's limit and what is left of
+        the budget. Its time is the caller's.
+        """
         left_s = max(0.0, self.left_s)
         try:
             async with asyncio.timeout(min(self._limits.step_s, left_s)) as scope:
@@ -59,7 +70,11 @@ class Budget:
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
                 raise self.late(left_s, hang=hang, what=what) from None
-            text = str(error) if isinstance(error, RollweaveError) else f"{type(error).__name__}: {error}"
+            text = (
+                str(error)
+                if isinstance(error, RollweaveError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise EpisodeStopError(failure, f"{what}: {text}") from error
 
     def late(self, left_s: float, *, hang: StopReason, what: str) -> EpisodeStopError:

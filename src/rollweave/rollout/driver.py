@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollweave.codec.chat import ChatCodec
 from rollweave.envs.base import Score
+from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.base import EngineId, Noun
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import GenerateResult, Sampling
@@ -31,16 +31,20 @@ class TurnPort(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Speech:
-    """How the agent speaks in one task domain: how messages become tokens, and its sampling without seed and length."""
+    """How the agent speaks in one task domain: how messages become tokens, and its
+    sampling without seed and length.
+    """
 
     codec: ChatCodec
     sampling: Sampling
 
 
 class Driver(Protocol):
-    """What the pipeline drives through INIT, RUN and EVAL: one attempt, at an `Env` (`episode.py`) or by a handler.
+    """What the pipeline drives through INIT, RUN and EVAL: one attempt, at an `Env`
+    (`episode.py`) or by a handler.
 
-    Each stage is awaited once, in order, and raises `EpisodeStopError`, or is cancelled; then comes `close` or `kill`.
+    Each stage is awaited once, in order, and raises `EpisodeStopError`, or is
+    cancelled; then comes `close` or `kill`.
     """
 
     stop_reason: StopReason

@@ -1,19 +1,21 @@
-"""One attempt at one task: drives the environment and the agent's turns, and keeps what training must know.
+"""One attempt at one task: drives the environment and the agent's turns, and keeps what
+training must know.
 
-Invariants: every call of the environment has a limit; time counts against the budget only while the agent generates or the
-environment works, never while a turn queues; whatever goes wrong becomes one `EpisodeStopError` with a typed reason; tokens
-are those that the engine sampled. The episode owns its environment until `close` or `kill`.
+Invariants: every call of the environment has a limit; time counts against the budget
+only while the agent generates or the environment works, never while a turn queues;
+whatever goes wrong becomes one `EpisodeStopError` with a typed reason; tokens are those
+that the engine sampled. The episode owns its environment until `close` or `kill`.
 """
 
 import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from rollweave.codec.chat import ChatError
-from rollweave.codec.conversation import Conversation
 from rollweave.envs.base import Episode as Seen
 from rollweave.envs.base import Observation, Score, Step, mix
 from rollweave.rollout.budget import Budget, EpisodeStopError
+from rollweave.rollout.chat.codec import ChatError
+from rollweave.rollout.chat.conversation import Conversation
 from rollweave.rollout.driver import Speech, TurnPort
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import Finish, Sampling, finish_word
@@ -31,13 +33,18 @@ T = TypeVar("T")
 
 
 class LiveEnv(Protocol):
-    """An opened environment, as `envs/process.py` has it, whatever its isolation. Limits are the episode's."""
+    """An opened environment, as `envs/process.py` has it, whatever its isolation.
+
+    Limits are the episode's.
+    """
 
     async def reset(self, task: Task) -> Observation:
         """Begin the task. Raises `EnvError`."""
 
     async def step(self, action: str, *, finish_reason: str) -> Step:
-        """Take the agent's words, and how they ended: "stop", or "length" where they were cut. Raises `EnvError`."""
+        """Take the agent's words, and how they ended: "stop", or "length" where they
+        were cut. Raises `EnvError`.
+        """
 
     async def close(self) -> None:
         """Free what it holds."""
@@ -59,7 +66,15 @@ class Worlds(Protocol):
 class Episode:
     """`worlds` and `speech` belong to the task's domain; `seed` is the run's."""
 
-    def __init__(self, command: StartInit, *, worlds: Worlds, speech: Speech, seed: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        command: StartInit,
+        *,
+        worlds: Worlds,
+        speech: Speech,
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._command, self._task, self._limits = command, command.task, command.task.limits
         self._worlds, self._clock = worlds, clock
         self._codec = speech.codec
@@ -118,17 +133,26 @@ class Episode:
         finally:
             self._budget.init_s += self._clock() - started
         if not isinstance(observation, Observation):
-            raise EpisodeStopError(StopReason.ENV_ERROR, f"reset must return an Observation, got {observation!r:.200}")
+            raise EpisodeStopError(
+                StopReason.ENV_ERROR, f"reset must return an Observation, got {observation!r:.200}"
+            )
         try:
-            self._conversation = Conversation(self._codec, observation.messages, state_key=observation.state_key)
+            self._conversation = Conversation(
+                self._codec, observation.messages, state_key=observation.state_key
+            )
         except (ChatError, ValueError, TypeError) as error:
             raise EpisodeStopError(StopReason.ENV_ERROR, f"first messages: {error}") from error
         if len(self._conversation) >= self._limits.max_tokens:
-            text = f"the prompt has {len(self._conversation)} tokens, max_tokens is {self._limits.max_tokens}"
+            text = (
+                f"the prompt has {len(self._conversation)} tokens, max_tokens is "
+                f"{self._limits.max_tokens}"
+            )
             raise EpisodeStopError(StopReason.ENV_ERROR, text)
 
     async def run(self, port: TurnPort) -> StopReason:
-        """Take turns until the episode is over; the reason is one that may be trained on, or `EpisodeStopError` is raised."""
+        """Take turns until the episode is over; the reason is one that may be trained
+        on, or `EpisodeStopError` is raised.
+        """
         conversation = self._conversation
         assert conversation is not None, "run follows init"
         while True:
@@ -147,7 +171,9 @@ class Episode:
             try:
                 conversation.observe(step.messages, state_key=step.state_key)
             except (ChatError, ValueError, TypeError) as error:
-                raise EpisodeStopError(StopReason.ENV_ERROR, f"answer to turn {conversation.turns - 1}: {error}") from error
+                raise EpisodeStopError(
+                    StopReason.ENV_ERROR, f"answer to turn {conversation.turns - 1}: {error}"
+                ) from error
 
     async def score(self) -> Score:
         """The reward of the ended episode. Raises `EpisodeStopError`."""
@@ -163,12 +189,17 @@ class Episode:
         try:
             call = self._worlds.score(seen, seed=self._seed)
             score = await self._budget.limited(
-                call, hang=StopReason.REWARD_HANG, failure=StopReason.REWARD_ERROR, what="the reward"
+                call,
+                hang=StopReason.REWARD_HANG,
+                failure=StopReason.REWARD_ERROR,
+                what="the reward",
             )
         finally:
             self._budget.eval_s += self._clock() - started
         if not isinstance(score, Score) or not _finite(score.reward):
-            raise EpisodeStopError(StopReason.REWARD_ERROR, f"the reward must be a finite number, got {score!r:.200}")
+            raise EpisodeStopError(
+                StopReason.REWARD_ERROR, f"the reward must be a finite number, got {score!r:.200}"
+            )
         return score
 
     async def close(self) -> None:
@@ -209,14 +240,23 @@ class Episode:
     # Parts of a turn.
 
     async def _open(self) -> Observation:
-        # Kept before anything is awaited further, so that a time-out in `reset` still finds what to close.
+        # Kept before anything is awaited further, so that a time-out in `reset` still
+        # finds what to close.
         self._env = await self._worlds.open(self._task, seed=self._seed)
         return await self._env.reset(self._task)
 
-    async def _agent_turn(self, port: TurnPort, conversation: Conversation, room: int) -> tuple[str, bool]:
-        """The agent's words, and whether the trajectory's tokens ran out while it spoke."""
+    async def _agent_turn(
+        self, port: TurnPort, conversation: Conversation, room: int
+    ) -> tuple[str, bool]:
+        """The agent's words, and whether the trajectory's tokens ran out while it
+        spoke.
+        """
         number, asked = conversation.turns, self._clock()
-        sampling = _sampling(self._sampling, max_tokens=min(room, self._limits.max_turn_tokens), seed=mix(self._seed, number))
+        sampling = _sampling(
+            self._sampling,
+            max_tokens=min(room, self._limits.max_turn_tokens),
+            seed=mix(self._seed, number),
+        )
         answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
@@ -235,19 +275,25 @@ class Episode:
         assert env is not None, "the environment is open while the episode runs"
         number = conversation.turns - 1
         try:
-            step = await self._worked(env.step(text, finish_reason=conversation.finish_reason), f"step {number}")
+            step = await self._worked(
+                env.step(text, finish_reason=conversation.finish_reason), f"step {number}"
+            )
         finally:
             ended = self._clock()
             self._budget.env_s += ended - started
         port.stepped(f"step {number}", started, ended)
         if not isinstance(step, Step) or not _finite(step.reward):
-            raise EpisodeStopError(StopReason.ENV_ERROR, f"step {number} must return a Step, got {step!r:.200}")
+            raise EpisodeStopError(
+                StopReason.ENV_ERROR, f"step {number} must return a Step, got {step!r:.200}"
+            )
         self._rewards.append(float(step.reward))
         conversation.reward(float(step.reward))
         return step
 
     def _worked(self, call: Awaitable[T], what: str) -> Awaitable[T]:
-        return self._budget.limited(call, hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR, what=what)
+        return self._budget.limited(
+            call, hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR, what=what
+        )
 
 
 def _finite(value: object) -> bool:
@@ -268,13 +314,19 @@ def _sampling(base: Sampling, *, max_tokens: int, seed: int) -> Sampling:
 
 
 def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
-    """Without the end of a last observation that went over the limit: nothing was sampled after it."""
+    """Without the end of a last observation that went over the limit: nothing was
+    sampled after it.
+    """
     if len(sequence.tokens) <= max_tokens:
         return sequence
     segments = [segment for segment in sequence.segments if segment.start < max_tokens]
     last = segments[-1]
-    assert last.kind is not SegmentKind.OUTPUT or last.end <= max_tokens, "a turn never samples beyond the limit"
-    segments[-1] = Segment(start=last.start, end=min(last.end, max_tokens), kind=last.kind, version=last.version)
+    assert last.kind is not SegmentKind.OUTPUT or last.end <= max_tokens, (
+        "a turn never samples beyond the limit"
+    )
+    segments[-1] = Segment(
+        start=last.start, end=min(last.end, max_tokens), kind=last.kind, version=last.version
+    )
     end = segments[-1].end
     return TokenSequence(
         tokens=sequence.tokens[:end],

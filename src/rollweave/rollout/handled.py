@@ -1,9 +1,11 @@
 """One attempt driven by an `AgentHandler`: what `episode.py` is for an `Env`.
 
-Invariants: the handler's code has the limits of an environment: `init`, `eval`, and each silence between two turns of `run`
-take at most `step_s`, all together at most the active time of the attempt; a stage is a task of its own, so one that does not
-end when it is cancelled holds up nobody; turns follow each other, also where an agent program asks for several at once; every
-token comes from the session's recorder, whether the handler asked or a program at the endpoint.
+Invariants: the handler's code has the limits of an environment: `init`, `eval`, and
+each silence between two turns of `run` take at most `step_s`, all together at most the
+active time of the attempt; a stage is a task of its own, so one that does not end when
+it is cancelled holds up nobody; turns follow each other, also where an agent program
+asks for several at once; every token comes from the session's recorder, whether the
+handler asked or a program at the endpoint.
 """
 
 import asyncio
@@ -15,21 +17,21 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollweave.codec.conversation import PLAN_TOKENS
-from rollweave.codec.packing import DEPTH, is_deep
 from rollweave.envs.base import Score, mix
 from rollweave.envs.boundary import RAISED, checked_score
 from rollweave.envs.foreign import running_task, type_name, what_happened
-from rollweave.gateway.dialogue import Ask, RequestError
-from rollweave.gateway.door import Door
-from rollweave.gateway.sessions import Session, SessionLimits, Turn
-from rollweave.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
-from rollweave.handlers.sandboxes import Sandboxes
+from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
+from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
+from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import Speech, TurnPort
+from rollweave.rollout.gateway.dialogue import Ask, RequestError
+from rollweave.rollout.gateway.door import Door
+from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
 from rollweave.schema.errors import EngineError, Interrupted, RollweaveError
+from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.text import valid, valid_tree
 from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence, Trajectory
@@ -37,7 +39,9 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence
 T = TypeVar("T")
 
 CANCEL_S = 2.0
-"""Seconds that a stage has to end once it is cancelled, before it is left behind; also what a hook for errors may take."""
+"""Seconds that a stage has to end once it is cancelled, before it is left behind; also
+what a hook for errors may take.
+"""
 
 RESULT_BYTES = 1 << 20
 """Of what `final_result` gives, as JSON: beyond that it is a file's business."""
@@ -47,7 +51,9 @@ FOR_EVER_S = 1e9
 
 
 class Handled:
-    """`make` makes the handler; `speech` and `sandboxes` belong to its domain, `seed` is the run's, `door` the world's."""
+    """`make` makes the handler; `speech` and `sandboxes` belong to its domain, `seed`
+    is the run's, `door` the world's.
+    """
 
     def __init__(
         self,
@@ -100,7 +106,9 @@ class Handled:
         """Make the handler, and let it make ready. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
-            await self._stage(self._init, "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
+            await self._stage(
+                self._init, "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR
+            )
         except EpisodeStopError as stop:
             await self._told("init_exception", stop)
             raise
@@ -109,10 +117,15 @@ class Handled:
 
     async def _init(self) -> None:
         self._handler = self._make()
-        await self._handler.init(Job(task=self._command.task, seed=self._seed, sandboxes=self._sandboxes))
+        await self._handler.init(
+            Job(task=self._command.task, seed=self._seed, sandboxes=self._sandboxes)
+        )
 
     async def run(self, port: TurnPort) -> StopReason:
-        """Let it run until it returns, or its agent may say nothing more. Raises `EpisodeStopError`."""
+        """Let it run until it returns, or its agent may say nothing more.
+
+        Raises `EpisodeStopError`.
+        """
         self._port = port
         session_id = f"{self._command.trajectory_id}-{self._command.attempt}"
         limits = SessionLimits(
@@ -125,12 +138,16 @@ class Handled:
         )
         sampling = _seeded(self._speech.sampling, self._seed)
         gateway = self._door.gateway
-        gateway.open(session_id, generate=self._speak, limits=limits, sampling=sampling, pinned=True)
+        gateway.open(
+            session_id, generate=self._speak, limits=limits, sampling=sampling, pinned=True
+        )
         session = gateway.session(session_id)
         self._agent = _Agent(session, self._door, max_turns=limits.calls)
         self._working_since = self._clock()
         try:
-            await self._stage(self._run, "run", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR)
+            await self._stage(
+                self._run, "run", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR
+            )
         except EpisodeStopError as stop:
             if self._stop is not None:
                 raise self._stop from None
@@ -145,9 +162,15 @@ class Handled:
         if self._stop is not None:  # the handler made light of it
             raise self._stop
         if not self._sequences and session.refused:
-            raise EpisodeStopError(StopReason.ENV_ERROR, f"the first prompt does not fit into max_tokens: {session.refused}")
+            raise EpisodeStopError(
+                StopReason.ENV_ERROR,
+                f"the first prompt does not fit into max_tokens: {session.refused}",
+            )
         if not self._sequences:
-            raise EpisodeStopError(StopReason.ENV_ERROR, "run must ask the agent at least once, and returned without asking")
+            raise EpisodeStopError(
+                StopReason.ENV_ERROR,
+                "run must ask the agent at least once, and returned without asking",
+            )
         return session.exhausted or StopReason.FINISHED
 
     async def _run(self) -> None:
@@ -219,8 +242,13 @@ class Handled:
         assert self._handler is not None, "init comes first"
         return self._handler
 
-    async def _stage(self, call: Callable[[], Awaitable[T]], what: str, *, hang: StopReason, failure: StopReason) -> T:
-        """Await a stage under the limits. Raises `EpisodeStopError`; its cause is what the stage raised, if it did."""
+    async def _stage(
+        self, call: Callable[[], Awaitable[T]], what: str, *, hang: StopReason, failure: StopReason
+    ) -> T:
+        """Await a stage under the limits.
+
+        Raises `EpisodeStopError`; its cause is what the stage raised, if it did.
+        """
         task = self._stage_task = _begun(call, f"{what} {self._command.trajectory_id}")
         try:
             async with asyncio.timeout(None) as self._deadline:
@@ -247,10 +275,14 @@ class Handled:
         self._working_since = self._clock()
         if self._deadline is not None:
             self._left_s = max(0.0, self._budget.left_s)
-            self._deadline.reschedule(asyncio.get_running_loop().time() + min(self._limits.step_s, self._left_s))
+            self._deadline.reschedule(
+                asyncio.get_running_loop().time() + min(self._limits.step_s, self._left_s)
+            )
 
     async def _told(self, hook: str, stop: EpisodeStopError) -> Score | None:
-        """Tell the handler of a failed stage; a score, if it says that the failure was the agent's doing."""
+        """Tell the handler of a failed stage; a score, if it says that the failure was
+        the agent's doing.
+        """
 
         async def told() -> Any:
             call = getattr(self._handler, hook, None)
@@ -264,7 +296,9 @@ class Handled:
             raise
         except RAISED as error:
             cause = error.raised if type(error) is _RaisedError else error
-            raise EpisodeStopError(stop.reason, f"{stop}; then {what_happened(hook, cause)}") from cause
+            raise EpisodeStopError(
+                stop.reason, f"{stop}; then {what_happened(hook, cause)}"
+            ) from cause
 
     def _keep(self) -> None:
         """Ask for what else is to be kept."""
@@ -274,7 +308,9 @@ class Handled:
                 return
             said = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
             if (size := len(said.encode())) > RESULT_BYTES:
-                raise ValueError(f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}")
+                raise ValueError(
+                    f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}"
+                )
             if is_deep(json.loads(said)):
                 raise ValueError(f"final_result must be at most {DEPTH} levels deep")
         except RAISED as error:
@@ -283,7 +319,9 @@ class Handled:
 
     # The agent's turns.
 
-    async def _speak(self, session: str, tokens: tuple[int, ...], sampling: Sampling) -> GenerateResult:
+    async def _speak(
+        self, session: str, tokens: tuple[int, ...], sampling: Sampling
+    ) -> GenerateResult:
         """A turn of the pipeline: it has one of an attempt at a time."""
         del session
         async with self._speaking:
@@ -302,13 +340,16 @@ class Handled:
                     self._stage_task.cancel()
                 raise EngineError(str(stop)) from stop
             except asyncio.CancelledError:
-                self._budget.env_s += self._clock() - asked  # or an agent that asks and leaves would have no end
+                # or an agent that asks and leaves would have no end
+                self._budget.env_s += self._clock() - asked
                 raise
             finally:
                 self._rearm()
             return self._taken(answer.result, answer.engine_id, asked, len(tokens))
 
-    def _taken(self, result: GenerateResult, engine: str, asked: float, context: int) -> GenerateResult:
+    def _taken(
+        self, result: GenerateResult, engine: str, asked: float, context: int
+    ) -> GenerateResult:
         if result.text_only:
             raise EngineError("the engine gives text only: a handler's turns need its tokens")
         self._engine = engine
@@ -330,7 +371,13 @@ class _Agent:
     def turns_left(self) -> int:
         return max(0, self._max_turns - self._session.calls)
 
-    async def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Message:
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+    ) -> Message:
         if not messages:
             raise ValueError("messages must have at least one, got none")
         if max_tokens is not None and max_tokens < 1:
@@ -343,7 +390,9 @@ class _Agent:
             max_tokens=max_tokens,
         )
         try:
-            async with self._session.turn(ask, ("chat", next(self._numbers)), repeated=False) as turn:
+            async with self._session.turn(
+                ask, ("chat", next(self._numbers)), repeated=False
+            ) as turn:
                 return await self._said(turn)
         except RequestError as error:
             if self._session.exhausted is not None:
@@ -367,7 +416,9 @@ class _Agent:
 
 
 class _RaisedError(RollweaveError):
-    """The handler raised what must not reach the event loop, or would be taken for our own."""
+    """The handler raised what must not reach the event loop, or would be taken for our
+    own.
+    """
 
     def __init__(self, raised: BaseException) -> None:
         super().__init__(type_name(raised))
@@ -375,7 +426,9 @@ class _RaisedError(RollweaveError):
 
 
 async def _apart(call: Callable[[], Awaitable[T]]) -> T:
-    """Await it as a task of its own: where it does not end when we are cancelled, it is left behind."""
+    """Await it as a task of its own: where it does not end when we are cancelled, it is
+    left behind.
+    """
     task = _begun(call, "hook")
     try:
         await asyncio.wait([task])
@@ -389,7 +442,10 @@ async def _apart(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _begun(call: Callable[[], Awaitable[T]], name: str) -> asyncio.Task[T]:
-    """Call the handler's code in a new task. Asyncio reports no exception of it, even if we no longer wait for the task."""
+    """Call the handler's code in a new task.
+
+    Asyncio reports no exception of it, even if we no longer wait for the task.
+    """
     task = asyncio.create_task(_contained(call), name=name)
     task.add_done_callback(_read)
     return task
@@ -416,7 +472,11 @@ async def _contained(call: Callable[[], Awaitable[T]]) -> T:
 
 def declared(tool: Tool) -> str:
     """Return the tool as the chat template gets it: JSON in the form of OpenAI's API."""
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
     return valid(json.dumps({"type": "function", "function": function}, ensure_ascii=False))
 
 

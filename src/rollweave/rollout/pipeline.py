@@ -1,8 +1,11 @@
-"""The INIT/RUN/EVAL pipeline: executes what the core decided about trajectories, and reports what came of it.
+"""The INIT/RUN/EVAL pipeline: executes what the core decided about trajectories, and
+reports what came of it.
 
-It decides nothing: slots, queues, retries and deadlines are the core's. Invariants: every attempt that was started ends in
-exactly one `TrajectoryEnded` (or, in EVAL, one reward event), posted after its environment is closed and its record is in the
-store; a command of another attempt or try changes nothing; a cancelled attempt leaves no task, environment or generation.
+It decides nothing: slots, queues, retries and deadlines are the core's. Invariants:
+every attempt that was started ends in exactly one `TrajectoryEnded` (or, in EVAL, one
+reward event), posted after its environment is closed and its record is in the store; a
+command of another attempt or try changes nothing; a cancelled attempt leaves no task,
+environment or generation.
 """
 
 import asyncio
@@ -12,13 +15,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rollweave.backends.base import EngineBackend
-from rollweave.codec.conversation import PLAN_TOKENS
+from rollweave.engine.clients.base import EngineBackend
 from rollweave.envs.base import Score
 from rollweave.envs.foreign import what_happened
+from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.budget import EpisodeStopError
+from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import Driver, MakeEpisode
-from rollweave.rollout.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.telling import Telling
 from rollweave.rollout.turns import Spans, Turns
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -46,7 +49,9 @@ from rollweave.schema.text import shortened
 from rollweave.schema.work import BLAME_OF, TRAINABLE, Purpose, StopReason, Trajectory
 
 CLOSE_S = 5.0
-"""Seconds that an environment has to close before it is killed: less than the core waits for a cancelled attempt."""
+"""Seconds that an environment has to close before it is killed: less than the core
+waits for a cancelled attempt.
+"""
 
 Key = tuple[TrajectoryId, int]
 
@@ -86,7 +91,9 @@ class _Evaluation:
 
 
 class Pipeline:
-    """`make_episode` builds the driver of one attempt; `engine` finds an engine's living process."""
+    """`make_episode` builds the driver of one attempt; `engine` finds an engine's
+    living process.
+    """
 
     def __init__(
         self,
@@ -101,10 +108,11 @@ class Pipeline:
         waiting_limit: int,
         keeps_turns: bool = False,
     ) -> None:
-        """`waiting_limit` bounds the rolled-out attempts that are remembered for a `StartEval` that may never come.
+        """`waiting_limit` bounds the rolled-out attempts that are remembered for a
+        `StartEval` that may never come.
 
-        With `keeps_turns` what engines have sampled of unfinished turns is kept, for a `StartTurn` that resumes, and the core
-        is told how far long ones have come.
+        With `keeps_turns` what engines have sampled of unfinished turns is kept, for a
+        `StartTurn` that resumes, and the core is told how far long ones have come.
         """
         self._make_episode, self._engine, self._store = make_episode, engine, store
         self._post, self._spawn, self._clock, self._spans = post, spawn, clock, spans
@@ -120,7 +128,8 @@ class Pipeline:
         return len(self._attempts) + len(self._evaluations)
 
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
-        """The tokens of the attempt's last turn and all before: what its engine has seen. None before the first turn's end.
+        """The tokens of the attempt's last turn and all before: what its engine has
+        seen. None before the first turn's end.
 
         What is kept of an unfinished turn is part of it.
         """
@@ -145,7 +154,9 @@ class Pipeline:
             budget_s=lambda: episode.budget_s,
             telling=self._telling,
         )
-        attempt = self._attempts[key] = _Attempt(command=command, episode=episode, turns=turns, go=asyncio.Event())
+        attempt = self._attempts[key] = _Attempt(
+            command=command, episode=episode, turns=turns, go=asyncio.Event()
+        )
         attempt.task = self._spawn(self._live(attempt), f"episode {attempt.lane}")
 
     def start_run(self, command: StartRun) -> None:
@@ -173,7 +184,14 @@ class Pipeline:
         attempt = self._rolled_out.pop(key, None)
         if attempt is None:
             error = "the attempt is not waiting for its reward"
-            self._post(RewardFailed(trajectory_id=key[0], attempt=key[1], stop_reason=StopReason.REWARD_ERROR, error=error))
+            self._post(
+                RewardFailed(
+                    trajectory_id=key[0],
+                    attempt=key[1],
+                    stop_reason=StopReason.REWARD_ERROR,
+                    error=error,
+                )
+            )
             return
         evaluation = self._evaluations[key] = _Evaluation(attempt=attempt)
         evaluation.task = self._spawn(self._evaluate(key, evaluation), f"eval {attempt.lane}")
@@ -183,7 +201,9 @@ class Pipeline:
         held = self._attempts.get(key) or self._evaluations.get(key)
         if held is None:
             self._rolled_out.pop(key, None)
-            self._post(TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason))
+            self._post(
+                TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason)
+            )
             return
         held.cancelled = command.reason
         if isinstance(held, _Attempt):
@@ -192,7 +212,9 @@ class Pipeline:
             held.task.cancel()
 
     def seen(self, command: Predict) -> LengthContext:
-        """What the command says of an attempt, with what only we hold: its rewards so far, and how its first turn began."""
+        """What the command says of an attempt, with what only we hold: its rewards so
+        far, and how its first turn began.
+        """
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is None:
             return command.context
@@ -237,7 +259,11 @@ class Pipeline:
         await attempt.episode.init()
         self._spans.episode_span(attempt.lane, "init", started, self._clock())
         self._post(
-            EnvReady(trajectory_id=command.trajectory_id, attempt=command.attempt, prompt_tokens=attempt.episode.prompt_tokens)
+            EnvReady(
+                trajectory_id=command.trajectory_id,
+                attempt=command.attempt,
+                prompt_tokens=attempt.episode.prompt_tokens,
+            )
         )
         await attempt.go.wait()
         return await attempt.episode.run(attempt.turns)
@@ -251,7 +277,9 @@ class Pipeline:
             self._append(command, trajectory)
         except DiskError:
             raise
-        except Exception as bug:  # the attempt's result cannot be kept, but the fact that it failed can
+        except (
+            Exception
+        ) as bug:  # the attempt's result cannot be kept, but the fact that it failed can
             reason, error = StopReason.ENV_ERROR, _unforeseen(bug)
             trajectory = _nothing(command, error)
             self._append(command, trajectory)
@@ -280,10 +308,21 @@ class Pipeline:
         if command.purpose is not Purpose.SERVE:
             self._store.forget((command.trajectory_id,))
         ended, reason = (command.trajectory_id, command.attempt), trajectory.stop_reason
-        self._post(TrajectoryEnded(trajectory_id=ended[0], attempt=ended[1], stop_reason=reason, error=error))
+        self._post(
+            TrajectoryEnded(
+                trajectory_id=ended[0], attempt=ended[1], stop_reason=reason, error=error
+            )
+        )
 
     def _append(self, command: StartInit, trajectory: Trajectory) -> None:
-        self._store.append(Ended(at=self._clock(), purpose=command.purpose, member=command.member, trajectory=trajectory))
+        self._store.append(
+            Ended(
+                at=self._clock(),
+                purpose=command.purpose,
+                member=command.member,
+                trajectory=trajectory,
+            )
+        )
 
     # EVAL.
 
@@ -308,7 +347,9 @@ class Pipeline:
         self._spans.episode_over(attempt.lane)
         self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
 
-    def _scored(self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str) -> None:
+    def _scored(
+        self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
+    ) -> None:
         """Write the score, or why there is none; then say it."""
         trajectory_id, number = key
         episode = evaluation.attempt.episode
@@ -335,16 +376,33 @@ class Pipeline:
         if purpose is Purpose.EVAL or (purpose is Purpose.TRAIN and score is None):
             self._store.forget((trajectory_id,))
         if evaluation.cancelled is not None:
-            self._post(TrajectoryEnded(trajectory_id=trajectory_id, attempt=number, stop_reason=evaluation.cancelled))
+            self._post(
+                TrajectoryEnded(
+                    trajectory_id=trajectory_id, attempt=number, stop_reason=evaluation.cancelled
+                )
+            )
         elif score is None:
-            self._post(RewardFailed(trajectory_id=trajectory_id, attempt=number, stop_reason=reason, error=error))
+            self._post(
+                RewardFailed(
+                    trajectory_id=trajectory_id, attempt=number, stop_reason=reason, error=error
+                )
+            )
         else:
-            self._post(RewardReady(trajectory_id=trajectory_id, attempt=number, reward=score.reward, success=score.success))
+            self._post(
+                RewardReady(
+                    trajectory_id=trajectory_id,
+                    attempt=number,
+                    reward=score.reward,
+                    success=score.success,
+                )
+            )
 
 
 def _unforeseen(bug: Exception) -> str:
     """Describe a failure that nothing else has attributed."""
-    return shortened(f"a failure that Rollweave did not foresee: {what_happened('the attempt', bug)}")
+    return shortened(
+        f"a failure that Rollweave did not foresee: {what_happened('the attempt', bug)}"
+    )
 
 
 def _nothing(command: StartInit, error: str) -> Trajectory:
@@ -369,5 +427,8 @@ async def _closed(episode: Driver) -> None:
     try:
         async with asyncio.timeout(CLOSE_S):
             await episode.close()
-    except (Exception, asyncio.CancelledError):  # whatever its author's `close` does; a cancellation has been answered
+    except (
+        Exception,
+        asyncio.CancelledError,
+    ):  # whatever its author's `close` does; a cancellation has been answered
         episode.kill()

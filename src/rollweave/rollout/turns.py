@@ -1,11 +1,14 @@
-"""The agent's turns of one attempt: asked for, given to an engine when the core says so, answered once.
+"""The agent's turns of one attempt: asked for, given to an engine when the core says
+so, answered once.
 
-Invariants: one turn is open at a time, and each that was asked for ends in `TurnDone`, in `TurnWithdrawn`, or with its
-attempt; a command that means another turn or try changes nothing; a turn that nobody waits for generates nothing.
+Invariants: one turn is open at a time, and each that was asked for ends in `TurnDone`,
+in `TurnWithdrawn`, or with its attempt; a command that means another turn or try
+changes nothing; a turn that nobody waits for generates nothing.
 
-Where unfinished turns are kept (`telling`), an engine tells of them as they come. One that is aborted, or whose engine is lost,
-then goes on where it stood if the core says that it may. One that an engine refuses begins again: what it was to go on from may
-be the reason.
+Where unfinished turns are kept (`telling`), an engine tells of them as they come. One
+that is aborted, or whose engine is lost, then goes on where it stood if the core says
+that it may. One that an engine refuses begins again: what it was to go on from may be
+the reason.
 """
 
 import asyncio
@@ -16,7 +19,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollweave.backends.base import EngineBackend
+from rollweave.engine.clients.base import EngineBackend
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.driver import Answer
 from rollweave.rollout.partial import Unfinished
@@ -25,17 +28,27 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
 from rollweave.schema.events import Event, TurnDone, TurnFailed, TurnRequested, TurnWithdrawn
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Partial, Piece, Sampling
+from rollweave.schema.serving import (
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Partial,
+    Piece,
+    Sampling,
+)
 from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, StopReason
 
 LEAST_BUDGET_S = 1e-3
-"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0 for no bound."""
+"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0
+for no bound.
+"""
 
 
 ABORT_S = 2.0
-"""Seconds that an engine has to answer an aborted turn with what there is: it does so between two steps. Then what it has told
-must do."""
+"""Seconds that an engine has to answer an aborted turn with what there is: it does so
+between two steps. Then what it has told must do.
+"""
 
 
 class Spans(Protocol):
@@ -50,7 +63,10 @@ class Spans(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """The turn is with an engine (`generating`), or leaves one (`leaving`), or neither. `next` waits until it has left."""
+    """The turn is with an engine (`generating`), or leaves one (`leaving`), or neither.
+
+    `next` waits until it has left.
+    """
 
     number: int
     tokens: tuple[int, ...]
@@ -65,7 +81,12 @@ class _Open:
 
     def forget(self) -> None:
         """Stop the generation, if any; its answer is not wanted."""
-        futures, self.generating, self.leaving, self.next = (self.generating, self.leaving), None, None, None
+        futures, self.generating, self.leaving, self.next = (
+            (self.generating, self.leaving),
+            None,
+            None,
+            None,
+        )
         for future in futures:
             if future is not None:
                 future.cancel()
@@ -73,7 +94,8 @@ class _Open:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turns:
-    """`TurnPort` of the attempt `command`. `engine` finds an engine's living process; `budget_s` says what is left.
+    """`TurnPort` of the attempt `command`. `engine` finds an engine's living process;
+    `budget_s` says what is left.
 
     With `telling`, unfinished turns are kept, and it hears how far they have come.
     """
@@ -101,7 +123,10 @@ class Turns:
 
     @property
     def seen(self) -> tuple[int, ...] | None:
-        """All that engines have seen of the attempt, as far as it is known. None before the first turn's beginning."""
+        """All that engines have seen of the attempt, as far as it is known.
+
+        None before the first turn's beginning.
+        """
         turn = self._open
         over = turn is not None and self.spoken is not None and self.spoken[0] is turn.tokens
         if turn is not None and turn.request_id and not over:
@@ -119,7 +144,8 @@ class Turns:
         try:
             return await answer
         except asyncio.CancelledError:
-            if not self.ending and answer.cancelled():  # an agent program has given up this call, and goes on
+            # an agent program has given up this call, and goes on
+            if not self.ending and answer.cancelled():
                 self.post(TurnWithdrawn(trajectory_id=name, attempt=attempt, turn=number))
             raise
         finally:
@@ -133,7 +159,9 @@ class Turns:
     # The core's side.
 
     def start(self, command: StartTurn) -> None:
-        """Give the open turn to an engine; where it resumes, once the engine before has let go of it."""
+        """Give the open turn to an engine; where it resumes, once the engine before has
+        let go of it.
+        """
         turn = self._open
         if turn is None or turn.number != command.turn or turn.answer.done():
             self._say_again(command)
@@ -153,7 +181,9 @@ class Turns:
             turn.next = command
 
     def _say_again(self, command: StartTurn) -> None:
-        """The turn was answered as the core gave it up: it has not heard that, nor what the attempt has asked for since."""
+        """The turn was answered as the core gave it up: it has not heard that, nor what
+        the attempt has asked for since.
+        """
         if self._done is None or self._done.turn != command.turn:
             return  # the attempt has ended meanwhile, and has said so
         self.post(msgspec.structs.replace(self._done, try_number=command.try_number))
@@ -208,7 +238,10 @@ class Turns:
         turn.generating.add_done_callback(done)
 
     def abort(self, command: AbortTurn) -> None:
-        """The turn stays open. Where it is kept, the engine's answer is what it is resumed from."""
+        """The turn stays open.
+
+        Where it is kept, the engine's answer is what it is resumed from.
+        """
         turn = self._meant(command)
         if turn is None:
             return
@@ -257,7 +290,10 @@ class Turns:
     def _meant(self, command: AbortTurn | RerankTurn) -> _Open | None:
         """The open turn, if the command means it and its latest try."""
         turn = self._open
-        named = turn is not None and (turn.number, turn.try_number) == (command.turn, command.try_number)
+        named = turn is not None and (turn.number, turn.try_number) == (
+            command.turn,
+            command.try_number,
+        )
         return turn if named else None
 
     def _generated(
@@ -302,13 +338,17 @@ class Turns:
             cached_tokens=result.cached_tokens,
             version=result.versions[-1].version,
             queue_s=result.queue_s,
-            cut=result.finish is Finish.LENGTH and turn.sampling.max_tokens == limit <= len(result.tokens),
+            cut=result.finish is Finish.LENGTH
+            and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
         turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
-        # A trace that cannot be written is told by whoever writes next: here is nobody to tell.
+        # A trace that cannot be written is told by whoever writes next: here is nobody
+        # to tell.
         with contextlib.suppress(DiskError):
-            self.spans.episode_span(self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock())
+            self.spans.episode_span(
+                self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
+            )
 
     def _failed(self, command: StartTurn, error: str) -> None:
         self.post(
@@ -323,7 +363,9 @@ class Turns:
 
 
 def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
-    return future.done() and not future.cancelled() and isinstance(future.exception(), EngineLostError)
+    return (
+        future.done() and not future.cancelled() and isinstance(future.exception(), EngineLostError)
+    )
 
 
 def _flaw(result: GenerateResult, purpose: Purpose, resumed: Partial | None) -> str:
@@ -331,9 +373,14 @@ def _flaw(result: GenerateResult, purpose: Purpose, resumed: Partial | None) -> 
     if result.finish is Finish.ABORTED:
         return "the engine aborted the turn"
     if result.text_only and purpose is Purpose.TRAIN:
-        return "the engine gives text only, without its tokens and log-probs: it serves evaluation, never training"
+        return (
+            "the engine gives text only, without its tokens and log-probs: it serves evaluation, "
+            "never training"
+        )
     if not result.tokens or len(result.tokens) != len(result.logprobs):
-        return f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
+        return (
+            f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
+        )
     given = resumed.tokens if resumed is not None and result.resumed_tokens else ()
     if result.resumed_tokens != len(given) or result.tokens[: len(given)] != given:
         return f"the engine went on from other tokens than the {len(given)} that it was given"

@@ -1,8 +1,10 @@
-"""Sandboxes by Apptainer, for clusters that have it and images in its format (ProRL §3.2.2).
+"""Sandboxes by Apptainer, for clusters that have it and images in its format (ProRL
+§3.2.2).
 
-The isolation is Apptainer's own: no filter of system calls of ours, and its own size for what is written. Time, CPU, memory and
-processes are limited as everywhere. Nothing here could be tried with the real program so far: its command line is held by a
-contract test.
+The isolation is Apptainer's own: no filter of system calls of ours, and its own size
+for what is written. Time, CPU, memory and processes are limited as everywhere. Nothing
+here could be tried with the real program so far: its command line is held by a contract
+test.
 """
 
 import os
@@ -37,21 +39,36 @@ class Apptainer:
         argv = apptainer(spec, runtime=self._program, support=self._launcher.support)
         check_image(spec.image)
         _check_way(spec.image)
-        # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing on.
+        # It looks for its helpers on PATH, and is told by --cleanenv to pass nothing
+        # on.
         return await started(
-            spec, self._launcher, asked=asked, argv=argv, env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"}
+            spec,
+            self._launcher,
+            asked=asked,
+            argv=argv,
+            env={"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"},
         )
 
     async def branch(self, snapshot: Snapshot) -> Running:
-        raise SandboxError(f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers")
+        raise SandboxError(
+            f"apptainer starts from no snapshot, got one with {len(snapshot.layers)} layers"
+        )
 
     async def close(self) -> None:
         await self._launcher.close()
 
 
 def _check_way(path: str) -> None:
-    """Where we are root the runtime has another uid: raise ValueError where it cannot come to the image."""
+    """Where we are root the runtime has another uid: raise ValueError where it cannot
+    come to the image.
+    """
     if os.getuid() == 0:
-        closed = next((str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001), None)
+        closed = next(
+            (str(parent) for parent in Path(path).parents if not parent.stat().st_mode & 0o001),
+            None,
+        )
         if closed is not None:
-            raise ValueError(f"image must be where every user can come for apptainer by root, got {path!r}: {closed} is closed")
+            raise ValueError(
+                "image must be where every user can come for apptainer by root, got "
+                f"{path!r}: {closed} is closed"
+            )

@@ -1,7 +1,8 @@
-"""From a specification to the command line that makes the sandbox, for each runtime: pure, so that golden tests can hold it.
+"""From a specification to the command line that makes the sandbox, for each runtime:
+pure, so that golden tests can hold it.
 
-A runtime is given a root, or an image, the server's socket as CHANNEL_FD, and, where it takes one, the seccomp program as
-SECCOMP_FD. Nothing of our environment is named.
+A runtime is given a root, or an image, the server's socket as CHANNEL_FD, and, where it
+takes one, the seccomp program as SECCOMP_FD. Nothing of our environment is named.
 """
 
 import json
@@ -23,7 +24,8 @@ UID = 1000
 def rlimits(limits: Limits) -> dict[str, int]:
     """Return the limits of each process, by their names in <sys/resource.h>.
 
-    Private memory, not address space: programs reserve much more of the latter than they use.
+    Private memory, not address space: programs reserve much more of the latter than
+    they use.
     """
     return {
         "NPROC": limits.processes,
@@ -38,22 +40,36 @@ def rlimits(limits: Limits) -> dict[str, int]:
     }
 
 
-def server(limits: dict[str, int], workdir: str, *, python: str = "python3", support: str = SUPPORT) -> list[str]:
+def server(
+    limits: dict[str, int], workdir: str, *, python: str = "python3", support: str = SUPPORT
+) -> list[str]:
     """Return the command of the program inside: the server, within per-process limits.
 
-    It runs without `site`. Installed packages may name paths that do not exist; an agent could make such a path, and code
-    there would run in the server of every sandbox that begins with what this agent wrote.
+    It runs without `site`. Installed packages may name paths that do not exist; an
+    agent could make such a path, and code there would run in the server of every
+    sandbox that begins with what this agent wrote.
     """
     packed = json.dumps(limits, sort_keys=True)
-    return [python, "-I", "-S", f"{support}/boot.py", packed, workdir, f"{support}/inside", "--fd", str(CHANNEL_FD)]
+    return [
+        python,
+        "-I",
+        "-S",
+        f"{support}/boot.py",
+        packed,
+        workdir,
+        f"{support}/inside",
+        "--fd",
+        str(CHANNEL_FD),
+    ]
 
 
 def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list[str]:
-    """Return the command of bubblewrap 0.8 or later: new namespaces, no capability, and the root already mounted at `root`
-    with its /dev.
+    """Return the command of bubblewrap 0.8 or later: new namespaces, no capability, and
+    the root already mounted at `root` with its /dev.
 
-    /proc is read-only: writing to it could only weaken a limit (oom_score_adj) or change another process (mem). Per-process
-    limits are set before, when no code of an image or an agent has run.
+    /proc is read-only: writing to it could only weaken a limit (oom_score_adj) or
+    change another process (mem). Per-process limits are set before, when no code of an
+    image or an agent has run.
     """
     uid = "0" if spec.fakeroot else str(UID)
     argv = [bwrap, "--unshare-user", "--uid", uid, "--gid", uid, "--unshare-ipc", "--unshare-pid"]
@@ -61,26 +77,47 @@ def bubblewrap(spec: SandboxSpec, *, bwrap: str, root: str, python: str) -> list
     argv += ["--unshare-uts", "--unshare-cgroup", "--disable-userns", "--assert-userns-disabled"]
     argv += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", spec.hostname]
     argv += ["--seccomp", str(SECCOMP_FD), "--bind", root, "/", "--dev-bind", f"{root}/dev", "/dev"]
-    argv += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc", "--clearenv"]
+    argv += [
+        "--proc",
+        "/proc",
+        "--ro-bind",
+        "/proc/sys",
+        "/proc/sys",
+        "--remount-ro",
+        "/proc",
+        "--clearenv",
+    ]
     for name, value in spec.environment().items():
         argv += ["--setenv", name, value]
     return [*argv, "--chdir", spec.workdir, "--", *server({}, spec.workdir, python=python)]
 
 
 def apptainer(spec: SandboxSpec, *, runtime: str, support: str) -> list[str]:
-    """Of Apptainer 1.x: contained, no environment, no home, writes to a tmpfs of the runtime's own size (ProRL §3.2.2).
+    """Of Apptainer 1.x: contained, no environment, no home, writes to a tmpfs of the
+    runtime's own size (ProRL §3.2.2).
 
-    `support` is the folder on the host that has boot.py and the server. Raises ValueError for what the runtime cannot give.
+    `support` is the folder on the host that has boot.py and the server. Raises
+    ValueError for what the runtime cannot give.
     """
     if spec.image == HOST:
         raise ValueError(f"image must be a .sif file or a folder for apptainer, got {HOST!r}")
     for name, value in spec.env.items():
         if "," in value:
-            raise ValueError(f"env must have values without a comma for apptainer, got {name}={value!r}")
+            raise ValueError(
+                f"env must have values without a comma for apptainer, got {name}={value!r}"
+            )
     argv = [runtime, "exec", "--containall", "--cleanenv", "--no-home", "--writable-tmpfs"]
     argv += ["--fakeroot"] if spec.fakeroot else []
     argv += [] if spec.network else ["--net", "--network", "none"]
-    argv += ["--uts", "--hostname", spec.hostname, "--bind", f"{support}:{SUPPORT}:ro", "--pwd", "/"]
+    argv += [
+        "--uts",
+        "--hostname",
+        spec.hostname,
+        "--bind",
+        f"{support}:{SUPPORT}:ro",
+        "--pwd",
+        "/",
+    ]
     for name, value in spec.environment().items():
         argv += ["--env", f"{name}={value}"]
     return [*argv, spec.image, *server(rlimits(spec.limits), spec.workdir)]

@@ -1,8 +1,10 @@
-"""What a sandbox is: its specification, its limits, and the protocols that every back end implements.
+"""What a sandbox is: its specification, its limits, and the protocols that every back
+end implements.
 
-Invariants: a specification that cannot be is refused when it is made; a sandbox that was started is stopped or killed by
-whoever holds it, and with its back end at the latest; a failure of the sandbox itself is a `SandboxError`, the failure of a
-command in it is a result.
+Invariants: a specification that cannot be is refused when it is made; a sandbox that
+was started is stopped or killed by whoever holds it, and with its back end at the
+latest; a failure of the sandbox itself is a `SandboxError`, the failure of a command in
+it is a result.
 """
 
 import itertools
@@ -21,7 +23,9 @@ from rollweave.schema.base import Noun
 MIB = 1 << 20
 
 HOST = "host"
-"""The image that is this machine's /usr and Python, read-only, with an empty root, home and /tmp."""
+"""The image that is this machine's /usr and Python, read-only, with an empty root, home
+and /tmp.
+"""
 
 HOME = "/home/agent"
 
@@ -32,7 +36,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Limits(Noun, frozen=True, kw_only=True):
-    """What a sandbox may use. One that goes beyond memory_bytes, cpu_s or wall_s is killed and says so."""
+    """What a sandbox may use.
+
+    One that goes beyond memory_bytes, cpu_s or wall_s is killed and says so.
+    """
 
     processes: int = 128
     """Processes and threads at once."""
@@ -50,47 +57,80 @@ class Limits(Noun, frozen=True, kw_only=True):
     """Open files of each process."""
 
     def __post_init__(self) -> None:
-        least = {"processes": 4, "memory_bytes": 64 * MIB, "disk_bytes": MIB, "output_bytes": 1024, "files": 32}
+        least = {
+            "processes": 4,
+            "memory_bytes": 64 * MIB,
+            "disk_bytes": MIB,
+            "output_bytes": 1024,
+            "files": 32,
+        }
         for field, value in least.items():
             if getattr(self, field) < value:
-                raise ValueError(f"limits.{field} must be at least {value}, got {getattr(self, field)}")
+                raise ValueError(
+                    f"limits.{field} must be at least {value}, got {getattr(self, field)}"
+                )
         for field in ("cpu_s", "wall_s"):
             if not 0 < getattr(self, field) < float("inf"):
-                raise ValueError(f"limits.{field} must be positive and finite, got {getattr(self, field)}")
+                raise ValueError(
+                    f"limits.{field} must be positive and finite, got {getattr(self, field)}"
+                )
 
 
 class SandboxSpec(Noun, frozen=True, kw_only=True):
     """One sandbox to start."""
 
     image: str = HOST
-    """HOST, or the absolute path of an image: a folder that is a root file system with python3 (a .sif file for apptainer)."""
+    """HOST, or the absolute path of an image: a folder that is a root file system with
+    python3 (a .sif file for apptainer).
+    """
     limits: Limits = Limits()
     network: bool = False
-    """True shares the host's network, with all that listens on it, and gives an address of its own on its loopback, in the
-    variable LOOPBACK and by the hostname; False gives a loopback of its own and nothing else."""
+    """True shares the host's network, with all that listens on it, and gives an address
+    of its own on its loopback, in the variable LOOPBACK and by the hostname; False
+    gives a loopback of its own and nothing else.
+    """
     env: dict[str, str] = msgspec.field(default_factory=dict)
     """Added to PATH, HOME and LANG. Nothing else of our environment goes in."""
     workdir: str = HOME
     hostname: str = "sandbox"
     fakeroot: bool = False
-    """Be uid 0 inside, without any capability of root: for installers that look at the uid only."""
+    """Be uid 0 inside, without any capability of root: for installers that look at the
+    uid only.
+    """
 
     def __post_init__(self) -> None:
         if self.image != HOST and not _plain_path(self.image):
-            raise ValueError(f"image must be {HOST!r} or an absolute path without '..', got {self.image!r}")
-        if not _plain_path(self.workdir) or self.workdir == "/" or self.workdir.split("/")[1] in ("proc", "dev", "sys", "run"):
             raise ValueError(
-                f"workdir must be an absolute path without '..', and not of /proc, /dev, /sys or /run, got {self.workdir!r}"
+                f"image must be {HOST!r} or an absolute path without '..', got {self.image!r}"
+            )
+        if (
+            not _plain_path(self.workdir)
+            or self.workdir == "/"
+            or self.workdir.split("/")[1] in ("proc", "dev", "sys", "run")
+        ):
+            raise ValueError(
+                "workdir must be an absolute path without '..', and not of /proc, /dev, /sys or "
+                f"/run, got {self.workdir!r}"
             )
         if not _HOSTNAME.fullmatch(self.hostname):
-            raise ValueError(f"hostname must be lower-case letters, digits and dashes, at most 63, got {self.hostname!r}")
+            raise ValueError(
+                "hostname must be lower-case letters, digits and dashes, at most "
+                f"63, got {self.hostname!r}"
+            )
         for name, value in self.env.items():
             if not _VARIABLE.fullmatch(name) or "\0" in value:
-                raise ValueError(f"env must have names of letters, digits and _, and values without NUL, got {name!r}")
+                raise ValueError(
+                    "env must have names of letters, digits and _, and values "
+                    f"without NUL, got {name!r}"
+                )
 
     def environment(self) -> dict[str, str]:
         """All variables of a process in the sandbox."""
-        base = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
+        base = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin",
+            "HOME": HOME,
+            "LANG": "C.UTF-8",
+        }
         return {**base, **self.env}
 
 
@@ -108,7 +148,10 @@ class ExecResult(Noun, frozen=True, kw_only=True):
 
 
 class Snapshot(Noun, frozen=True, kw_only=True):
-    """What was written in a sandbox, kept on the host. `branch` of the same back end starts from it, as often as wanted."""
+    """What was written in a sandbox, kept on the host.
+
+    `branch` of the same back end starts from it, as often as wanted.
+    """
 
     spec: SandboxSpec
     layers: tuple[str, ...]
@@ -128,14 +171,20 @@ class Sandbox(Protocol):
 
     @property
     def ended(self) -> str:
-        """Why it is gone: stopped, killed, or the limit that it went beyond. Empty while it lives."""
+        """Why it is gone: stopped, killed, or the limit that it went beyond.
+
+        Empty while it lives.
+        """
 
     @property
     def channel(self) -> Channel:
         """To its server, for tools (`tools.Bash` and others)."""
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """An action of its server, as `channel.Channel.call`. Raises SandboxError; where it is gone, that says why."""
+        """An action of its server, as `channel.Channel.call`.
+
+        Raises SandboxError; where it is gone, that says why.
+        """
 
     async def exec(
         self,
@@ -146,7 +195,10 @@ class Sandbox(Protocol):
         env: dict[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a program. Raises SandboxError; a command that fails or takes too long is a result."""
+        """Run a program.
+
+        Raises SandboxError; a command that fails or takes too long is a result.
+        """
 
     async def read(self, path: str, *, limit: int = MIB) -> bytes:
         """A regular file's bytes. Raises SandboxError where it is none, or longer."""
@@ -155,18 +207,26 @@ class Sandbox(Protocol):
         """Replace a file. Raises SandboxError."""
 
     async def snapshot(self, *, only: Sequence[str] = (), at: str = "") -> Snapshot:
-        """Keep what was written so far. Commands are paused meanwhile. Raises SandboxError, ValueError.
+        """Keep what was written so far. Commands are paused meanwhile. Raises
+        SandboxError, ValueError.
 
-        With `only`, paths relative to the work folder (`.` is all of it), the snapshot consists of the clean image and these
-        files and folders, in the folder `at` instead of the work folder. Other files are left out, and so are symbolic links
+        With `only`, paths relative to the work folder (`.` is all of it), the snapshot
+        consists of the clean image and these files and folders, in the folder `at`
+        instead of the work folder. Other files are left out, and so are symbolic links
         that lead out of the work folder and paths that do not exist.
         """
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds. Returns when nothing is."""
+        """SIGTERM to its commands, SIGKILL to all that is left after `grace_s` seconds.
+
+        Returns when nothing is.
+        """
 
     def kill(self, *, spoiled: str = "") -> None:
-        """Send SIGKILL to all its processes at once. `spoiled` says what the code inside did, if that is the reason."""
+        """Send SIGKILL to all its processes at once.
+
+        `spoiled` says what the code inside did, if that is the reason.
+        """
 
 
 class Backend(Protocol):
@@ -175,11 +235,15 @@ class Backend(Protocol):
     name: str
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """A sandbox whose server has answered. Raises SandboxError, and ValueError for a spec that this back end cannot
-        give."""
+        """A sandbox whose server has answered. Raises SandboxError, and ValueError for
+        a spec that this back end cannot give.
+        """
 
     async def branch(self, snapshot: Snapshot) -> Sandbox:
-        """A new sandbox that begins where the snapshot was taken. Raises SandboxError."""
+        """A new sandbox that begins where the snapshot was taken.
+
+        Raises SandboxError.
+        """
 
     async def close(self) -> None:
         """End all its sandboxes, and remove its snapshots and files."""
@@ -189,8 +253,9 @@ _addresses = itertools.count(secrets.randbelow(1 << 24))
 
 
 def addressed(spec: SandboxSpec) -> SandboxSpec:
-    """With a loopback address of its own where it shares the host's network: servers of several sandboxes may then listen on
-    the same port (ProRL Agent §3.2.2)."""
+    """With a loopback address of its own where it shares the host's network: servers of
+    several sandboxes may then listen on the same port (ProRL Agent §3.2.2).
+    """
     if not spec.network or LOOPBACK in spec.env:
         return spec
     number = next(_addresses)
@@ -207,11 +272,20 @@ def check_image(image: str) -> None:
 def check_taken(only: Sequence[str], at: str) -> None:
     """Raise ValueError if a snapshot cannot consist of these paths in the folder `at`."""
     if bool(only) != bool(at) or (at and (not _plain_path(at) or at == "/")):
-        raise ValueError(f"at must be an absolute path without '..' where only has paths, else empty, got {at!r}")
+        raise ValueError(
+            f"at must be an absolute path without '..' where only has paths, else empty, got {at!r}"
+        )
     for path in only:
         if path != "." and (not path or not _plain_path(f"/{path}") or path.startswith("../")):
-            raise ValueError(f"only must have paths relative to the work folder, without '..', got {path!r}")
+            raise ValueError(
+                f"only must have paths relative to the work folder, without '..', got {path!r}"
+            )
 
 
 def _plain_path(path: str) -> bool:
-    return path.startswith("/") and "\0" not in path and posixpath.normpath(path) == path and not path.startswith("//")
+    return (
+        path.startswith("/")
+        and "\0" not in path
+        and posixpath.normpath(path) == path
+        and not path.startswith("//")
+    )

@@ -1,9 +1,11 @@
-"""Image archives by content: a folder here, in front of the folders of peers, in front of a mirror (RollArt §8).
+"""Image archives by content: a folder here, in front of the folders of peers, in front
+of a mirror (RollArt §8).
 
-A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good as any other, and is trusted from
-nowhere: what arrives is hashed while it is written and kept only if it is what was asked for. Invariants: a file under its name
-is whole; a source that is slow, gone, torn or wrong costs time, never a wrong image, and its cost is bounded in bytes and
-seconds.
+A blob is a file named by the SHA-256 of its bytes, so a copy from anywhere is as good
+as any other, and is trusted from nowhere: what arrives is hashed while it is written
+and kept only if it is what was asked for. Invariants: a file under its name is whole; a
+source that is slow, gone, torn or wrong costs time, never a wrong image, and its cost
+is bounded in bytes and seconds.
 """
 
 import contextlib
@@ -35,7 +37,9 @@ REQUEST_S = 30.0
 """Seconds within which a peer must send its whole request."""
 
 CONNECTIONS = 64
-"""Maximum number of peers that a server answers at once; other connections are closed, and those peers ask elsewhere."""
+"""Maximum number of peers that a server answers at once; other connections are closed,
+and those peers ask elsewhere.
+"""
 
 ROUTE = "/blobs/sha256/"
 
@@ -43,7 +47,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def check_digest(digest: str) -> str:
-    """The digest. Raises ValueError where it is none, so that it can be a file's name."""
+    """The digest.
+
+    Raises ValueError where it is none, so that it can be a file's name.
+    """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"digest must be 64 hexadecimal digits (SHA-256), got {digest!r}")
     return digest
@@ -55,7 +62,10 @@ def digest_of(file: BufferedReader) -> str:
 
 
 class Blobs:
-    """The local folder and what is behind it. Calls may come from any thread and any process: files are renamed into place."""
+    """The local folder and what is behind it.
+
+    Calls may come from any thread and any process: files are renamed into place.
+    """
 
     def __init__(
         self,
@@ -66,9 +76,11 @@ class Blobs:
         limit_bytes: int = 32 << 30,
         limit_s: float = 3600.0,
     ) -> None:
-        """`peers` and `mirror` are base URLs, as `http://host:port`; the mirror is asked last.
+        """`peers` and `mirror` are base URLs, as `http://host:port`; the mirror is
+        asked last.
 
-        `limit_bytes` bounds what each of them may send, `limit_s` the time of all of them together for one blob.
+        `limit_bytes` bounds what each of them may send, `limit_s` the time of all of
+        them together for one blob.
         """
         if limit_bytes < 1:
             raise ValueError(f"limit_bytes must be at least 1, got {limit_bytes}")
@@ -89,12 +101,16 @@ class Blobs:
 
     @contextlib.contextmanager
     def new(self) -> Iterator["Writing"]:
-        """A blob to be written; `Writing.keep` gives it its name, without that nothing is left of it."""
+        """A blob to be written; `Writing.keep` gives it its name, without that nothing
+        is left of it.
+        """
         with unfinished_file(self._folder) as file:
             yield Writing(file, self._folder)
 
     def get(self, digest: str) -> Path:
-        """The path of a blob that is whole, fetched if need be; a local one is hashed too. Raises SandboxError."""
+        """The path of a blob that is whole, fetched if need be; a local one is hashed
+        too. Raises SandboxError.
+        """
         path = self.path(digest)
         with contextlib.suppress(FileNotFoundError):
             with path.open("rb") as file:
@@ -108,7 +124,10 @@ class Blobs:
             if why is None:
                 return path
             failures.append(f"{source}: {why}")
-        raise SandboxError(f"no blob {digest}: {'; '.join(failures) or 'it is not here, and there is no peer to ask'}")
+        raise SandboxError(
+            f"no blob {digest}: "
+            f"{'; '.join(failures) or 'it is not here, and there is no peer to ask'}"
+        )
 
     def _fetch(self, source: str, digest: str, ends_at: float) -> str | None:
         """Why it failed; None where the blob is here now."""
@@ -123,7 +142,9 @@ class Blobs:
                 while chunk := reply.read1(CHUNK_BYTES):
                     blob.write(chunk)
                     if blob.bytes > self._limit_bytes:
-                        return f"must send at most limit_bytes = {self._limit_bytes}, and sends more"
+                        return (
+                            f"must send at most limit_bytes = {self._limit_bytes}, and sends more"
+                        )
                     if watch.is_over:
                         return late
                 got = blob.digest
@@ -138,8 +159,9 @@ class Blobs:
 
 
 class _Watch:
-    """Shuts the connections that were opened within its context when time is over: a timeout of each read would not stop a
-    source that sends a byte now and then."""
+    """Shuts the connections that were opened within its context when time is over: a
+    timeout of each read would not stop a source that sends a byte now and then.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.is_over = False
@@ -157,7 +179,9 @@ class _Watch:
             sock.close()
 
     def connect(self, *args: Any, **kwargs: Any) -> socket.socket:
-        """Connect as `socket.create_connection` does, and watch a copy of the descriptor, since TLS takes over the original."""
+        """Connect as `socket.create_connection` does, and watch a copy of the
+        descriptor, since TLS takes over the original.
+        """
         sock = socket.create_connection(*args, **kwargs)
         with self._lock:
             self._sockets.append(sock.dup())
@@ -235,14 +259,19 @@ class Writing:
 
 
 class BlobServer:
-    """Serves a folder's blobs to peers: GET /blobs/sha256/DIGEST, and nothing else. A context manager."""
+    """Serves a folder's blobs to peers: GET /blobs/sha256/DIGEST, and nothing else.
+
+    A context manager.
+    """
 
     def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
         class Handler(_Handler):
             blobs = folder
 
         self._server = _Server((host, port), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="blob-server")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="blob-server"
+        )
 
     @property
     def url(self) -> str:

@@ -1,7 +1,9 @@
-"""The first program in a sandbox: take the limits of a process upon us, then become the server. Python 3.9, stdlib alone.
+"""The first program in a sandbox: take the limits of a process upon us, then become the
+server. Python 3.9, stdlib alone.
 
-`python3 -I -S boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder that can be run. A back end that
-sets the limits before any program of the image runs passes none here.
+`python3 -I -S boot.py LIMITS WORKDIR SERVER ARGUMENT…`: LIMITS is JSON, SERVER a folder
+that can be run. A back end that sets the limits before any program of the image runs
+passes none here.
 """
 
 import json
@@ -14,7 +16,9 @@ _PR_SET_DUMPABLE = 4
 
 
 def limit(limits: "dict[str, int]") -> None:
-    """Set each limit, soft and hard, to the value or the hard limit that there is already."""
+    """Set each limit, soft and hard, to the value or the hard limit that there is
+    already.
+    """
     for name, value in {**limits, "CORE": 0}.items():
         which = getattr(resource, "RLIMIT_" + name)
         hard = resource.getrlimit(which)[1]
@@ -23,7 +27,9 @@ def limit(limits: "dict[str, int]") -> None:
 
 
 def hide() -> None:
-    """Prevent programs that the server starts from reading or changing the server's memory and descriptors through /proc."""
+    """Prevent programs that the server starts from reading or changing the server's
+    memory and descriptors through /proc.
+    """
     try:
         import ctypes
     except ImportError:  # the image's Python lacks ctypes: there is no other way to call prctl

@@ -1,4 +1,7 @@
-"""Sandboxes by bubblewrap: the default where it is installed. All namespaces, no capability, a filter of system calls."""
+"""Sandboxes by bubblewrap: the default where it is installed.
+
+All namespaces, no capability, a filter of system calls.
+"""
 
 import shutil
 
@@ -38,7 +41,9 @@ class Bubblewrap:
 
     async def _started(self, spec: SandboxSpec, layers: tuple[str, ...]) -> Running:
         asked, spec = spec, addressed(spec)
-        argv = bubblewrap(spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec))
+        argv = bubblewrap(
+            spec, bwrap=self._program, root=self._launcher.root, python=python_of(spec)
+        )
         root = root_of(spec, support=self._launcher.support, layers=layers)
         return await started(
             spec,

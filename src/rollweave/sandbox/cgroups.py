@@ -1,12 +1,16 @@
-"""Control groups: limits that the kernel enforces for all processes of a sandbox together.
+"""Control groups: limits that the kernel enforces for all processes of a sandbox
+together.
 
-Nothing else counts kernel memory that no process maps (buffers of sockets and pipes, page tables, file watches, shared
-memory that was unmapped). Groups of version 1 and 2 are used where they can be made: below our own group, whose limits then
-hold for sandboxes, too, or, in version 2, beside it, because there a group that contains processes cannot limit groups
-below it. Where they cannot be made, `Groups.missing` says why, and `doctor` reports it to the user.
+Nothing else counts kernel memory that no process maps (buffers of sockets and pipes,
+page tables, file watches, shared memory that was unmapped). Groups of version 1 and 2
+are used where they can be made: below our own group, whose limits then hold for
+sandboxes, too, or, in version 2, beside it, because there a group that contains
+processes cannot limit groups below it. Where they cannot be made, `Groups.missing` says
+why, and `doctor` reports it to the user.
 
-Invariants: nothing outside the folders that we made is changed; a live owner's folder is locked, and the next owner removes
-folders that are not locked; a sandbox joins its groups before anything else, or does not start. Standard library alone.
+Invariants: nothing outside the folders that we made is changed; a live owner's folder
+is locked, and the next owner removes folders that are not locked; a sandbox joins its
+groups before anything else, or does not start. Standard library alone.
 """
 
 import contextlib
@@ -22,31 +26,44 @@ from rollweave.sandbox.folders import locked
 CONTROLLERS = ("memory", "pids")
 
 WITHOUT = {
-    "memory": "buffers of sockets and pipes, watches of files and shared memory that was unmapped are not limited; "
+    "memory": "buffers of sockets and pipes, watches of files and shared memory that was unmapped "
+    "are not limited; "
     "what processes have mapped is looked at every 0.1 s",
-    "pids": "processes are limited by the kernel for each user alone, which sandboxes of `plain` share with us",
+    "pids": "processes are limited by the kernel for each user alone, which sandboxes of `plain` "
+    "share with us",
 }
 """Controller → what is unbounded, or bounded less well, without it: for users."""
 
 PREFIX = "rollweave-sandboxes-"
-"""Prefix of our folders' names. Each owner has one folder in each hierarchy, with a group for each sandbox in it."""
+"""Prefix of our folders' names.
+
+Each owner has one folder in each hierarchy, with a group for each sandbox in it.
+"""
 
 OURS = re.compile(PREFIX + "[0-9a-f]{16}")
 
 SOCKET_BYTES = 64 << 20
-"""Maximum size of a sandbox's IP socket buffers in version 1, which does not count them as memory."""
+"""Maximum size of a sandbox's IP socket buffers in version 1, which does not count them
+as memory.
+"""
 
 BATCH_BYTES = 4 << 20
-"""Distance from its limit at which a group may already be full, because each core takes pages in batches."""
+"""Distance from its limit at which a group may already be full, because each core takes
+pages in batches.
+"""
 
 OWN_PROCESSES = 8
-"""Number of the back end's own processes in a group, which do not count as the sandbox's."""
+"""Number of the back end's own processes in a group, which do not count as the
+sandbox's.
+"""
 
 REMOVE_S = 2.0
 """Maximum seconds until a group whose processes have all ended can be removed."""
 
 SWEPT_DEPTH = 3
-"""Number of levels below our own group's parent in which folders of dead owners are searched for."""
+"""Number of levels below our own group's parent in which folders of dead owners are
+searched for.
+"""
 
 NO_SUCH_THING = "this machine has none"
 
@@ -79,12 +96,18 @@ class Group:
             _limit_memory(*self.folders["memory"], memory_bytes)
 
     def join(self) -> None:
-        """Move this process into them. That takes the kernel some 15 ms unless it has just moved another. Raises OSError."""
+        """Move this process into them.
+
+        That takes the kernel some 15 ms unless it has just moved another. Raises
+        OSError.
+        """
         for folder in self.paths:
             _write(f"{folder}/cgroup.procs", "0")
 
     def out_of_memory(self) -> bool:
-        """True if the kernel killed a process because the group was at its limit, not because the machine's memory was full."""
+        """True if the kernel killed a process because the group was at its limit, not
+        because the machine's memory was full.
+        """
         if "memory" not in self.folders:
             return False
         version, folder = self.folders["memory"]
@@ -94,12 +117,18 @@ class Group:
                 return bool(events.get("oom_kill") and events.get("oom"))
             if not _numbers(f"{folder}/memory.oom_control").get("oom_kill"):
                 return False
-            return _number(f"{folder}/memory.max_usage_in_bytes") >= _number(f"{folder}/memory.limit_in_bytes") - BATCH_BYTES
+            return (
+                _number(f"{folder}/memory.max_usage_in_bytes")
+                >= _number(f"{folder}/memory.limit_in_bytes") - BATCH_BYTES
+            )
         except FileNotFoundError:
             return False
 
     def remove(self) -> bool:
-        """Remove the groups; True if they are gone. A group with a process in it stays."""
+        """Remove the groups; True if they are gone.
+
+        A group with a process in it stays.
+        """
         gone = [_removed(folder) for folder in self.paths]
         return all(gone)
 
@@ -108,7 +137,10 @@ class Groups:
     """The groups of one owner's sandboxes. `close` removes them."""
 
     def __init__(self, proc: str = "/proc/self") -> None:
-        """Make a folder in each hierarchy that permits it. The files `cgroup` and `mountinfo` in `proc` say where we are."""
+        """Make a folder in each hierarchy that permits it.
+
+        The files `cgroup` and `mountinfo` in `proc` say where we are.
+        """
         self.missing: dict[str, str] = {}
         """Controller → why it is not available."""
         self._bases: dict[str, tuple[int, str]] = {}
@@ -135,8 +167,16 @@ class Groups:
         return {controller: version for controller, (version, _) in self._bases.items()}
 
     def make(self, name: str) -> Group:
-        """Make the groups of a sandbox. Raises OSError; then nothing of them is left."""
-        group = Group({controller: (version, f"{base}/{name}") for controller, (version, base) in self._bases.items()})
+        """Make the groups of a sandbox.
+
+        Raises OSError; then nothing of them is left.
+        """
+        group = Group(
+            {
+                controller: (version, f"{base}/{name}")
+                for controller, (version, base) in self._bases.items()
+            }
+        )
         try:
             for folder in group.paths:
                 os.mkdir(folder)
@@ -169,7 +209,9 @@ class Groups:
 
 
 def unbounded() -> dict[str, str]:
-    """Return, by controller, why the kernel cannot bound the memory or processes of a whole sandbox here; empty if it can."""
+    """Return, by controller, why the kernel cannot bound the memory or processes of a
+    whole sandbox here; empty if it can.
+    """
     groups = Groups()
     groups.close()
     return groups.missing
@@ -183,7 +225,9 @@ def sweep_all() -> None:
 
 
 def sweep(place: Place) -> None:
-    """Remove the groups that dead owners have left near a place: those that are not locked and have no process."""
+    """Remove the groups that dead owners have left near a place: those that are not
+    locked and have no process.
+    """
     for base in _ours(place.above, SWEPT_DEPTH):
         with contextlib.suppress(OSError):
             lock = locked(base)
@@ -203,7 +247,9 @@ def _ours(folder: str, depth: int) -> Iterator[str]:
 
 
 def _places(proc: str, controller: str) -> Iterator[Place]:
-    """Yield places for our groups, the best first: in version 1 our own group, in version 2 our own and its parent."""
+    """Yield places for our groups, the best first: in version 1 our own group, in
+    version 2 our own and its parent.
+    """
     with open(f"{proc}/cgroup") as lines:
         own = [line.rstrip("\n").split(":", 2) for line in lines]
     for _, names, path in own:
@@ -215,7 +261,9 @@ def _places(proc: str, controller: str) -> Iterator[Place]:
             for folder, top in _seen(proc, "cgroup2", "", path):
                 above = _above(folder, top)
                 for candidate in dict.fromkeys((folder, above)):
-                    if controller in _words(f"{candidate}/cgroup.controllers") and _offers(candidate, controller):
+                    if controller in _words(f"{candidate}/cgroup.controllers") and _offers(
+                        candidate, controller
+                    ):
                         yield Place(2, candidate, above)
 
 
@@ -226,7 +274,11 @@ def _seen(proc: str, kind: str, option: str, path: str) -> Iterator[tuple[str, s
     for fields in mounts:
         middle = fields.index("-")
         root, point, options = fields[3], fields[4], fields[-1].split(",")
-        if fields[middle + 1] == kind and (not option or option in options) and f"{path}/".startswith(f"{root.rstrip('/')}/"):
+        if (
+            fields[middle + 1] == kind
+            and (not option or option in options)
+            and f"{path}/".startswith(f"{root.rstrip('/')}/")
+        ):
             yield f"{point}/{path[len(root.rstrip('/')) :].strip('/')}".rstrip("/"), point
 
 
@@ -235,7 +287,9 @@ def _above(folder: str, top: str) -> str:
 
 
 def _offers(folder: str, controller: str) -> bool:
-    """True if a group of version 2 offers the controller to groups below it; switch it on if the group is delegated to us."""
+    """True if a group of version 2 offers the controller to groups below it; switch it
+    on if the group is delegated to us.
+    """
     control = f"{folder}/cgroup.subtree_control"
     if controller not in _words(control) and _delegated(folder):
         with contextlib.suppress(OSError):  # the group contains processes
@@ -244,7 +298,9 @@ def _offers(folder: str, controller: str) -> bool:
 
 
 def _delegated(folder: str) -> bool:
-    """True if the group is delegated to us: it is our user's own, or the service manager has marked it."""
+    """True if the group is delegated to us: it is our user's own, or the service
+    manager has marked it.
+    """
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             return os.getxattr(folder, name) == b"1"
@@ -259,14 +315,18 @@ def _limit_memory(version: int, folder: str, limit: int) -> None:
         optional = {"memory.swap.max": 0}
     else:
         _write(f"{folder}/memory.limit_in_bytes", str(limit))
-        optional = {"memory.memsw.limit_in_bytes": limit, "memory.kmem.tcp.limit_in_bytes": SOCKET_BYTES}
+        optional = {
+            "memory.memsw.limit_in_bytes": limit,
+            "memory.kmem.tcp.limit_in_bytes": SOCKET_BYTES,
+        }
     for name, value in optional.items():
         with contextlib.suppress(OSError):  # a kernel that has no swap, or does not count it
             _write(f"{folder}/{name}", str(value))
 
 
 def _write(path: str, value: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)  # the kernel makes these files, and nothing else does
+    # the kernel makes these files, and nothing else does
+    file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(file, value.encode())
     finally:

@@ -1,9 +1,11 @@
-"""The host's end of the socket into a sandbox: calls that overlap, each answered once, late, or never, and none that hangs.
+"""The host's end of the socket into a sandbox: calls that overlap, each answered once,
+late, or never, and none that hangs.
 
-Invariants: every call ends within its time-out. Once the peer is gone, or has sent what it never would, every pending and every
-later call raises `SandboxLostError`. What is in the sandbox is not trusted: its frames are bounded, its answers are matched to
-calls by id, and an answer that nobody asked for ends the channel. A call that was cancelled or timed out is forgotten: the
-sandbox is told to end it, and its late answer is dropped.
+Invariants: every call ends within its time-out. Once the peer is gone, or has sent what
+it never would, every pending and every later call raises `SandboxLostError`. What is in
+the sandbox is not trusted: its frames are bounded, its answers are matched to calls by
+id, and an answer that nobody asked for ends the channel. A call that was cancelled or
+timed out is forgotten: the sandbox is told to end it, and its late answer is dropped.
 """
 
 import asyncio
@@ -12,7 +14,12 @@ from typing import Any
 
 from rollweave.sandbox.inside.frames import FrameDecoder, FrameError, pack
 from rollweave.schema.base import Noun
-from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxTimeoutError
+from rollweave.schema.errors import (
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxTimeoutError,
+)
 from rollweave.schema.text import valid_tree
 
 RECEIVE_BYTES = 1 << 18
@@ -22,10 +29,14 @@ UNSENT_BYTES = 1 << 28
 """That may wait for a sandbox that does not read: a few of the largest bodies."""
 
 SLACK_S = 5.0
-"""Seconds that a sandbox has beyond an action's own limit to say how it ended: it kills, reaps and reads what is left."""
+"""Seconds that a sandbox has beyond an action's own limit to say how it ended: it
+kills, reaps and reads what is left.
+"""
 
 FORGOTTEN = 1024
-"""Calls that may be owed a late answer: a sandbox that owes more does not answer at all."""
+"""Calls that may be owed a late answer: a sandbox that owes more does not answer at
+all.
+"""
 
 ERRORS: dict[object, type[SandboxError]] = {
     "timeout": SandboxTimeoutError,
@@ -42,7 +53,10 @@ class Reply(Noun, frozen=True, kw_only=True):
 
 
 class Channel:
-    """One connected stream socket, which now belongs to the channel. All calls belong to the event loop's thread."""
+    """One connected stream socket, which now belongs to the channel.
+
+    All calls belong to the event loop's thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -62,14 +76,21 @@ class Channel:
         return self._lost
 
     async def call(
-        self, action: str, body: bytes = b"", *, timeout_s: float, slack_s: float = SLACK_S, **args: object
+        self,
+        action: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float,
+        slack_s: float = SLACK_S,
+        **args: object,
     ) -> Reply:
         """Ask for `action` and wait for its answer.
 
-        `timeout_s` is the action's own limit inside, where it has one: a program is killed then, which its answer tells. After
-        `slack_s` more there is no answer. Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox says,
-        SandboxTimeoutError where it says nothing in time, SandboxLostError where it is gone, and ValueError for arguments that
-        do not fit into a frame.
+        `timeout_s` is the action's own limit inside, where it has one: a program is
+        killed then, which its answer tells. After `slack_s` more there is no answer.
+        Raises SandboxTimeoutError, SandboxRefusedError or SandboxError as the sandbox
+        says, SandboxTimeoutError where it says nothing in time, SandboxLostError where
+        it is gone, and ValueError for arguments that do not fit into a frame.
         """
         if self._lost:
             raise SandboxLostError(self._lost)
@@ -79,7 +100,9 @@ class Channel:
         future: asyncio.Future[Reply] = self._loop.create_future()
         self._calls[call_id] = future
         limit_s = timeout_s + slack_s
-        timer = self._loop.call_later(limit_s, self._expire, future, f"no answer to {action} within {limit_s:g} s")
+        timer = self._loop.call_later(
+            limit_s, self._expire, future, f"no answer to {action} within {limit_s:g} s"
+        )
         self._send(frame)
         try:
             return await future
@@ -89,7 +112,9 @@ class Channel:
                 self._forget(call_id)
 
     def close(self) -> None:
-        """Close the socket, upon which the sandbox's server ends; pending calls raise SandboxLostError."""
+        """Close the socket, upon which the sandbox's server ends; pending calls raise
+        SandboxLostError.
+        """
         self._lose("closed")
 
     @staticmethod
@@ -157,7 +182,11 @@ class Channel:
             return
         if ok is True:
             future.set_result(Reply(header=header, body=body))
-        elif ok is False and isinstance(header.get("error"), str) and isinstance(header.get("kind"), str):
+        elif (
+            ok is False
+            and isinstance(header.get("error"), str)
+            and isinstance(header.get("kind"), str)
+        ):
             future.set_exception(ERRORS.get(header["kind"], SandboxError)(header["error"]))
         else:
             self._calls[call_id] = future

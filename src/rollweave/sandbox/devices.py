@@ -1,7 +1,8 @@
-"""The /dev of a sandbox: a few harmless devices, terminals and shared memory that belong to it alone, each with its limit.
+"""The /dev of a sandbox: a few harmless devices, terminals and shared memory that
+belong to it alone, each with its limit.
 
-Every back end mounts it with the root, because the /dev that bubblewrap, for example, makes has no such limits. Standard
-library alone.
+Every back end mounts it with the root, because the /dev that bubblewrap, for example,
+makes has no such limits. Standard library alone.
 """
 
 import os
@@ -18,7 +19,9 @@ LINKS = {
 }
 
 TERMINALS = 32
-"""Maximum number of pseudo-terminals of one sandbox: the kernel has about 4,000 for the whole machine."""
+"""Maximum number of pseudo-terminals of one sandbox: the kernel has about 4,000 for the
+whole machine.
+"""
 
 SHM_BYTES = 64 << 20
 """Size of /dev/shm in bytes, as in container engines."""
@@ -30,7 +33,9 @@ _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 
 
 def mount_devices(dev: str) -> None:
-    """Mount all of it on the folder `dev`, read-only but for /dev/shm and the terminals. Raises OSError."""
+    """Mount all of it on the folder `dev`, read-only but for /dev/shm and the
+    terminals. Raises OSError.
+    """
     kernel.mount("tmpfs", dev, "tmpfs", _QUIET, "size=64k,nr_inodes=64,mode=0755")
     for name in DEVICES:
         os.close(os.open(f"{dev}/{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -38,7 +43,13 @@ def mount_devices(dev: str) -> None:
     for name, target in LINKS.items():
         os.symlink(target, f"{dev}/{name}")
     os.mkdir(f"{dev}/pts", 0o755)
-    kernel.mount("devpts", f"{dev}/pts", "devpts", _QUIET, f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}")
+    kernel.mount(
+        "devpts",
+        f"{dev}/pts",
+        "devpts",
+        _QUIET,
+        f"newinstance,ptmxmode=0666,mode=0620,max={TERMINALS}",
+    )
     os.mkdir(f"{dev}/shm", 0o1777)
     size = f"size={SHM_BYTES},nr_inodes={SHM_FILES},mode=1777"
     kernel.mount("tmpfs", f"{dev}/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)

@@ -1,7 +1,9 @@
-"""Folders that do not outlive their owner for long, even if it is killed: the next start removes those of dead owners.
+"""Folders that do not outlive their owner for long, even if it is killed: the next
+start removes those of dead owners.
 
-A folder is locked (`flock`) as long as a process of its owner has it open. The kernel releases the lock when the last of
-them has ended, however it ends, so no process id has to be stored or compared. A folder that is not locked is removed.
+A folder is locked (`flock`) as long as a process of its owner has it open. The kernel
+releases the lock when the last of them has ended, however it ends, so no process id has
+to be stored or compared. A folder that is not locked is removed.
 
 Invariant: only its owner removes a folder that `made` returned. Standard library alone.
 """
@@ -17,7 +19,10 @@ PREFIX = "rollweave-sandboxes-"
 
 
 def made(parent: str) -> tuple[str, int]:
-    """Make a folder in `parent`; return it with the descriptor that locks it. Raises OSError."""
+    """Make a folder in `parent`; return it with the descriptor that locks it.
+
+    Raises OSError.
+    """
     while True:
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
@@ -48,7 +53,9 @@ def _remove_if_dead(folder: str) -> None:
 
 
 def locked(folder: str) -> int | None:
-    """Lock the folder and return the descriptor, or None if another process has locked it. Raises OSError."""
+    """Lock the folder and return the descriptor, or None if another process has locked
+    it. Raises OSError.
+    """
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

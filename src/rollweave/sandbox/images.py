@@ -1,6 +1,8 @@
-"""Images: root file systems as folders, built once, kept by content, and fetched from peers rather than built again.
+"""Images: root file systems as folders, built once, kept by content, and fetched from
+peers rather than built again.
 
-A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 templates with the same three modes):
+A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 templates with
+the same three modes):
 
     name = "swe-{{ python }}"
     base = "/images/debian.tar"          # a folder, an archive, or the digest of an image
@@ -11,9 +13,10 @@ A recipe is a Jinja2 template of TOML (ProRL §3.2.2 builds from Jinja2 template
     source = "requirements.lock"
     target = "/lock.txt"
 
-Invariants: an image is named by the SHA-256 of its archive; its folder appears whole or not at all; an archive puts nothing
-outside its folder (`unpacking.py`), is bounded, and nothing in it raises privileges; a command that fails fails the build and
-leaves no image.
+Invariants: an image is named by the SHA-256 of its archive; its folder appears whole or
+not at all; an archive puts nothing outside its folder (`unpacking.py`), is bounded, and
+nothing in it raises privileges; a command that fails fails the build and leaves no
+image.
 """
 
 import asyncio
@@ -50,14 +53,24 @@ from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, SandboxError
 
 Mode = Literal["scratch", "versioned", "lock"]
-"""When an image that was built before is taken: never; while recipe, base and our version are the same; while the lock file
-is."""
+"""When an image that was built before is taken: never; while recipe, base and our
+version are the same; while the lock file is.
+"""
 
-RUN_LIMITS = Limits(processes=1024, memory_bytes=8192 * MIB, disk_bytes=8192 * MIB, wall_s=7200.0, cpu_s=14_400.0, files=4096)
+RUN_LIMITS = Limits(
+    processes=1024,
+    memory_bytes=8192 * MIB,
+    disk_bytes=8192 * MIB,
+    wall_s=7200.0,
+    cpu_s=14_400.0,
+    files=4096,
+)
 """Of the sandbox that runs a recipe's commands."""
 
 WHY_BYTES = 1000
-"""Maximum length of the message from the process that unpacks, which may quote the archive."""
+"""Maximum length of the message from the process that unpacks, which may quote the
+archive.
+"""
 
 END_S = 10.0
 """Seconds within which that process must end, with the process that it started."""
@@ -85,8 +98,14 @@ class Recipe(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for step in self.copy:
-            if not step.target.startswith("/") or ".." in step.target.split("/") or not step.target.strip("/"):
-                raise ValueError(f"copy.target must be an absolute path without '..', got {step.target!r}")
+            if (
+                not step.target.startswith("/")
+                or ".." in step.target.split("/")
+                or not step.target.strip("/")
+            ):
+                raise ValueError(
+                    f"copy.target must be an absolute path without '..', got {step.target!r}"
+                )
 
 
 def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recipe:
@@ -95,12 +114,20 @@ def read_recipe(path: Path, values: Mapping[str, object] | None = None) -> Recip
     try:
         text = environment.from_string(path.read_text()).render(values or {})
         return msgspec.convert(tomllib.loads(text), Recipe)
-    except (OSError, jinja2.TemplateError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (
+        OSError,
+        jinja2.TemplateError,
+        tomllib.TOMLDecodeError,
+        msgspec.ValidationError,
+    ) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
 
 
 class Images:
-    """Images of this host, in `folder`. Calls may come from several processes: what appears is renamed into place."""
+    """Images of this host, in `folder`.
+
+    Calls may come from several processes: what appears is renamed into place.
+    """
 
     def __init__(self, folder: Path, blobs: Blobs, *, bounds: Bounds | None = None) -> None:
         """`bounds` apply to each archive that is unpacked."""
@@ -110,7 +137,9 @@ class Images:
         remove_leftovers(folder)
 
     def path(self, digest: str) -> str:
-        """The folder of an image, for `SandboxSpec.image`; fetched and unpacked if need be. Raises SandboxError, ValueError."""
+        """The folder of an image, for `SandboxSpec.image`; fetched and unpacked if need
+        be. Raises SandboxError, ValueError.
+        """
         root = self._folder / "roots" / check_digest(digest)
         if not root.is_dir():
             with self._new() as made:
@@ -119,7 +148,10 @@ class Images:
         return str(root)
 
     def add(self, source: Path) -> str:
-        """The digest of a folder or an archive, kept as an image. Raises SandboxError."""
+        """The digest of a folder or an archive, kept as an image.
+
+        Raises SandboxError.
+        """
         if source.is_dir():
             with self._blobs.new() as blob:
                 pack(source, blob, self._bounds)
@@ -129,18 +161,25 @@ class Images:
             return self.add(made)
 
     async def build(
-        self, recipe: Recipe, *, backend: Backend, mode: Mode = "versioned", relative_to: Path | None = None
+        self,
+        recipe: Recipe,
+        *,
+        backend: Backend,
+        mode: Mode = "versioned",
+        relative_to: Path | None = None,
     ) -> str:
         """The digest of a recipe's image, built or found. `backend` runs its commands.
 
-        Raises SandboxError where a command fails, ConfigError for a recipe that cannot be followed.
+        Raises SandboxError where a command fails, ConfigError for a recipe that cannot
+        be followed.
         """
         here = relative_to or Path.cwd()
         key = await asyncio.to_thread(self._key, recipe, mode, here)
         record = self._folder / "built" / key if key else None
         if record is not None and record.is_file():
             digest = check_digest(record.read_text())
-            with contextlib.suppress(SandboxError):  # what was built is nowhere any more: it is built again
+            # what was built is nowhere any more: it is built again
+            with contextlib.suppress(SandboxError):
                 await asyncio.to_thread(self.path, digest)
                 return digest
         with self._new() as made:
@@ -157,7 +196,9 @@ class Images:
             return None
         if mode == "lock":
             if recipe.lock is None:
-                raise ConfigError(f"lock must name a file for mode lock, got none in recipe {recipe.name!r}")
+                raise ConfigError(
+                    f"lock must name a file for mode lock, got none in recipe {recipe.name!r}"
+                )
             return _sha256(["lock", recipe.name, _digest_of_path(here / recipe.lock)])
         copied = [_digest_of_path(here / step.source) for step in recipe.copy]
         text = msgspec.json.encode(recipe).decode()
@@ -173,13 +214,19 @@ class Images:
         if base.is_dir():
             copy_folder(base, made)
         else:
-            unpack(base if base.exists() else self._blobs.get(check_digest(recipe.base)), made, self._bounds)
+            unpack(
+                base if base.exists() else self._blobs.get(check_digest(recipe.base)),
+                made,
+                self._bounds,
+            )
         top = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for step in recipe.copy:
                 _copy(here / step.source, step.target, top)
         except OSError as error:
-            raise ConfigError(f"copy.source must be a file or a folder that can be read: {error}") from error
+            raise ConfigError(
+                f"copy.source must be a file or a folder that can be read: {error}"
+            ) from error
         finally:
             os.close(top)
 
@@ -202,7 +249,9 @@ async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
             result = await sandbox.exec(["sh", "-c", command], cwd="/", timeout_s=RUN_LIMITS.wall_s)
             if result.rc != 0:
                 output = (result.stdout + result.stderr)[-2000:].decode(errors="replace")
-                raise SandboxError(f"recipe {recipe.name!r}: {command!r} ended with status {result.rc}:\n{output}")
+                raise SandboxError(
+                    f"recipe {recipe.name!r}: {command!r} ended with status {result.rc}:\n{output}"
+                )
         snapshot = await sandbox.snapshot()
     finally:
         await sandbox.stop(grace_s=0.0)
@@ -211,9 +260,11 @@ async def _run(recipe: Recipe, made: Path, backend: Backend) -> None:
 
 
 def pack(folder: Path, out: Writing, bounds: Bounds) -> None:
-    """Write a folder as an archive whose bytes depend on names, content, modes and times alone: no owner, one order.
+    """Write a folder as an archive whose bytes depend on names, content, modes and
+    times alone: no owner, one order.
 
-    Raises SandboxError if it cannot be read, or exceeds the bounds within which it could be unpacked.
+    Raises SandboxError if it cannot be read, or exceeds the bounds within which it
+    could be unpacked.
     """
     members = 0
 
@@ -231,16 +282,21 @@ def pack(folder: Path, out: Writing, bounds: Bounds) -> None:
         return member
 
     try:
-        with tarfile.open(fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT) as archive:  # it only writes
+        # it only writes
+        with tarfile.open(
+            fileobj=cast(IO[bytes], out), mode="w|", format=tarfile.PAX_FORMAT
+        ) as archive:
             for name in sorted(os.listdir(folder)):
-                archive.add(folder / name, arcname=name, filter=plain)  # in folders `add` goes by name too
+                # in folders `add` goes by name too
+                archive.add(folder / name, arcname=name, filter=plain)
         check_bytes(out.bytes, bounds)
     except (OSError, Refused) as error:
         raise SandboxError(f"image {folder} cannot be packed: {error}") from error
 
 
 def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
-    """Unpack an archive into an empty folder, in a confined process. A failure leaves the folder empty.
+    """Unpack an archive into an empty folder, in a confined process. A failure leaves
+    the folder empty.
 
     Raises SandboxError if the archive is torn, reaches outside, or exceeds its bounds.
     """
@@ -257,9 +313,20 @@ def unpack(archive: Path, folder: Path, bounds: Bounds) -> None:
 def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
     """Unpack in a child process, and return why that failed; "" if it did not."""
     source = str(DIRECTORY.parent)
-    code = f"import sys; sys.path.insert(0, {source!r}); from {unpacking.__name__} import main; main()"
+    code = (
+        f"import sys; sys.path.insert(0, {source!r}); from {unpacking.__name__} import main; main()"
+    )
     with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, str(folder.absolute()), json.dumps(asdict(bounds)), str(os.getpid())],
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            code,
+            str(folder.absolute()),
+            json.dumps(asdict(bounds)),
+            str(os.getpid()),
+        ],
         stdin=archive,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -275,7 +342,10 @@ def _unpacked(archive: IO[bytes], folder: Path, bounds: Bounds) -> str:
         return f"it must unpack within bounds.seconds = {bounds.seconds:g} s, and takes longer"
     if said == DONE:
         return ""
-    return said.decode("ascii", "backslashreplace").strip() or "the process that unpacks it ended without a word"
+    return (
+        said.decode("ascii", "backslashreplace").strip()
+        or "the process that unpacks it ended without a word"
+    )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -287,7 +357,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _read(fd: int, ends_at: float) -> tuple[bytes, bool]:
-    """Read the stream to its end, at most `WHY_BYTES`; also return whether the end came in time."""
+    """Read the stream to its end, at most `WHY_BYTES`; also return whether the end came
+    in time.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     said = b""
@@ -313,7 +385,10 @@ def _clear(folder: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Put a folder's content over another's, as layers lie over each other. Raises OSError."""
+    """Put a folder's content over another's, as layers lie over each other.
+
+    Raises OSError.
+    """
     ends = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in (source, target)]
     try:
         Copy(limit_bytes=FOLDER_BYTES, flatten=True).run(*ends)
@@ -347,7 +422,10 @@ def _copy(source: Path, target: str, top: int) -> None:
 
 
 def _digest_of_path(path: Path) -> str:
-    """Of a file's bytes, or of a folder's names, kinds, modes and bytes. Raises ConfigError."""
+    """Of a file's bytes, or of a folder's names, kinds, modes and bytes.
+
+    Raises ConfigError.
+    """
     try:
         if not path.is_dir():
             with path.open("rb") as file:
@@ -358,7 +436,13 @@ def _digest_of_path(path: Path) -> str:
             for name in sorted([*folders, *files]):
                 entry = Path(folder, name)
                 mode = entry.lstat().st_mode
-                content = os.readlink(entry) if stat.S_ISLNK(mode) else _digest_of_path(entry) if stat.S_ISREG(mode) else ""
+                content = (
+                    os.readlink(entry)
+                    if stat.S_ISLNK(mode)
+                    else _digest_of_path(entry)
+                    if stat.S_ISREG(mode)
+                    else ""
+                )
                 entries.append(f"{entry.relative_to(path)}\0{mode}\0{content}")
         return _sha256(entries)
     except OSError as error:

@@ -1,6 +1,8 @@
-"""The system calls that a sandbox is made of and that Python has no name for. Linux, standard library alone.
+"""The system calls that a sandbox is made of and that Python has no name for. Linux,
+standard library alone.
 
-Invariant: a call that fails raises OSError with the kernel's number and what was tried; nothing is retried.
+Invariant: a call that fails raises OSError with the kernel's number and what was tried;
+nothing is retried.
 """
 
 import ctypes
@@ -43,7 +45,13 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, data: str = "") -> None:
     """mount(2)."""
-    result = _libc.mount(source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), data.encode() or None)
+    result = _libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode() or None,
+        ctypes.c_ulong(flags),
+        data.encode() or None,
+    )
     _check(result, f"mount of {kind or source} on {target}")
 
 
@@ -53,18 +61,44 @@ def unmount(target: str, flags: int = 0) -> None:
 
 
 def bind_as(source: str, target: str, userns: int) -> None:
-    """Mount the folder `source` on `target` read-only, its files' owners changed as the user namespace `userns` maps them."""
-    tree = _syscall(_SYS_OPEN_TREE, "open_tree", ctypes.c_int(-100), source.encode(), ctypes.c_uint(_OPEN_TREE_CLONE))
+    """Mount the folder `source` on `target` read-only, its files' owners changed as the
+    user namespace `userns` maps them.
+    """
+    tree = _syscall(
+        _SYS_OPEN_TREE,
+        "open_tree",
+        ctypes.c_int(-100),
+        source.encode(),
+        ctypes.c_uint(_OPEN_TREE_CLONE),
+    )
     try:
         attr = struct.pack("=QQQQ", _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY, 0, 0, userns)
-        _syscall(_SYS_MOUNT_SETATTR, "mount_setattr", tree, b"", _AT_EMPTY_PATH, attr, ctypes.c_size_t(len(attr)))
-        _syscall(_SYS_MOVE_MOUNT, "move_mount", tree, b"", ctypes.c_int(-100), target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
+        _syscall(
+            _SYS_MOUNT_SETATTR,
+            "mount_setattr",
+            tree,
+            b"",
+            _AT_EMPTY_PATH,
+            attr,
+            ctypes.c_size_t(len(attr)),
+        )
+        _syscall(
+            _SYS_MOVE_MOUNT,
+            "move_mount",
+            tree,
+            b"",
+            ctypes.c_int(-100),
+            target.encode(),
+            _MOVE_MOUNT_F_EMPTY_PATH,
+        )
     finally:
         os.close(tree)
 
 
 def pivot_root(new_root: str) -> None:
-    """Make `new_root`, a mount point, the root; what was the root is gone for this mount namespace."""
+    """Make `new_root`, a mount point, the root; what was the root is gone for this
+    mount namespace.
+    """
     os.chdir(new_root)
     _syscall(_SYS_PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
     unmount(".", MNT_DETACH)
@@ -72,11 +106,19 @@ def pivot_root(new_root: str) -> None:
 
 
 def set_hostname(name: str) -> None:
-    _syscall(_SYS_SET_HOSTNAME[os.uname().machine], "sethostname", name.encode(), ctypes.c_size_t(len(name.encode())))
+    _syscall(
+        _SYS_SET_HOSTNAME[os.uname().machine],
+        "sethostname",
+        name.encode(),
+        ctypes.c_size_t(len(name.encode())),
+    )
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Be sent this signal when the thread that made us ends. Credentials that change undo it."""
+    """Be sent this signal when the thread that made us ends.
+
+    Credentials that change undo it.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -106,10 +148,15 @@ def no_new_privileges() -> None:
 
 
 def load_filter(program: bytes) -> None:
-    """Filter our system calls from now on by classic BPF, 8 bytes an instruction. `no_new_privileges` comes first."""
+    """Filter our system calls from now on by classic BPF, 8 bytes an instruction.
+
+    `no_new_privileges` comes first.
+    """
     buffer = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: a count, padding, a pointer
-    fprog = ctypes.create_string_buffer(struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer)))
+    fprog = ctypes.create_string_buffer(
+        struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+    )
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, fprog, 0, 0), "seccomp")
 
 

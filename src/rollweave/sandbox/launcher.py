@@ -1,8 +1,8 @@
 """The other end of a warden: starts it, asks it for sandboxes, and hears how they end.
 
-Invariants: the warden is started and spoken to by one thread that lives as long as it, because a process can die with the
-thread that made it; every sandbox that was asked for is heard of until it is gone; after `close` no process and no folder is
-left.
+Invariants: the warden is started and spoken to by one thread that lives as long as it,
+because a process can die with the thread that made it; every sandbox that was asked for
+is heard of until it is gone; after `close` no process and no folder is left.
 """
 
 import asyncio
@@ -36,7 +36,9 @@ MESSAGE_BYTES = 1 << 17
 """Maximum size of a message in bytes: as much as is read at once."""
 
 PRIVATE_BYTES = 1 << 17
-"""Maximum size in bytes of the arguments and environment, which only a sandbox's process reads."""
+"""Maximum size in bytes of the arguments and environment, which only a sandbox's
+process reads.
+"""
 
 END_S = 10.0
 """Seconds that a warden has to end all its sandboxes."""
@@ -56,7 +58,9 @@ class Born:
         self.id, self.channel = name, channel
         self.pid = 0
         self.writes = writes
-        """A descriptor of the folder that has what is written in it; -1 where there is none."""
+        """A descriptor of the folder that has what is written in it; -1 where there is
+        none.
+        """
         self.whole = True
         """That folder has all there is: nothing lies below it."""
         self.why = ""
@@ -89,7 +93,10 @@ class Born:
 
 
 class Launcher:
-    """One warden, which is `main` of a module. All calls belong to the event loop's thread."""
+    """One warden, which is `main` of a module.
+
+    All calls belong to the event loop's thread.
+    """
 
     def __init__(self, *, module: str = WARDEN) -> None:
         self._module = module
@@ -98,8 +105,12 @@ class Launcher:
         self._born: dict[str, Born] = {}
         self._opening: asyncio.Task[None] | None = None
         self._lost = ""
-        # Root's sandboxes have other uids: the way to their root must be open to all, and /run is.
-        self._parents = ("/run" if os.getuid() == 0 else tempfile.gettempdir(), tempfile.gettempdir())
+        # Root's sandboxes have other uids: the way to their root must be open to all,
+        # and /run is.
+        self._parents = (
+            "/run" if os.getuid() == 0 else tempfile.gettempdir(),
+            tempfile.gettempdir(),
+        )
         (self._base, lock), (self._kept, other) = map(folders.made, self._parents)
         self._locks = (lock, other)
         os.chmod(self._base, 0o711)
@@ -113,26 +124,48 @@ class Launcher:
 
     @property
     def support(self) -> str:
-        """The folder that has boot.py and the server, compiled. It is there once the first sandbox is being launched."""
+        """The folder that has boot.py and the server, compiled.
+
+        It is there once the first sandbox is being launched.
+        """
         return f"{self._base}/support"
 
-    async def launch(self, *, limits: dict[str, float], contained: bool, drop: bool, writes: int = -1, **becomes: Any) -> Born:
-        """Ask for a sandbox and wait until its first program is about to run. `writes` is as in Born, which closes it.
+    async def launch(
+        self,
+        *,
+        limits: dict[str, float],
+        contained: bool,
+        drop: bool,
+        writes: int = -1,
+        **becomes: Any,
+    ) -> Born:
+        """Ask for a sandbox and wait until its first program is about to run. `writes`
+        is as in Born, which closes it.
 
-        Only the process that becomes the sandbox reads `becomes` (arguments, environment, root), not the warden, whose memory
-        every later sandbox inherits. Raises SandboxError.
+        Only the process that becomes the sandbox reads `becomes` (arguments,
+        environment, root), not the warden, whose memory every later sandbox inherits.
+        Raises SandboxError.
         """
         if self._opening is None:
-            self._opening = asyncio.get_running_loop().create_task(self._open(), name="open a warden")
+            self._opening = asyncio.get_running_loop().create_task(
+                self._open(), name="open a warden"
+            )
         await asyncio.shield(self._opening)
         if self._lost:
             raise SandboxLostError(self._lost)
         name = str(next(self._ids))
-        request = {"do": "start", "id": name, "limits": limits, "contained": contained, "drop": drop}
+        request = {
+            "do": "start",
+            "id": name,
+            "limits": limits,
+            "contained": contained,
+            "drop": drop,
+        }
         private = json.dumps(becomes).encode()
         if len(private) > PRIVATE_BYTES:
             raise SandboxError(
-                f"a sandbox's arguments and environment must have at most {PRIVATE_BYTES} bytes, got {len(private)}"
+                f"a sandbox's arguments and environment must have at most {PRIVATE_BYTES} bytes, "
+                f"got {len(private)}"
             )
         ours, theirs = socket.socketpair()
         errors_r, errors_w = os.pipe()
@@ -155,7 +188,9 @@ class Launcher:
         return born
 
     def tell(self, born: Born, what: str, **more: object) -> None:
-        """Ask the warden for something about a sandbox; nothing happens where it is gone."""
+        """Ask the warden for something about a sandbox; nothing happens where it is
+        gone.
+        """
         if not born.gone.is_set() and not self._lost:
             message = json.dumps({"do": what, "id": born.id, **more}).encode()
             with contextlib.suppress(RuntimeError):  # the thread was shut down: all is ending
@@ -197,19 +232,32 @@ class Launcher:
 
     def _spawn(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         source = str(DIRECTORY.parent)
-        code = f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
-        arguments = [str(theirs.fileno()), str(os.getpid()), f"{self._base}/place", self._base, self._kept]
+        code = (
+            f"import sys; sys.path.insert(0, {source!r}); from {self._module} import main; main()"
+        )
+        arguments = [
+            str(theirs.fileno()),
+            str(os.getpid()),
+            f"{self._base}/place",
+            self._base,
+            self._kept,
+        ]
         with theirs:
             return subprocess.Popen(
                 [sys.executable, "-I", "-c", code, *arguments],
                 stdin=subprocess.DEVNULL,
                 env={},
-                pass_fds=(theirs.fileno(), *self._locks),  # the warden keeps the folders locked, and removes them if we cannot
+                pass_fds=(
+                    theirs.fileno(),
+                    *self._locks,
+                ),  # the warden keeps the folders locked, and removes them if we cannot
                 start_new_session=True,
             )
 
     async def _send(self, message: bytes, *fds: int) -> None:
-        sending = asyncio.get_running_loop().run_in_executor(self._thread, self._send_now, message, fds)
+        sending = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._send_now, message, fds
+        )
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -256,7 +304,9 @@ class Launcher:
         born.gone.set()
         born.done.set()
         if not born.staged.done():
-            born.staged.set_exception(SandboxLostError(f"the sandbox did not start: {born.why} {born.errors()}".strip()))
+            born.staged.set_exception(
+                SandboxLostError(f"the sandbox did not start: {born.why} {born.errors()}".strip())
+            )
             born.staged.exception()  # whoever waits sees it; nobody has to
         born.on_gone()
 
@@ -279,12 +329,18 @@ class Launcher:
 
 
 def _furnish(base: Path) -> None:
-    """Make what sandboxes are given: a folder to mount on, and the server, compiled, because none can keep what it compiles."""
+    """Make what sandboxes are given: a folder to mount on, and the server, compiled,
+    because none can keep what it compiles.
+    """
     (base / "place").mkdir()
     support = base / "support"
-    shutil.copytree(HERE / "inside", support / "inside", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        HERE / "inside", support / "inside", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(HERE / "boot.py", support)
-    compileall.compile_dir(support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    compileall.compile_dir(
+        support, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
 
 
 def _remove(made: Sequence[str], locks: Sequence[int]) -> None:

@@ -1,8 +1,10 @@
-"""Folders that lie over each other: copies of what a sandbox wrote, as a layer for the next one.
+"""Folders that lie over each other: copies of what a sandbox wrote, as a layer for the
+next one.
 
-Invariants: what is copied was written by whoever is inside, so no link is followed, nothing is opened that could block, depth
-and bytes are bounded, and no file of the copy can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as
-removed is kept as such. Standard library alone.
+Invariants: what is copied was written by whoever is inside, so no link is followed,
+nothing is opened that could block, depth and bytes are bounded, and no file of the copy
+can raise anyone's privileges (no set-uid, no devices). What overlayfs marks as removed
+is kept as such. Standard library alone.
 """
 
 import contextlib
@@ -16,7 +18,9 @@ DEPTH = 100
 CHUNK_BYTES = 1 << 20
 
 OPAQUE = ("trusted.overlay.opaque", "user.overlay.opaque")
-"""Marks of overlayfs on a folder that hides what is below it: mounted by root, and by a user."""
+"""Marks of overlayfs on a folder that hides what is below it: mounted by root, and by a
+user.
+"""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -27,7 +31,10 @@ class LayerError(OSError):
 
 
 class Copy:
-    """One copy of a folder's content into another that exists. `flatten` applies removals instead of keeping them as such."""
+    """One copy of a folder's content into another that exists.
+
+    `flatten` applies removals instead of keeping them as such.
+    """
 
     def __init__(
         self,
@@ -38,10 +45,11 @@ class Copy:
         flatten: bool = False,
         owner: int = -1,
     ) -> None:
-        """`skip` has paths, relative to the folder, that are left out; `owner` is the uid and gid of the files that are made.
+        """`skip` has paths, relative to the folder, that are left out; `owner` is the
+        uid and gid of the files that are made.
 
-        With `only`, just these paths are copied, without symbolic links that lead out of the folder; the copy's owner can read
-        every file in it.
+        With `only`, just these paths are copied, without symbolic links that lead out
+        of the folder; the copy's owner can read every file in it.
         """
         self.bytes = 0
         self._limit_bytes, self._skip, self._only = limit_bytes, skip, tuple(only)
@@ -82,15 +90,25 @@ class Copy:
 
     def _is_wanted(self, where: str) -> bool:
         """True if anything at or below a path is to be copied."""
-        return not self._only or self._is_whole(where) or any(path.startswith(f"{where}/") for path in self._only)
+        return (
+            not self._only
+            or self._is_whole(where)
+            or any(path.startswith(f"{where}/") for path in self._only)
+        )
 
     def _is_whole(self, where: str) -> bool:
-        return any(path == "." or where == path or where.startswith(f"{path}/") for path in self._only)
+        return any(
+            path == "." or where == path or where.startswith(f"{path}/") for path in self._only
+        )
 
-    def _subfolder(self, source: int, target: int, name: str, status: os.stat_result, path: str, depth: int) -> None:
+    def _subfolder(
+        self, source: int, target: int, name: str, status: os.stat_result, path: str, depth: int
+    ) -> None:
         inner = os.open(name, _FOLDER, dir_fd=source)
         try:
-            marks = {mark: os.getxattr(inner, mark) for mark in OPAQUE if mark in os.listxattr(inner)}
+            marks = {
+                mark: os.getxattr(inner, mark) for mark in OPAQUE if mark in os.listxattr(inner)
+            }
             if self._flatten and (marks or not _is_folder(name, target)):
                 remove(name, target)
             with contextlib.suppress(FileExistsError):
@@ -113,7 +131,12 @@ class Copy:
             status = os.fstat(inner)
             if not stat.S_ISREG(status.st_mode):
                 return  # it was exchanged since
-            outer = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=target)
+            outer = os.open(
+                name,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+                0o600,
+                dir_fd=target,
+            )
             try:
                 self._data(inner, outer, status.st_size, where)
                 self._finish(outer, status)
@@ -137,7 +160,10 @@ class Copy:
                     break
                 self.bytes += len(data)
                 if self.bytes > self._limit_bytes:
-                    raise LayerError(f"a layer must have at most {self._limit_bytes} bytes, got more at {where[:200]!r}")
+                    raise LayerError(
+                        f"a layer must have at most {self._limit_bytes} bytes, got "
+                        f"more at {where[:200]!r}"
+                    )
                 position += os.pwrite(outer, data, position)
             if position < end:
                 break  # it was cut short since
@@ -147,14 +173,19 @@ class Copy:
         if self._owner >= 0:
             os.fchown(made, self._owner, self._owner)
         mode = status.st_mode & 0o1777 | (0o400 if self._only else 0)
-        os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)  # a folder that its owner can remove
+        # a folder that its owner can remove
+        os.fchmod(made, mode | 0o700 if stat.S_ISDIR(status.st_mode) else mode)
         os.utime(made, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def take(layers: Sequence[int], folder: str, target: int, only: Sequence[str], *, limit_bytes: int) -> int:
-    """Copy the paths `only` of the folder `folder`, as the union of the open `layers` shows them, into the open `target`.
+def take(
+    layers: Sequence[int], folder: str, target: int, only: Sequence[str], *, limit_bytes: int
+) -> int:
+    """Copy the paths `only` of the folder `folder`, as the union of the open `layers`
+    shows them, into the open `target`.
 
-    The oldest layer comes first. Returns the number of bytes. Raises LayerError, OSError.
+    The oldest layer comes first. Returns the number of bytes. Raises LayerError,
+    OSError.
     """
     copy = Copy(limit_bytes=limit_bytes, only=only, flatten=True)
     for layer in layers:
@@ -171,7 +202,10 @@ def take(layers: Sequence[int], folder: str, target: int, only: Sequence[str], *
 
 
 def _descend(layer: int, folder: str) -> tuple[int, bool]:
-    """Open a folder of one layer; -1 if the layer has none. Also return whether the layer hides the layers below it there."""
+    """Open a folder of one layer; -1 if the layer has none.
+
+    Also return whether the layer hides the layers below it there.
+    """
     here, is_new = os.dup(layer), False
     for name in folder.strip("/").split("/"):
         try:
@@ -189,8 +223,9 @@ def _descend(layer: int, folder: str) -> tuple[int, bool]:
 
 
 def _leads_out(link: str, depth: int) -> bool:
-    """True if a symbolic link in a folder `depth` levels below the top may lead out of it. After a name, `..` need not lead
-    back, because the name may be a link, too."""
+    """True if a symbolic link in a folder `depth` levels below the top may lead out of
+    it. After a name, `..` need not lead back, because the name may be a link, too.
+    """
     names = [name for name in link.split("/") if name not in ("", ".")]
     ups = next((place for place, name in enumerate(names) if name != ".."), len(names))
     return link.startswith("/") or ups > depth or ".." in names[ups:]

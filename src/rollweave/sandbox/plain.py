@@ -1,7 +1,9 @@
-"""No sandbox: the server as a process of ours, in a temporary folder, with our rights, our network and our files.
+"""No sandbox: the server as a process of ours, in a temporary folder, with our rights,
+our network and our files.
 
-For code that is trusted, and for machines that offer nothing better. Never chosen unless it is named. Time, CPU and memory are
-limited; a process that leaves the tree between two looks of the watch is found only when the back end closes.
+For code that is trusted, and for machines that offer nothing better. Never chosen
+unless it is named. Time, CPU and memory are limited; a process that leaves the tree
+between two looks of the watch is found only when the back end closes.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ class Plain:
 
     async def start(self, spec: SandboxSpec) -> Running:
         if spec.image != HOST:
-            raise ValueError(f"image must be {HOST!r} for plain, which has no other, got {spec.image!r}")
+            raise ValueError(
+                f"image must be {HOST!r} for plain, which has no other, got {spec.image!r}"
+            )
         if spec.fakeroot:
             raise ValueError("fakeroot must be false for plain, got true")
         return await self._started(spec, str(self._launcher.folder()))
@@ -50,7 +54,8 @@ class Plain:
         workdir = home if spec.workdir == HOME else spec.workdir
         env = {"PATH": path, "HOME": home, **addressed(spec).env}
         here = msgspec.structs.replace(spec, workdir=workdir, env=env)
-        # The number of processes counts for all that our user has, here: it cannot be a sandbox's.
+        # The number of processes counts for all that our user has, here: it cannot be a
+        # sandbox's.
         limits = {name: value for name, value in rlimits(spec.limits).items() if name != "NPROC"}
         argv = server(limits, here.workdir, python=sys.executable, support=self._launcher.support)
         writes = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

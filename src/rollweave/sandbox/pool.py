@@ -1,7 +1,9 @@
-"""Sandboxes that are started before they are asked for, so that an episode waits for none.
+"""Sandboxes that are started before they are asked for, so that an episode waits for
+none.
 
-Invariants: each sandbox is given out once; there are never more than `size` waiting or being started; one that ended while it
-waited is not given out; what waits when the pool closes is killed.
+Invariants: each sandbox is given out once; there are never more than `size` waiting or
+being started; one that ended while it waited is not given out; what waits when the pool
+closes is killed.
 """
 
 import asyncio
@@ -12,7 +14,10 @@ from rollweave.schema.errors import SandboxError
 
 
 class Pool:
-    """Warm sandboxes of one specification. All calls belong to the event loop's thread. The back end stays the caller's."""
+    """Warm sandboxes of one specification. All calls belong to the event loop's thread.
+
+    The back end stays the caller's.
+    """
 
     def __init__(self, backend: Backend, spec: SandboxSpec, *, size: int) -> None:
         """Begins to start `size` of them. Raises ValueError."""
@@ -29,7 +34,10 @@ class Pool:
         return len(self._warm)
 
     async def take(self) -> Sandbox:
-        """One that has just been started or has waited; the pool starts another. Raises SandboxError."""
+        """One that has just been started or has waited; the pool starts another.
+
+        Raises SandboxError.
+        """
         if self._closed:
             raise SandboxError("the pool of sandboxes is closed")
         while self._warm:
@@ -40,7 +48,9 @@ class Pool:
         return await self._backend.start(self._spec)
 
     async def filled(self) -> None:
-        """Return when nothing is being started any more: all wait, or cannot be started."""
+        """Return when nothing is being started any more: all wait, or cannot be
+        started.
+        """
         while self._starting:
             await asyncio.wait(list(self._starting))
 

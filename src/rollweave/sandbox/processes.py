@@ -1,4 +1,7 @@
-"""The processes of this machine, read once: who descends from whom, and what each uses. Linux, standard library alone."""
+"""The processes of this machine, read once: who descends from whom, and what each uses.
+
+Linux, standard library alone.
+"""
 
 import os
 from collections.abc import Iterable
@@ -27,13 +30,17 @@ class Process:
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of its memory: resident pages, and the page tables that its whole address space could need."""
+        """Upper bound of its memory: resident pages, and the page tables that its whole
+        address space could need.
+        """
         return self.resident_bytes + self.virtual_bytes // ENTRIES_PER_TABLE
 
     def proportional_bytes(self, inherited_bytes: int = 0) -> int:
-        """Return resident memory, in which a page that n processes map counts 1/n, plus page tables.
+        """Return resident memory, in which a page that n processes map counts 1/n, plus
+        page tables.
 
-        Where the kernel does not tell, because the process hides its memory, resident memory beyond `inherited_bytes` counts.
+        Where the kernel does not tell, because the process hides its memory, resident
+        memory beyond `inherited_bytes` counts.
         """
         resident = self.resident_bytes - inherited_bytes
         try:
@@ -65,7 +72,9 @@ class Table:
         return cls(found)
 
     def below(self, seen: dict[int, int]) -> list[Process]:
-        """Those of `seen` (start times by pid) that are still there, and all their descendants."""
+        """Those of `seen` (start times by pid) that are still there, and all their
+        descendants.
+        """
         found: dict[int, Process] = {}
         waiting = [self._processes[pid] for pid, started in seen.items() if self._is(pid, started)]
         while waiting:
@@ -94,7 +103,9 @@ def started(pids: Iterable[int]) -> dict[int, int]:
 
 
 def family(pid: int) -> set[int]:
-    """A process and its descendants, while none of them is made or ends: quicker than a table where there are many others."""
+    """A process and its descendants, while none of them is made or ends: quicker than a
+    table where there are many others.
+    """
     found, waiting = {pid}, [pid]
     while waiting:
         waiting.extend(_children(waiting.pop()))
@@ -109,15 +120,23 @@ def _children(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             return []
         try:
-            return [int(child) for task in tasks for child in _read(f"/proc/{pid}/task/{task}/children").split()]
+            return [
+                int(child)
+                for task in tasks
+                for child in _read(f"/proc/{pid}/task/{task}/children").split()
+            ]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # a thread has ended: another has its children now, maybe one that was read before
+            # a thread has ended: another has its children now, maybe one that was read
+            # before
+            continue
 
 
 def _kilobytes(path: str, name: str, otherwise: int) -> int:
     """Return in bytes what a line of a file in /proc gives in kB."""
     with open(path) as lines:
-        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name)), otherwise)
+        return next(
+            (1024 * int(line.split()[1]) for line in lines if line.startswith(name)), otherwise
+        )
 
 
 def _read(path: str) -> str:

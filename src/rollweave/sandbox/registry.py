@@ -15,21 +15,29 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "apptainer": Apptainer,
     "plain": Plain,
 }
-"""By name. The first is the default; plain isolates nothing, and is taken only where it is named."""
+"""By name.
+
+The first is the default; plain isolates nothing, and is taken only where it is named.
+"""
 
 
 def backend(name: str | None = None) -> Backend:
     """The back end called `name`, or the default one.
 
-    Raises ConfigError for a name that there is not, SandboxError where it is not installed: the message says what to install.
+    Raises ConfigError for a name that there is not, SandboxError where it is not
+    installed: the message says what to install.
     """
     if name is None:
         try:
             return Bubblewrap()
         except SandboxError as error:
             raise SandboxError(
-                f"no sandbox: {error}. To run without any isolation, name the back end: plain, for trusted code only"
+                f"no sandbox: {error}. To run without any isolation, name the back end: plain, "
+                "for trusted code only"
             ) from error
     if name not in BACKENDS:
-        raise ConfigError(f"sandbox back end must be one of {', '.join(BACKENDS)}, got {name!r}; the default: {INSTALL}")
+        raise ConfigError(
+            f"sandbox back end must be one of {', '.join(BACKENDS)}, got {name!r}; "
+            f"the default: {INSTALL}"
+        )
     return BACKENDS[name]()

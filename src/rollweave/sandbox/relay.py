@@ -1,12 +1,15 @@
-"""Brings one HTTP service of the host's into a sandbox that has no network: the gateway, for an agent program inside.
+"""Brings one HTTP service of the host's into a sandbox that has no network: the
+gateway, for an agent program inside.
 
-`async with relay(sandbox, url) as inside_url`: who asks at `inside_url` within the sandbox is answered by what is at `url`. It
-works over the sandbox's channel, so with every back end, with sandboxes that wait in a pool, and without mounts or a network.
+`async with relay(sandbox, url) as inside_url`: who asks at `inside_url` within the
+sandbox is answered by what is at `url`. It works over the sandbox's channel, so with
+every back end, with sandboxes that wait in a pool, and without mounts or a network.
 
-Invariants: requests go to that one host and port, and to paths beneath that of `url`; nothing else that is asked reaches it,
-and no header but those of a short list, either way. What the sandbox says is checked: one that breaks the protocol is killed.
-The request of a program that goes away is cancelled, so its generation ends. When the context closes, or the sandbox ends, no
-task and no socket is left.
+Invariants: requests go to that one host and port, and to paths beneath that of `url`;
+nothing else that is asked reaches it, and no header but those of a short list, either
+way. What the sandbox says is checked: one that breaks the protocol is killed. The
+request of a program that goes away is cancelled, so its generation ends. When the
+context closes, or the sandbox ends, no task and no socket is left.
 """
 
 import asyncio
@@ -28,7 +31,12 @@ from rollweave.sandbox.base import MIB, Sandbox
 from rollweave.sandbox.channel import Reply
 from rollweave.sandbox.inside.desk import PASSED
 from rollweave.sandbox.inside.http1 import BODY_BYTES, METHODS
-from rollweave.schema.errors import SandboxError, SandboxLostError, SandboxRefusedError, SandboxSpoiledError
+from rollweave.schema.errors import (
+    SandboxError,
+    SandboxLostError,
+    SandboxRefusedError,
+    SandboxSpoiledError,
+)
 
 AT_ONCE: Final = 16
 """Requests under way: as many turns as a session of the gateway has at once."""
@@ -43,7 +51,10 @@ CALL_S: Final = 10.0
 """Seconds for any other call: it waits for no program."""
 
 SLACK_S: Final = 60.0
-"""Seconds that a sandbox may be late: it may be frozen for a snapshot, or short of CPU. Then it is given up."""
+"""Seconds that a sandbox may be late: it may be frozen for a snapshot, or short of CPU.
+
+Then it is given up.
+"""
 
 CONNECT_S: Final = 5.0
 """Seconds for the service to accept a connection."""
@@ -55,7 +66,10 @@ ANSWERED: Final = ("cache-control", "content-type", "retry-after")
 """Headers of answers that programs see."""
 
 PATH = re.compile(r"(?:/[A-Za-z0-9._~:@-]+)*")
-"""Beneath that of the service. No escapes: they would be another way to write what is refused."""
+"""Beneath that of the service.
+
+No escapes: they would be another way to write what is refused.
+"""
 
 VALUE = re.compile(r"[\x20-\x7e\t]{0,8192}")
 """Of a header."""
@@ -67,12 +81,13 @@ _log = logging.getLogger(__name__)
 async def relay(sandbox: Sandbox, url: str) -> AsyncIterator[str]:
     """Inside, the URL that is yielded is `url`. One at a time for each sandbox.
 
-    Raises ValueError for a URL that is not plain http, SandboxError where the sandbox cannot listen. A sandbox that ends
-    meanwhile is heard of by whoever uses it.
+    Raises ValueError for a URL that is not plain http, SandboxError where the sandbox
+    cannot listen. A sandbox that ends meanwhile is heard of by whoever uses it.
     """
     base = _checked(url)
     opened = await sandbox.call("relay_open", timeout_s=CALL_S, slack_s=SLACK_S, at_once=AT_ONCE)
-    # Nothing of the environment: no proxy, no netrc. No redirects, no cookies, and the body as it is.
+    # Nothing of the environment: no proxy, no netrc. No redirects, no cookies, and the
+    # body as it is.
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=AT_ONCE),
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -138,7 +153,9 @@ class _Relay:
         except* SandboxLostError:
             pass  # whoever uses the sandbox hears why
         except* SandboxError as errors:
-            _log.warning("sandbox %s is killed, its relay failed: %s", self._sandbox.id, errors.exceptions[0])
+            _log.warning(
+                "sandbox %s is killed, its relay failed: %s", self._sandbox.id, errors.exceptions[0]
+            )
             self._sandbox.kill()
         except* Exception:
             self._sandbox.kill()  # its programs would wait for ever
@@ -172,14 +189,26 @@ class _Relay:
         del self._tasks[asked.number]
 
     def _part(self, notice: _Notice, body: bytes) -> _Asked | None:
-        """Return the request if this part completes it. Raises SandboxSpoiledError for messages that no relay sends."""
+        """Return the request if this part completes it.
+
+        Raises SandboxSpoiledError for messages that no relay sends.
+        """
         asked = self._coming
         if asked is None:
             if not notice.method or notice.number <= self._last:
-                raise SandboxSpoiledError(f"it sent a part of request {notice.number}, which is over")
-            asked = _Asked(number=notice.number, method=notice.method, target=notice.target, headers=notice.headers)
+                raise SandboxSpoiledError(
+                    f"it sent a part of request {notice.number}, which is over"
+                )
+            asked = _Asked(
+                number=notice.number,
+                method=notice.method,
+                target=notice.target,
+                headers=notice.headers,
+            )
         elif notice.method or notice.number != asked.number:
-            raise SandboxSpoiledError(f"it sent request {notice.number} amid request {asked.number}")
+            raise SandboxSpoiledError(
+                f"it sent request {notice.number} amid request {asked.number}"
+            )
         if len(asked.body) + len(body) > BODY_BYTES:
             raise SandboxSpoiledError(f"it sent a request of more than {BODY_BYTES} bytes")
         if self._held + len(body) > HELD_BYTES:
@@ -202,7 +231,11 @@ class _Relay:
             async with self._http.request(
                 asked.method,
                 self._base.with_path(self._prefix + beneath, encoded=True),
-                headers={name: value for name in PASSED if (value := asked.headers.get(name)) and VALUE.fullmatch(value)},
+                headers={
+                    name: value
+                    for name in PASSED
+                    if (value := asked.headers.get(name)) and VALUE.fullmatch(value)
+                },
                 data=io.BytesIO(asked.body) if asked.method == "POST" else None,
                 allow_redirects=False,
             ) as response:
@@ -218,7 +251,9 @@ class _Relay:
             if begun:
                 await self._tell(asked, abort=True)
             else:
-                await self._refuse(asked, 502, f"the service cannot be reached: {type(error).__name__}")
+                await self._refuse(
+                    asked, 502, f"the service cannot be reached: {type(error).__name__}"
+                )
 
     def _refusal(self, asked: _Asked, beneath: str) -> tuple[int, str] | None:
         """Status and reason, where a request is none for the service."""
@@ -231,18 +266,27 @@ class _Relay:
 
     async def _refuse(self, asked: _Asked, status: int, why: str) -> None:
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps({"error": {"message": why, "type": kind, "param": None, "code": None}}).encode()
-        await self._tell(asked, body, last=True, status=status, headers={"content-type": "application/json"})
+        body = json.dumps(
+            {"error": {"message": why, "type": kind, "param": None, "code": None}}
+        ).encode()
+        await self._tell(
+            asked, body, last=True, status=status, headers={"content-type": "application/json"}
+        )
 
     async def _tell(self, asked: _Asked, body: bytes = b"", **args: Any) -> None:
         await self.call("relay_answer", body, timeout_s=CALL_S, number=asked.number, **args)
 
     async def call(self, action: str, body: bytes = b"", *, timeout_s: float, **args: Any) -> Reply:
-        """A call, tried again where the sandbox has no room for one. It may be late by much."""
+        """A call, tried again where the sandbox has no room for one.
+
+        It may be late by much.
+        """
         tries = round(SLACK_S / AGAIN_S)
         while True:
             try:
-                return await self._sandbox.call(action, body, timeout_s=timeout_s, slack_s=SLACK_S, **args)
+                return await self._sandbox.call(
+                    action, body, timeout_s=timeout_s, slack_s=SLACK_S, **args
+                )
             except SandboxRefusedError:
                 tries -= 1
                 if not tries:
@@ -262,12 +306,26 @@ def _convert(reply: Reply, kind: type[T]) -> T:
 
 def _checked(url: str) -> URL:
     found = URL(url, encoded=True)
-    plain = found.scheme == "http" and found.host and not (found.user or found.raw_query_string or found.raw_fragment)
+    plain = (
+        found.scheme == "http"
+        and found.host
+        and not (found.user or found.raw_query_string or found.raw_fragment)
+    )
     path = found.raw_path.rstrip("/")
-    if not plain or not PATH.fullmatch(path) or any(part in (".", "..") for part in path.split("/")):
-        raise ValueError(f"url must be http://HOST:PORT/PATH, of letters, digits and -._~:@, got {url!r}")
+    if (
+        not plain
+        or not PATH.fullmatch(path)
+        or any(part in (".", "..") for part in path.split("/"))
+    ):
+        raise ValueError(
+            f"url must be http://HOST:PORT/PATH, of letters, digits and -._~:@, got {url!r}"
+        )
     return found
 
 
 def _shown(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name in ANSWERED if (value := headers.get(name)) is not None and VALUE.fullmatch(value)}
+    return {
+        name: value
+        for name in ANSWERED
+        if (value := headers.get(name)) is not None and VALUE.fullmatch(value)
+    }

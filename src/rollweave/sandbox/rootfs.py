@@ -1,7 +1,9 @@
-"""What a sandbox's root is made of, for the host's image and for folders: a description that `stage.py` mounts.
+"""What a sandbox's root is made of, for the host's image and for folders: a description
+that `stage.py` mounts.
 
-Invariants: no sandbox sees rollweave, wherever it is installed, because its handlers contain the right answers of their
-tasks. On the host's image, no sandbox can write what the dynamic linker or an interpreter loads when a program starts.
+Invariants: no sandbox sees rollweave, wherever it is installed, because its handlers
+contain the right answers of their tasks. On the host's image, no sandbox can write what
+the dynamic linker or an interpreter loads when a program starts.
 """
 
 import functools
@@ -25,11 +27,16 @@ _SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Beside /usr: links into it, or on older systems folders of their own."""
 
 _ETC = ("alternatives", "ssl", "ca-certificates", "pki")
-"""What programs need of /etc to start and to check certificates. Nothing of the host's users, network or secrets."""
+"""What programs need of /etc to start and to check certificates.
+
+Nothing of the host's users, network or secrets.
+"""
 
 
 _LINKER = ("/etc/ld.so.preload", "/etc/ld.so.cache")
-"""Files that the dynamic linker reads before any program: empty in every root, so that a snapshot cannot bring its own."""
+"""Files that the dynamic linker reads before any program: empty in every root, so that
+a snapshot cannot bring its own.
+"""
 
 _KEPT = ("/tmp", "/etc", "/run", "/dev", "/proc", "/sys")
 """Folders that are never sealed, in addition to the home and the work folder."""
@@ -41,7 +48,9 @@ def layers_of(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict[str, Any]:
-    """The request's `root` for `stage.Root`; `layers` as `layers_of` gives them, or a snapshot has them."""
+    """The request's `root` for `stage.Root`; `layers` as `layers_of` gives them, or a
+    snapshot has them.
+    """
     binds, links = _host() if spec.image == HOST else ([], [])
     return asdict(
         Root(
@@ -50,14 +59,19 @@ def root_of(spec: SandboxSpec, *, support: str, layers: tuple[str, ...]) -> dict
             links=links,
             files=_files(spec),
             folders=[HOME, spec.workdir],
-            hidden=[*_hidden(binds), *(_sealed(spec, [where for _, where in binds]) if spec.image == HOST else [])],
+            hidden=[
+                *_hidden(binds),
+                *(_sealed(spec, [where for _, where in binds]) if spec.image == HOST else []),
+            ],
             disk_bytes=spec.limits.disk_bytes,
         )
     )
 
 
 def python_of(spec: SandboxSpec) -> str:
-    """The interpreter of its server: ours, as far as the host's image has it, or the image's."""
+    """The interpreter of its server: ours, as far as the host's image has it, or the
+    image's.
+    """
     return sys.executable if spec.image == HOST else "python3"
 
 
@@ -83,34 +97,48 @@ def _hidden(binds: list[tuple[str, str]]) -> list[str]:
     seen = [(os.path.realpath(source), where) for source, where in binds]
     return list(
         dict.fromkeys(
-            os.path.join(where, os.path.relpath(package, source)) for source, where in seen if package.startswith(f"{source}/")
+            os.path.join(where, os.path.relpath(package, source))
+            for source, where in seen
+            if package.startswith(f"{source}/")
         )
     )
 
 
 def _sealed(spec: SandboxSpec, seen: list[str]) -> list[str]:
-    """Return folders from which the interpreter imports but which do not exist in the sandbox: an agent's code would run there.
+    """Return folders from which the interpreter imports but which do not exist in the
+    sandbox: an agent's code would run there.
 
-    Folders around or in the home and the work folder are left out, because an agent's own files belong there. A judge that
-    runs among these files must use `python -I -S`.
+    Folders around or in the home and the work folder are left out, because an agent's
+    own files belong there. A judge that runs among these files must use `python -I -S`.
     """
     own = (HOME, spec.workdir)
     there = (*seen, *(f"/{name}" for name in _SYSTEM), "/dev", "/proc", "/sys")
     outside = [
         path
         for path in import_folders()
-        if not any(_below(path, where) for where in (*there, *own)) and not any(_below(keep, path) for keep in (*own, *_KEPT))
+        if not any(_below(path, where) for where in (*there, *own))
+        and not any(_below(keep, path) for keep in (*own, *_KEPT))
     ]
-    return [path for path in outside if not any(path != other and _below(path, other) for other in outside)]
+    return [
+        path
+        for path in outside
+        if not any(path != other and _below(path, other) for other in outside)
+    ]
 
 
 @functools.cache
-def import_folders(roots: tuple[str, ...] = (sys.prefix, sys.base_prefix, "/usr", "/usr/local")) -> tuple[str, ...]:
-    """Return folders outside their own from which the interpreters below `roots` are configured to import, by `.pth` files and
-    editable installs, whether they exist or not."""
+def import_folders(
+    roots: tuple[str, ...] = (sys.prefix, sys.base_prefix, "/usr", "/usr/local"),
+) -> tuple[str, ...]:
+    """Return folders outside their own from which the interpreters below `roots` are
+    configured to import, by `.pth` files and editable installs, whether they exist or
+    not.
+    """
     found: dict[str, None] = {}
     patterns = [f"lib*/python3*/{name}-packages" for name in ("site", "dist")]
-    for folder in itertools.chain.from_iterable(Path(root).glob(pattern) for root in roots for pattern in patterns):
+    for folder in itertools.chain.from_iterable(
+        Path(root).glob(pattern) for root in roots for pattern in patterns
+    ):
         for file in sorted(folder.glob("*.pth")):
             found |= dict.fromkeys(_named_in(file))
         for file in sorted(folder.glob("*.dist-info/direct_url.json")):
@@ -130,7 +158,9 @@ def _named_in(file: Path) -> Iterator[str]:
 
 
 def _editable(file: Path) -> Iterator[str]:
-    """Yield the folder of an editable install (PEP 610), whose modules an import hook may find there."""
+    """Yield the folder of an editable install (PEP 610), whose modules an import hook
+    may find there.
+    """
     try:
         origin = json.loads(file.read_text())
         url = urllib.parse.urlsplit(origin["url"])
@@ -149,12 +179,16 @@ def _files(spec: SandboxSpec) -> dict[str, str]:
     files: dict[str, str] = {}
     if spec.image == HOST:
         files = dict.fromkeys(_LINKER, "") | {
-            "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000:agent:{HOME}:/bin/bash\n",
+            "/etc/passwd": "root:x:0:0:root:/root:/bin/sh\n"
+            f"agent:x:1000:1000:agent:{HOME}:/bin/bash\n",
             "/etc/group": "root:x:0:\nagent:x:1000:\n",
-            "/etc/hosts": f"127.0.0.1 localhost\n::1 localhost\n{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",
+            "/etc/hosts": "127.0.0.1 localhost\n::1 "
+            f"localhost\n{spec.env.get(LOOPBACK, '127.0.0.1')} {spec.hostname}\n",
             "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
         }
-        files |= {path: Path(path).read_text() for path in ("/etc/ld.so.conf",) if Path(path).is_file()}
+        files |= {
+            path: Path(path).read_text() for path in ("/etc/ld.so.conf",) if Path(path).is_file()
+        }
     if spec.network and Path("/etc/resolv.conf").is_file():
         files["/etc/resolv.conf"] = Path("/etc/resolv.conf").read_text()
     return files

@@ -1,4 +1,7 @@
-"""A sandbox that runs: its server's channel, and the warden that holds its processes. The same for every back end."""
+"""A sandbox that runs: its server's channel, and the warden that holds its processes.
+
+The same for every back end.
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +34,9 @@ WATCHED = ("processes", "memory_bytes", "disk_bytes", "cpu_s", "wall_s")
 """Limits of all processes together."""
 
 OUTSIDE = (STOPPED, KILLED, OVERDUE, UNHELD, CLOSED)
-"""Reasons for the end of a sandbox that the code in it did not cause; it caused all others, once it had started."""
+"""Reasons for the end of a sandbox that the code in it did not cause; it caused all
+others, once it had started.
+"""
 
 MOUNTED = frozenset(("dev", "proc", "sys", "run/rollweave"))
 """What is mounted or written anew in every sandbox: no part of a snapshot."""
@@ -75,7 +80,8 @@ class Running:
             if not self._killed:  # else it may still live for a moment
                 return await self._channel.call(action, body, timeout_s=timeout_s, **args)
         except SandboxLostError as error:
-            # Its socket ends a moment before its process is reaped, which tells why. What broke the protocol is ended.
+            # Its socket ends a moment before its process is reaped, which tells why.
+            # What broke the protocol is ended.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._born.gone.wait(), EXIT_S)
             self.kill(spoiled=f"its server: {error}")
@@ -102,8 +108,12 @@ class Running:
         )
         try:
             split = reply.header["split"]
-            fields = {name: reply.header[name] for name in ("rc", "timed_out", "truncated", "seconds")}
-            return msgspec.convert({**fields, "stdout": reply.body[:split], "stderr": reply.body[split:]}, ExecResult)
+            fields = {
+                name: reply.header[name] for name in ("rc", "timed_out", "truncated", "seconds")
+            }
+            return msgspec.convert(
+                {**fields, "stdout": reply.body[:split], "stderr": reply.body[split:]}, ExecResult
+            )
         except (KeyError, TypeError, msgspec.ValidationError) as error:
             self.kill(spoiled=f"it sent an invalid result: {error}")
             await self._born.gone.wait()
@@ -129,7 +139,9 @@ class Running:
                 writes, limit_bytes = os.dup(self._born.writes), self.spec.limits.disk_bytes
                 if only:
                     workdir = self._asked.workdir
-                    written = await asyncio.to_thread(_taken, writes, below, folder, workdir, only, at, limit_bytes)
+                    written = await asyncio.to_thread(
+                        _taken, writes, below, folder, workdir, only, at, limit_bytes
+                    )
                 else:
                     written = await asyncio.to_thread(_copied, writes, folder, limit_bytes)
             except (LayerError, PermissionError) as error:
@@ -138,7 +150,11 @@ class Running:
                 raise SandboxError(f"no snapshot: {error}") from error
             finally:
                 self._launcher.tell(self._born, "thaw")
-        return Snapshot(spec=self._asked, layers=(folder, *(layers_of(self._asked) if only else below)), bytes=written)
+        return Snapshot(
+            spec=self._asked,
+            layers=(folder, *(layers_of(self._asked) if only else below)),
+            bytes=written,
+        )
 
     async def stop(self, grace_s: float = 2.0) -> None:
         self._launcher.tell(self._born, "stop", grace_s=grace_s)
@@ -150,7 +166,9 @@ class Running:
         self._launcher.tell(self._born, "kill")
 
     def _gone(self) -> SandboxLostError:
-        """Return the error that says why it is gone; its type says whether the code inside caused that."""
+        """Return the error that says why it is gone; its type says whether the code
+        inside caused that.
+        """
         why = self._born.why
         if why == KILLED and self._spoiled:
             return SandboxSpoiledError(f"the sandbox is gone: {self._spoiled}")
@@ -173,21 +191,27 @@ async def started(
 ) -> Running:
     """Have a sandbox launched and wait until its server answers. Raises SandboxError.
 
-    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is a descriptor of the folder of its
-    writes, where no root is staged for it; `contained` says that its processes end with the first one, `drop` that root gives
+    `asked` is what was asked for, where `spec` says it in the host's terms; `writes` is
+    a descriptor of the folder of its writes, where no root is staged for it;
+    `contained` says that its processes end with the first one, `drop` that root gives
     it a uid of its own.
     """
     began = time.perf_counter()
     limits = {name: getattr(spec.limits, name) for name in WATCHED}
-    born = await launcher.launch(limits=limits, contained=contained, writes=writes, drop=drop, **request)
+    born = await launcher.launch(
+        limits=limits, contained=contained, writes=writes, drop=drop, **request
+    )
     sandbox = Running(spec, launcher, born, asked=asked, below=below, contained=contained)
     try:
         await sandbox.call("ping", timeout_s=START_S)
-        await launcher.ask(born, "ready")  # before any command: what is there by then is the sandbox's own
+        # before any command: what is there by then is the sandbox's own
+        await launcher.ask(born, "ready")
     except SandboxError as error:
         sandbox.kill()
         await born.gone.wait()
-        raise SandboxError(f"the sandbox did not start: {error}. {born.errors()}".strip()) from error
+        raise SandboxError(
+            f"the sandbox did not start: {error}. {born.errors()}".strip()
+        ) from error
     except BaseException:
         sandbox.kill()
         raise
@@ -209,8 +233,18 @@ def _copied(writes: int, folder: str, limit_bytes: int) -> int:
         os.close(writes)
 
 
-def _taken(writes: int, below: Sequence[str], folder: str, workdir: str, only: Sequence[str], at: str, limit_bytes: int) -> int:
-    """Copy as `_copied` does, but only some paths of the work folder; `below` has the folders of the layers below."""
+def _taken(
+    writes: int,
+    below: Sequence[str],
+    folder: str,
+    workdir: str,
+    only: Sequence[str],
+    at: str,
+    limit_bytes: int,
+) -> int:
+    """Copy as `_copied` does, but only some paths of the work folder; `below` has the
+    folders of the layers below.
+    """
     layers = []
     try:
         layers = [os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in reversed(below)]

@@ -1,14 +1,18 @@
-"""The filter of system calls: what no program in a sandbox needs and an attack would use, as classic BPF.
+"""The filter of system calls: what no program in a sandbox needs and an attack would
+use, as classic BPF.
 
-Everything is allowed that is not named here, so that compilers, interpreters, package managers and test suites work. Refused
-are calls that reach the kernel's least-tested parts (io_uring, bpf, keys, perf), that look into other processes (ptrace), that
-change namespaces or mounts, that hold memory which no process maps (memfd, System V and POSIX message queues, semaphores and
-shared memory), that use up a count of the whole machine (asynchronous I/O contexts), sockets of families other than UNIX and IP
-and of protocols other than TCP, UDP and ping, pushing input to a terminal, its line disciplines, and personalities that no
-program needs. A call that is newer than this table does not exist. Calls of another architecture end the process.
+Everything is allowed that is not named here, so that compilers, interpreters, package
+managers and test suites work. Refused are calls that reach the kernel's least-tested
+parts (io_uring, bpf, keys, perf), that look into other processes (ptrace), that change
+namespaces or mounts, that hold memory which no process maps (memfd, System V and POSIX
+message queues, semaphores and shared memory), that use up a count of the whole machine
+(asynchronous I/O contexts), sockets of families other than UNIX and IP and of protocols
+other than TCP, UDP and ping, pushing input to a terminal, its line disciplines, and
+personalities that no program needs. A call that is newer than this table does not
+exist. Calls of another architecture end the process.
 
-Written out here, not taken from libseccomp: it is one table and a page of code, and needs no library of the system.
-Standard library alone.
+Written out here, not taken from libseccomp: it is one table and a page of code, and
+needs no library of the system. Standard library alone.
 """
 
 import errno
@@ -22,14 +26,20 @@ _EAFNOSUPPORT, _EPROTONOSUPPORT = errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 X32_BIT = 0x40000000
-"""System calls of x86-64's 32-bit pointers: a second set of numbers, which would pass below every rule."""
+"""System calls of x86-64's 32-bit pointers: a second set of numbers, which would pass
+below every rule.
+"""
 
 REFUSED: dict[str, tuple[int | None, int | None, int]] = {
     # name: number on x86_64, on aarch64 (None: it has none), error
     "io_uring_setup": (425, 425, _ENOSYS),
     "io_uring_enter": (426, 426, _ENOSYS),
     "io_uring_register": (427, 427, _ENOSYS),
-    "clone3": (435, 435, _ENOSYS),  # its flags are in memory, where a filter cannot look; the C library falls back to clone
+    "clone3": (
+        435,
+        435,
+        _ENOSYS,
+    ),  # its flags are in memory, where a filter cannot look; the C library falls back to clone
     "memfd_create": (319, 279, _ENOSYS),
     "memfd_secret": (447, 447, _ENOSYS),
     "shmget": (29, 194, _ENOSYS),
@@ -104,7 +114,9 @@ REFUSED: dict[str, tuple[int | None, int | None, int]] = {
 }
 
 NEWEST = 469
-"""Highest number of a call that this table considers (file_setattr, Linux 6.17); higher ones fail with ENOSYS."""
+"""Highest number of a call that this table considers (file_setattr, Linux 6.17); higher
+ones fail with ENOSYS.
+"""
 
 CLONE, SOCKET, SOCKETPAIR, IOCTL, PERSONALITY = (56, 220), (41, 198), (53, 199), (16, 29), (135, 92)
 """Numbers of the calls that are refused by an argument."""
@@ -119,24 +131,33 @@ FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
 
 PROTOCOLS = (0, 1, 6, 17, 58)
-"""Allowed protocols: the default, ICMP (whose number is also PF_UNIX), TCP, UDP, ICMPv6. Others load little-tested modules."""
+"""Allowed protocols: the default, ICMP (whose number is also PF_UNIX), TCP, UDP,
+ICMPv6. Others load little-tested modules.
+"""
 
 PERSONALITIES = (0, 8, 0x20000, 0x20008, 0xFFFFFFFF)
-"""Allowed personalities: Linux, PER_LINUX32, each also with UNAME26, and the query for the current one."""
+"""Allowed personalities: Linux, PER_LINUX32, each also with UNAME26, and the query for
+the current one.
+"""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARGS = 0, 4, 16
-"""Offsets into struct seccomp_data; both architectures are little-endian, so an argument's low half comes first."""
+"""Offsets into struct seccomp_data; both architectures are little-endian, so an
+argument's low half comes first.
+"""
 
 
 @functools.cache
 def bpf_filter(machine: str | None = None) -> bytes:
-    """The program for `machine` (as `uname -m` says; this one's by default). Raises ValueError for one that it has no table
-    of."""
+    """The program for `machine` (as `uname -m` says; this one's by default). Raises
+    ValueError for one that it has no table of.
+    """
     machine = machine or os.uname().machine
     if machine not in AUDIT_ARCH:
-        raise ValueError(f"machine must be one of {', '.join(AUDIT_ARCH)} for a seccomp filter, got {machine!r}")
+        raise ValueError(
+            f"machine must be one of {', '.join(AUDIT_ARCH)} for a seccomp filter, got {machine!r}"
+        )
     column = _COLUMN[machine]
     code = [
         _op(_LOAD, _ARCH),
@@ -151,11 +172,21 @@ def bpf_filter(machine: str | None = None) -> bytes:
         number, error = numbers[column], numbers[2]
         if number is not None:
             code += [_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | error)]
-    code += _when(CLONE[column], [*_argument(0), _op(_ANY_BIT, NEW_NAMESPACES, 0, 1), _op(_RETURN, _ERRNO | _EPERM)])
-    refused_ioctls = [op for number in TERMINAL_REQUESTS for op in (_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | _EPERM))]
+    code += _when(
+        CLONE[column],
+        [*_argument(0), _op(_ANY_BIT, NEW_NAMESPACES, 0, 1), _op(_RETURN, _ERRNO | _EPERM)],
+    )
+    refused_ioctls = [
+        op
+        for number in TERMINAL_REQUESTS
+        for op in (_op(_EQUAL, number, 0, 1), _op(_RETURN, _ERRNO | _EPERM))
+    ]
     code += _when(IOCTL[column], [*_argument(1), *refused_ioctls])
     for call in (SOCKET, SOCKETPAIR):
-        code += _when(call[column], [*_one_of(0, FAMILIES, _EAFNOSUPPORT), *_one_of(2, PROTOCOLS, _EPROTONOSUPPORT)])
+        code += _when(
+            call[column],
+            [*_one_of(0, FAMILIES, _EAFNOSUPPORT), *_one_of(2, PROTOCOLS, _EPROTONOSUPPORT)],
+        )
     code += _when(PERSONALITY[column], _one_of(0, PERSONALITIES, _EPERM))
     return b"".join([*code, _op(_RETURN, _ALLOW)])
 

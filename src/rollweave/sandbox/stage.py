@@ -1,11 +1,14 @@
-"""A sandbox's root, mounted where only the sandbox sees it: image and snapshots below, a tmpfs for all writes above.
+"""A sandbox's root, mounted where only the sandbox sees it: image and snapshots below,
+a tmpfs for all writes above.
 
-Runs in a process that was forked for one sandbox and becomes it. As root, the mounts are made in a mount namespace of their own
-and the image's owner is mapped to the sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the
+Runs in a process that was forked for one sandbox and becomes it. As root, the mounts
+are made in a mount namespace of their own and the image's owner is mapped to the
+sandbox's uid; as a user, in a user namespace too. Where overlayfs does not work, the
 image is copied.
 
-Invariants: nothing outside `place` is written, whatever symbolic links an image or a snapshot has; the host's mounts do not
-change; all that the sandbox writes is below the one tmpfs, or on /dev/shm, with their limits. Standard library alone.
+Invariants: nothing outside `place` is written, whatever symbolic links an image or a
+snapshot has; the host's mounts do not change; all that the sandbox writes is below the
+one tmpfs, or on /dev/shm, with their limits. Standard library alone.
 """
 
 import contextlib
@@ -19,17 +22,27 @@ from rollweave.sandbox.devices import mount_devices
 from rollweave.sandbox.layers import Copy, remove
 
 INODE_BYTES = 8192
-"""Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no size limit counts."""
+"""Of disk for each file: the kernel keeps about 1 kB for a file that is empty, which no
+size limit counts.
+"""
 
 EMPTY_INODES = 256
 """Maximum number of inodes in a folder that appears empty: its mount points."""
 
 WATCHERS = {"max_inotify_instances": 32, "max_inotify_watches": 65_536}
-"""Limits on file watches in a sandbox's user namespace; a user usually has 128 of the first."""
+"""Limits on file watches in a sandbox's user namespace; a user usually has 128 of the
+first.
+"""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = "index=off,xino=off", "metacopy=off,redirect_dir=off", "userxattr"
-"""Every entry of the upper folder is to be what it says; `userxattr` implies that by itself."""
+_OVERLAY, _OVERLAY_AS_ROOT, _OVERLAY_AS_USER = (
+    "index=off,xino=off",
+    "metacopy=off,redirect_dir=off",
+    "userxattr",
+)
+"""Every entry of the upper folder is to be what it says; `userxattr` implies that by
+itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,11 @@ class Root:
 
 
 def stage(root: Root, place: str, uid: int | None) -> tuple[int, bool]:
-    """Mount a root at `place`/root, for host user `uid` (None: our own, where we are not root).
+    """Mount a root at `place`/root, for host user `uid` (None: our own, where we are
+    not root).
 
-    `place` is a folder that exists. Returns a descriptor of the folder that has the writes, and
-    whether it has what is below them too. Raises OSError.
+    `place` is a folder that exists. Returns a descriptor of the folder that has the
+    writes, and whether it has what is below them too. Raises OSError.
     """
     if uid is None:
         enter_user_namespace(kernel.CLONE_NEWNS)
@@ -92,7 +106,9 @@ def enter_user_namespace(flags: int) -> None:
 
 
 def _bound_watchers() -> None:
-    """Bound file watches: all sandboxes of a user share the user's limits, and one must not take everything."""
+    """Bound file watches: all sandboxes of a user share the user's limits, and one must
+    not take everything.
+    """
     for name, most in WATCHERS.items():
         # If a setting cannot be written, the kernel's own limit for our user remains.
         with contextlib.suppress(OSError), open(f"/proc/sys/user/{name}", "w") as out:
@@ -101,7 +117,11 @@ def _bound_watchers() -> None:
 
 def map_user(inside: int, uid: int, inside_gid: int, gid: int) -> None:
     """Say who we are in the user namespace that we have just made."""
-    for file, line in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside_gid} {gid} 1")):
+    for file, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {uid} 1"),
+        ("gid_map", f"{inside_gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{file}", "w") as out:
             out.write(line)
 
@@ -120,7 +140,9 @@ def _mount_layers(root: Root, place: str, uid: int | None) -> str:
     options = f"lowerdir={':'.join(below)},upperdir={place}/upper,workdir={place}/work,{_OVERLAY}"
     options += f",{_OVERLAY_AS_USER if uid is None else _OVERLAY_AS_ROOT}"
     try:
-        kernel.mount("overlay", f"{place}/root", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        kernel.mount(
+            "overlay", f"{place}/root", "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, options
+        )
     except OSError:
         _copy_layers(root, f"{place}/root", os.getuid() if uid is None else uid)
         kernel.mount(f"{place}/root", f"{place}/root", flags=kernel.MS_BIND)
@@ -139,7 +161,9 @@ def _copy_layers(root: Root, target: str, owner: int) -> None:
 
 
 def _bind_mapped(layer: str, target: str, uid: int) -> None:
-    """A layer whose owner is the sandbox's user: so its files can be changed in the overlay, and nowhere else."""
+    """A layer whose owner is the sandbox's user: so its files can be changed in the
+    overlay, and nowhere else.
+    """
     owner = os.stat(layer)
     try:
         namespace = _mapping(f"{owner.st_uid} {uid} 1", f"{owner.st_gid} {uid} 1")
@@ -147,12 +171,17 @@ def _bind_mapped(layer: str, target: str, uid: int) -> None:
             kernel.bind_as(layer, target, namespace)
         finally:
             os.close(namespace)
-    except OSError:  # a file system, or a kernel, that maps no owners: its files can be read, by their modes
+    except (
+        OSError
+    ):  # a file system, or a kernel, that maps no owners: its files can be read, by their modes
         kernel.mount(layer, target, flags=kernel.MS_BIND)
 
 
 def _mapping(uids: str, gids: str) -> int:
-    """A descriptor of a user namespace with these maps. It takes a process to make one."""
+    """A descriptor of a user namespace with these maps.
+
+    It takes a process to make one.
+    """
     ready_r, ready_w = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -191,12 +220,15 @@ def _furnish(root: Root, path: str, owner: int) -> None:
     for file, text in root.files.items():
         folder, name = _parent(top, file, owner)
         remove(name, folder)
-        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
+        made = os.open(
+            name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder
+        )
         os.write(made, text.encode())
         os.close(made)
         os.close(folder)
     mounts = [*root.binds, *(("", where) for where in root.hidden)]
-    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):  # a folder before what is mounted in it
+    # a folder before what is mounted in it
+    for source, where in sorted(mounts, key=lambda mount: mount[1].count("/")):
         if source:
             _bind(source, where, top, owner)
         else:
@@ -216,21 +248,31 @@ def _bind(source: str, where: str, top: int, owner: int) -> None:
     target = made_folder(top, where, owner)  # what is mounted there now
     at = f"/proc/self/fd/{target}"
     locked = _locked_flags(at)
-    kernel.mount("none", at, flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked)
+    kernel.mount(
+        "none",
+        at,
+        flags=kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | locked,
+    )
     os.close(target)
 
 
 def _mount_empty(where: str, top: int, owner: int) -> None:
-    """Mount a folder with room for mount points only; `_seal` makes it read-only once they are made."""
+    """Mount a folder with room for mount points only; `_seal` makes it read-only once
+    they are made.
+    """
     target = made_folder(top, where, owner)
     options = f"size=4k,nr_inodes={EMPTY_INODES},mode=0755"
-    kernel.mount("tmpfs", f"/proc/self/fd/{target}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+    kernel.mount(
+        "tmpfs", f"/proc/self/fd/{target}", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options
+    )
     os.close(target)
 
 
 def _seal(where: str, top: int) -> None:
     target = made_folder(top, where)
-    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    flags = (
+        kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    )
     kernel.mount("none", f"/proc/self/fd/{target}", flags=flags)
     os.close(target)
 
@@ -238,7 +280,12 @@ def _seal(where: str, top: int) -> None:
 def _locked_flags(path: str) -> int:
     """Flags of a mount that a user namespace must repeat when it changes others."""
     flags = os.statvfs(path).f_flag
-    pairs = ((os.ST_NODEV, kernel.MS_NODEV), (os.ST_NOEXEC, kernel.MS_NOEXEC), (os.ST_NOATIME, 0x400), (0x1000, 0x200000))
+    pairs = (
+        (os.ST_NODEV, kernel.MS_NODEV),
+        (os.ST_NOEXEC, kernel.MS_NOEXEC),
+        (os.ST_NOATIME, 0x400),
+        (0x1000, 0x200000),
+    )
     return sum(mount_flag for seen, mount_flag in pairs if flags & seen)  # the last: relatime
 
 
@@ -248,7 +295,10 @@ def _parent(top: int, path: str, owner: int) -> tuple[int, str]:
 
 
 def made_folder(top: int, path: str, owner: int = -1) -> int:
-    """A descriptor of a folder below `top`, made where it is missing. What is no folder on the way is replaced by one."""
+    """A descriptor of a folder below `top`, made where it is missing.
+
+    What is no folder on the way is replaced by one.
+    """
     here = os.dup(top)
     for name in path.strip("/").split("/"):
         try:

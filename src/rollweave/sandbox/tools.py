@@ -1,9 +1,12 @@
-"""The tools inside a sandbox as the host sees them: bash, IPython and an editor, with typed results.
+"""The tools inside a sandbox as the host sees them: bash, IPython and an editor, with
+typed results.
 
-Nothing that a sandbox sends is trusted: a reply of another shape is a `SandboxError`. Texts are UTF-8 with replacement
-characters where bytes are none, and without terminal escapes; beyond a bound their middle is left out, which they say. Calls of
-one `Bash` or `IPython` wait for each other; a cancelled call is interrupted inside. All of them raise the errors of
-`Channel.call`. After ProRL Agent's efficient tools (§3.2.3): a raw terminal, an interpreter in process, a Unix socket.
+Nothing that a sandbox sends is trusted: a reply of another shape is a `SandboxError`.
+Texts are UTF-8 with replacement characters where bytes are none, and without terminal
+escapes; beyond a bound their middle is left out, which they say. Calls of one `Bash` or
+`IPython` wait for each other; a cancelled call is interrupted inside. All of them raise
+the errors of `Channel.call`. After ProRL Agent's efficient tools (§3.2.3): a raw
+terminal, an interpreter in process, a Unix socket.
 """
 
 import asyncio
@@ -24,7 +27,9 @@ TIMEOUT_S = 60.0
 """Of a command or cell."""
 
 BASH_SLACK_S = 20.0
-"""A reply may come that much after the time-out: the shell starts, is waited for, interrupted, killed, each with its bound."""
+"""A reply may come that much after the time-out: the shell starts, is waited for,
+interrupted, killed, each with its bound.
+"""
 
 CELL_SLACK_S = 75.0
 """The same of an interpreter, which starts slowly from a cold disk."""
@@ -32,7 +37,10 @@ CELL_SLACK_S = 75.0
 EDIT_S = 30.0
 """For a file: a slow disk."""
 
-ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])")
+ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ "
+    r"-/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[PX^_][^\x1b]*\x1b\\|[ -/]*[0-~])"
+)
 """Of terminals (ECMA-48): colours, movements, titles."""
 
 T = TypeVar("T")
@@ -46,7 +54,10 @@ class Caller(Protocol):
 
 
 class BashResult(Noun, frozen=True, kw_only=True):
-    """Of one command. `restarted`: what the shell had in memory is lost, before this command or by it."""
+    """Of one command.
+
+    `restarted`: what the shell had in memory is lost, before this command or by it.
+    """
 
     output: str
     exit_code: int
@@ -65,9 +76,11 @@ class CellError(Noun, frozen=True, kw_only=True):
 
 
 class CellResult(Noun, frozen=True, kw_only=True):
-    """Of one cell: what it printed or displayed, the last expression's value as text, its exception.
+    """Of one cell: what it printed or displayed, the last expression's value as text,
+    its exception.
 
-    `died`: the exit status of the interpreter, if the cell ended it. `restarted`: names are lost, before this cell or by it.
+    `died`: the exit status of the interpreter, if the cell ended it. `restarted`: names
+    are lost, before this cell or by it.
     """
 
     output: str
@@ -82,7 +95,9 @@ class CellResult(Noun, frozen=True, kw_only=True):
 
 
 class Text(Noun, frozen=True, kw_only=True):
-    """Numbered lines of a file, of `lines` in all; or the names in a folder, with `lines` 0."""
+    """Numbered lines of a file, of `lines` in all; or the names in a folder, with
+    `lines` 0.
+    """
 
     text: str
     lines: int
@@ -114,14 +129,21 @@ class _Lines(msgspec.Struct):
 
 
 class Bash:
-    """A shell that lives from command to command: its folder, variables, functions and background jobs stay."""
+    """A shell that lives from command to command: its folder, variables, functions and
+    background jobs stay.
+    """
 
     def __init__(self, sandbox: Caller) -> None:
         self._sandbox = sandbox
         self._turn = asyncio.Lock()
 
-    async def run(self, command: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES) -> BashResult:
-        """Run `command`, with an empty standard input. After `timeout_s` seconds it is interrupted, then killed."""
+    async def run(
+        self, command: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES
+    ) -> BashResult:
+        """Run `command`, with an empty standard input.
+
+        After `timeout_s` seconds it is interrupted, then killed.
+        """
         async with self._turn:
             reply = await self._sandbox.call(
                 "bash",
@@ -142,14 +164,21 @@ class Bash:
 
 
 class IPython:
-    """An interpreter that lives from cell to cell: IPython where the sandbox has it, plain Python elsewhere."""
+    """An interpreter that lives from cell to cell: IPython where the sandbox has it,
+    plain Python elsewhere.
+    """
 
     def __init__(self, sandbox: Caller) -> None:
         self._sandbox = sandbox
         self._turn = asyncio.Lock()
 
-    async def run(self, cell: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES) -> CellResult:
-        """Run `cell`, with an empty standard input. After `timeout_s` seconds it is interrupted, then killed."""
+    async def run(
+        self, cell: str, *, timeout_s: float = TIMEOUT_S, output_bytes: int = OUTPUT_BYTES
+    ) -> CellResult:
+        """Run `cell`, with an empty standard input.
+
+        After `timeout_s` seconds it is interrupted, then killed.
+        """
         async with self._turn:
             reply = await self._sandbox.call(
                 "ipython",
@@ -161,7 +190,9 @@ class IPython:
         found = _converted(reply, _Cell)
         error = found.error
         if error is not None:
-            error = CellError(name=error.name, message=plain(error.message), traceback=plain(error.traceback))
+            error = CellError(
+                name=error.name, message=plain(error.message), traceback=plain(error.traceback)
+            )
         return CellResult(
             output=_joined(reply.body, found),
             result=None if found.result is None else plain(found.result),
@@ -176,29 +207,47 @@ class IPython:
 
 
 class Editor:
-    """Text files (UTF-8). What breaks a rule raises SandboxRefusedError, and the file is as it was."""
+    """Text files (UTF-8).
+
+    What breaks a rule raises SandboxRefusedError, and the file is as it was.
+    """
 
     def __init__(self, sandbox: Caller) -> None:
         self._sandbox = sandbox
 
     async def view(self, path: str, *, first: int = 1, last: int | None = None) -> Text:
-        """Lines `first` to `last`, 1-based and inclusive, with their numbers; of a folder, the names two levels deep."""
+        """Lines `first` to `last`, 1-based and inclusive, with their numbers; of a
+        folder, the names two levels deep.
+        """
         return await self._text("view", path=path, first=first, last=last)
 
     async def create(self, path: str, text: str, *, overwrite: bool = False) -> None:
-        """A new file; refused where one is, unless `overwrite`. Its folders are made."""
-        await self._sandbox.call("create", valid(text).encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite)
+        """A new file; refused where one is, unless `overwrite`.
+
+        Its folders are made.
+        """
+        await self._sandbox.call(
+            "create", valid(text).encode(), timeout_s=EDIT_S, path=path, overwrite=overwrite
+        )
 
     async def replace(self, path: str, old: str, new: str) -> Text:
-        """`old`, which must be in the file exactly once, becomes `new`. The lines around."""
+        """`old`, which must be in the file exactly once, becomes `new`.
+
+        The lines around.
+        """
         return await self._text("replace", path=path, old=old, new=new)
 
     async def insert(self, path: str, line: int, text: str) -> Text:
-        """`text` becomes lines of their own after line `line`; 0 is before the first. The lines around."""
+        """`text` becomes lines of their own after line `line`; 0 is before the first.
+
+        The lines around.
+        """
         return await self._text("insert", valid(text).encode(), path=path, line=line)
 
     async def undo(self, path: str) -> None:
-        """Take back the last edit of the file, unless it was changed otherwise since; a file that it created is removed."""
+        """Take back the last edit of the file, unless it was changed otherwise since; a
+        file that it created is removed.
+        """
         await self._sandbox.call("undo", timeout_s=EDIT_S, path=path)
 
     async def _text(self, action: str, body: bytes = b"", **args: Any) -> Text:
@@ -207,7 +256,9 @@ class Editor:
 
 
 def plain(text: str) -> str:
-    """Without terminal escapes, and with replacement characters for NULs, which no text has."""
+    """Without terminal escapes, and with replacement characters for NULs, which no text
+    has.
+    """
     return ESCAPES.sub("", text).replace("\0", "\ufffd")
 
 
@@ -221,5 +272,7 @@ def _converted(reply: Reply, kind: type[T]) -> T:
 def _joined(body: bytes, found: _Output) -> str:
     if not found.dropped:
         return plain(body.decode(errors="replace"))
-    head, tail = (plain(part.decode(errors="replace")) for part in (body[: found.split], body[found.split :]))
+    head, tail = (
+        plain(part.decode(errors="replace")) for part in (body[: found.split], body[found.split :])
+    )
     return f"{head}\n[... {found.dropped} bytes left out ...]\n{tail}"

@@ -1,7 +1,9 @@
-"""Files and folders that are made beside their final place, and the removal of those whose maker was killed.
+"""Files and folders that are made beside their final place, and the removal of those
+whose maker was killed.
 
-Invariant: the process that makes them holds a lock on them, and only a process that gets that lock removes them: their maker
-is then dead. Their names contain the machine's name, because locks on a shared file system may not reach other machines.
+Invariant: the process that makes them holds a lock on them, and only a process that
+gets that lock removes them: their maker is then dead. Their names contain the machine's
+name, because locks on a shared file system may not reach other machines.
 """
 
 import contextlib
@@ -53,8 +55,11 @@ def unfinished_file(place: Path) -> Iterator["tempfile._TemporaryFileWrapper[byt
 
 
 def lock(fd: int) -> bool:
-    """Lock what was just made; False if another process has removed it meanwhile as a leftover."""
-    with contextlib.suppress(OSError):  # on a file system without locks, nothing is removed as a leftover
+    """Lock what was just made; False if another process has removed it meanwhile as a
+    leftover.
+    """
+    # on a file system without locks, nothing is removed as a leftover
+    with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
     return os.fstat(fd).st_nlink > 0
 
@@ -62,7 +67,8 @@ def lock(fd: int) -> bool:
 def remove_leftovers(place: Path) -> None:
     """Remove what killed processes on this machine left unfinished in `place`."""
     for path in place.glob(f"{_prefix()}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, held by its maker, or not ours to remove
+        # gone meanwhile, held by its maker, or not ours to remove
+        with contextlib.suppress(OSError):
             fd = os.open(path, _OPEN)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,12 +1,17 @@
-"""The process that unpacks one archive: it trusts neither the archive nor the code that reads it.
+"""The process that unpacks one archive: it trusts neither the archive nor the code that
+reads it.
 
-`python -I -S … FOLDER BOUNDS OWNER` reads the archive from standard input and prints `DONE`, or why it failed. Before it reads
-a byte it has new namespaces (mounts, processes, network, and users if we are not root), the folder as its root, no
-capability, no way to gain one, and the filter of system calls. Where the machine allows no namespaces, the rest holds.
+`python -I -S … FOLDER BOUNDS OWNER` reads the archive from standard input and prints
+`DONE`, or why it failed. Before it reads a byte it has new namespaces (mounts,
+processes, network, and users if we are not root), the folder as its root, no
+capability, no way to gain one, and the filter of system calls. Where the machine allows
+no namespaces, the rest holds.
 
-Invariants, even without any of that: the kernel resolves only the last name of a path, in a folder that is held open, so
-no link is followed and nothing outside the folder is reached; no set-uid or set-gid file, device, FIFO or socket is made;
-what is written is bounded in bytes, entries and depth, whatever size the archive declares. Standard library alone.
+Invariants, even without any of that: the kernel resolves only the last name of a path,
+in a folder that is held open, so no link is followed and nothing outside the folder is
+reached; no set-uid or set-gid file, device, FIFO or socket is made; what is written is
+bounded in bytes, entries and depth, whatever size the archive declares. Standard
+library alone.
 """
 
 import contextlib
@@ -23,16 +28,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import IO, Any, cast
 
-from rollweave.inherited import reset_signals
+from rollweave.io.inherited import reset_signals
 from rollweave.sandbox import kernel
 from rollweave.sandbox.seccomp import bpf_filter
 from rollweave.sandbox.stage import enter_user_namespace
 
 PATH_BYTES = 2048
-"""Maximum length of a member's path: half of the kernel's maximum, so that paths from outside the folder fit, too."""
+"""Maximum length of a member's path: half of the kernel's maximum, so that paths from
+outside the folder fit, too.
+"""
 
 MEMORY_BYTES = 1 << 30
-"""Maximum address space of the process in bytes: archives may demand dictionaries of gigabytes for decompression."""
+"""Maximum address space of the process in bytes: archives may demand dictionaries of
+gigabytes for decompression.
+"""
 
 DONE = b"unpacked"
 """Output after an archive was unpacked."""
@@ -40,11 +49,19 @@ DONE = b"unpacked"
 CHUNK_BYTES = 1 << 20
 
 LATEST_S = 1 << 33
-"""Maximum modification time that is kept, in seconds since 1970: file systems cannot store later ones."""
+"""Maximum modification time that is kept, in seconds since 1970: file systems cannot
+store later ones.
+"""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+)
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 """First bytes of a compressed file → the module that reads it."""
@@ -55,9 +72,13 @@ class Bounds:
     """Bounds of one archive."""
 
     bytes: int = 32 << 30
-    """Maximum size of what it unpacks to, including headers; holes of sparse files count as if they were written."""
+    """Maximum size of what it unpacks to, including headers; holes of sparse files
+    count as if they were written.
+    """
     members: int = 1_000_000
-    """Maximum number of files, folders and links, including folders that are made on the way to them."""
+    """Maximum number of files, folders and links, including folders that are made on
+    the way to them.
+    """
     depth: int = 100
     """Maximum number of names in a path."""
     seconds: float = 1800.0
@@ -84,7 +105,10 @@ class Tree:
         self._entries = self._written = 0
 
     def add(self, member: tarfile.TarInfo, data: IO[bytes] | None) -> None:
-        """Make one member. `data` is the content of a regular file. Raises Refused, OSError."""
+        """Make one member. `data` is the content of a regular file.
+
+        Raises Refused, OSError.
+        """
         names = self._names(member.name)
         if member.isdir():
             self._folder(names, member.name)
@@ -101,7 +125,9 @@ class Tree:
             self._link(names, member)
 
     def finish(self) -> None:
-        """Give the folders their modes and times, later members first, because making files in a folder changes its time."""
+        """Give the folders their modes and times, later members first, because making
+        files in a folder changes its time.
+        """
         for names, member in reversed(self._folders):
             folder = self._folder(names, member.name)
             os.fchmod(folder, member.mode & 0o1777 | 0o700)
@@ -121,7 +147,9 @@ class Tree:
         check_member("", self._entries, self._bounds)
 
     def _folder(self, names: list[str], path: str, *, make: bool = True) -> int:
-        """Return a descriptor of the folder, which is made if missing; the caller must not close it."""
+        """Return a descriptor of the folder, which is made if missing; the caller must
+        not close it.
+        """
         same = 0
         while same < min(len(names), len(self._open)) and self._open[same][0] == names[same]:
             same += 1
@@ -137,7 +165,10 @@ class Tree:
                 os.mkdir(name, 0o755, dir_fd=here)
                 below = os.open(name, _FOLDER, dir_fd=here)
             except NotADirectoryError:
-                raise Refused(f"member {path!r:.200} must lie in folders, and {name!r:.100} is a link or a file") from None
+                raise Refused(
+                    f"member {path!r:.200} must lie in folders, and {name!r:.100} is a "
+                    "link or a file"
+                ) from None
             self._open.append((name, below))
         return self._open[-1][1] if self._open else self._top
 
@@ -146,7 +177,9 @@ class Tree:
             os.close(self._open.pop()[1])
 
     def _place(self, names: list[str], path: str) -> int:
-        """Return the folder in which to make the last name, after removing what has that name."""
+        """Return the folder in which to make the last name, after removing what has
+        that name.
+        """
         folder = self._folder(names[:-1], path)
         self._count()
         with contextlib.suppress(FileNotFoundError):
@@ -177,7 +210,9 @@ class Tree:
         folder = os.dup(self._folder(source[:-1], member.linkname, make=False))
         try:
             place = self._place(names, member.name)
-            os.link(source[-1], names[-1], src_dir_fd=folder, dst_dir_fd=place, follow_symlinks=False)
+            os.link(
+                source[-1], names[-1], src_dir_fd=folder, dst_dir_fd=place, follow_symlinks=False
+            )
         finally:
             os.close(folder)
 
@@ -196,7 +231,9 @@ class Bounded:
 
 
 class Header(tarfile.TarInfo):
-    """A member whose invalid header is an error: `tarfile` would take it for the end of the archive."""
+    """A member whose invalid header is an error: `tarfile` would take it for the end of
+    the archive.
+    """
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "Header":
@@ -213,13 +250,17 @@ def check_member(path: str, members: int, bounds: Bounds) -> None:
     if (names := path.count("/") + 1) > bounds.depth:
         raise Refused(f"a path must have at most bounds.depth = {bounds.depth} names, got {names}")
     if members > bounds.members:
-        raise Refused(f"it must have at most bounds.members = {bounds.members} members, and has more")
+        raise Refused(
+            f"it must have at most bounds.members = {bounds.members} members, and has more"
+        )
 
 
 def check_bytes(got: int, bounds: Bounds) -> None:
     """Raise Refused if the number of bytes exceeds the bounds."""
     if got > bounds.bytes:
-        raise Refused(f"it must unpack to at most bounds.bytes = {bounds.bytes} bytes, and unpacks to more")
+        raise Refused(
+            f"it must unpack to at most bounds.bytes = {bounds.bytes} bytes, and unpacks to more"
+        )
 
 
 def times(member: tarfile.TarInfo) -> tuple[int, int]:
@@ -229,7 +270,10 @@ def times(member: tarfile.TarInfo) -> tuple[int, int]:
 
 
 def unpack(archive: IO[bytes], top: int, bounds: Bounds) -> None:
-    """Unpack an archive into an open, empty folder. Raises Refused, OSError, and the exceptions of decompressors."""
+    """Unpack an archive into an open, empty folder.
+
+    Raises Refused, OSError, and the exceptions of decompressors.
+    """
     tree = Tree(top, bounds)
     with _plain(archive) as stream:
         reading = cast(IO[bytes], Bounded(stream, bounds))
@@ -256,7 +300,8 @@ def _plain(archive: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def confine(folder: str, owner: int) -> int:
-    """Give up access to everything but the folder. Returns a descriptor of it in the confined process; the caller's waits.
+    """Give up access to everything but the folder. Returns a descriptor of it in the
+    confined process; the caller's waits.
 
     Both processes end with the process `owner`, which started us.
     """
@@ -282,8 +327,9 @@ def confine(folder: str, owner: int) -> int:
 
 
 def _become_first() -> None:
-    """Continue as the first process of the new PID namespace, with which all others in it end. The caller's process waits for
-    it, and ends it on SIGTERM."""
+    """Continue as the first process of the new PID namespace, with which all others in
+    it end. The caller's process waits for it, and ends it on SIGTERM.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     worker = os.fork()
     if worker:
@@ -305,7 +351,10 @@ def _enter_namespaces() -> bool:
 
 
 def main() -> None:
-    """Unpack as the arguments `FOLDER BOUNDS OWNER` say. The owner bounds how much of the output it reads."""
+    """Unpack as the arguments `FOLDER BOUNDS OWNER` say.
+
+    The owner bounds how much of the output it reads.
+    """
     reset_signals()
     os.umask(0o022)
     try:

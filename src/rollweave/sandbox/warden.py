@@ -1,11 +1,14 @@
-"""The process that holds the sandboxes of one back end: it forks each, watches what all its processes use, and ends it.
+"""The process that holds the sandboxes of one back end: it forks each, watches what all
+its processes use, and ends it.
 
-It is small, single-threaded and long-lived: a fork of it takes a millisecond, where one of a trainer takes many; a sandbox that
-is to die with its parent's thread has one that stays; a busy event loop delays no watch. `launcher.py` is its other end.
+It is small, single-threaded and long-lived: a fork of it takes a millisecond, where one
+of a trainer takes many; a sandbox that is to die with its parent's thread has one that
+stays; a busy event loop delays no watch. `launcher.py` is its other end.
 
-Invariants: all its children end when it ends, and it ends when its owner does; a signal goes to a child that is not reaped yet,
-or to a descendant of one found a moment before, never by name; every child's end is told exactly once.
-Standard library alone: it imports nothing heavy, and nothing of ours that does.
+Invariants: all its children end when it ends, and it ends when its owner does; a signal
+goes to a child that is not reaped yet, or to a descendant of one found a moment before,
+never by name; every child's end is told exactly once. Standard library alone: it
+imports nothing heavy, and nothing of ours that does.
 """
 
 import contextlib
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.inherited import reset_signals
+from rollweave.io.inherited import reset_signals
 from rollweave.sandbox import kernel
 from rollweave.sandbox.boot import limit
 from rollweave.sandbox.cgroups import REMOVE_S, Group, Groups
@@ -45,10 +48,14 @@ STOPPED, KILLED, OVERDUE = "stopped", "killed", "killed: it went beyond limits.w
 """Reasons for the end of a sandbox that the code in it did not cause."""
 
 ENDED = "ended with status"
-"""Beginning of the reason if its first process ended; the exit status follows, or minus the signal's number."""
+"""Beginning of the reason if its first process ended; the exit status follows, or minus
+the signal's number.
+"""
 
 UID_BASE, UIDS_EACH = 1_000_000, 1000
-"""Host uids of sandboxes where we are root: a block for each warden, by its pid, one for each sandbox at a time."""
+"""Host uids of sandboxes where we are root: a block for each warden, by its pid, one
+for each sandbox at a time.
+"""
 
 
 @dataclass
@@ -66,11 +73,17 @@ class Held:
     ends_at: float
     group: Group
     seen: dict[int, int]
-    """Start times of its processes, as of the last look: still its own when their parent is gone."""
+    """Start times of its processes, as of the last look: still its own when their
+    parent is gone.
+    """
     own: dict[int, int] = field(default_factory=dict)
-    """Start times of the sandbox's own processes, which a soft stop leaves: its init and its server."""
+    """Start times of the sandbox's own processes, which a soft stop leaves: its init
+    and its server.
+    """
     inherited: dict[int, int] = field(default_factory=dict)
-    """Resident bytes of these before any command ran; a fork mostly shares them with its parent."""
+    """Resident bytes of these before any command ran; a fork mostly shares them with
+    its parent.
+    """
     reaped: bool = False
     removed_by: float = 0.0
     """Time by which its groups must be gone; otherwise they stay until the warden ends."""
@@ -83,7 +96,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Spare:
-    """A process that has joined its groups, and waits for the request that it will serve."""
+    """A process that has joined its groups, and waits for the request that it will
+    serve.
+    """
 
     pid: int
     group: Group
@@ -96,9 +111,14 @@ class Spare:
 
 
 class Warden:
-    """Requests in, forks and signals out. `enter` becomes a sandbox that needs no other program (`zygote`)."""
+    """Requests in, forks and signals out.
 
-    def __init__(self, owner: socket.socket, place: str, enter: Callable[[dict[str, Any]], None]) -> None:
+    `enter` becomes a sandbox that needs no other program (`zygote`).
+    """
+
+    def __init__(
+        self, owner: socket.socket, place: str, enter: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._owner, self._place, self._enter = owner, place, enter
         self._held: dict[str, Held] = {}
         self._by_pid: dict[int, str] = {}
@@ -122,11 +142,14 @@ class Warden:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._asked_to_end)  # from now on SIGTERM interrupts nothing, least of all the end
+        # from now on SIGTERM interrupts nothing, least of all the end
+        signal.signal(signal.SIGTERM, self._asked_to_end)
         try:
             while not self._ending:
                 owner = self._owner.fileno()
-                readable, _, _ = select.select([owner, wake_r], [owner] if self._unsent else [], [], self._pause())
+                readable, _, _ = select.select(
+                    [owner, wake_r], [owner] if self._unsent else [], [], self._pause()
+                )
                 if wake_r in readable:
                     os.read(wake_r, 4096)
                 if owner in readable and not self._receive():
@@ -165,7 +188,11 @@ class Warden:
 
     def _start(self, request: dict[str, Any], fds: list[int]) -> None:
         if len(self._held) == UIDS_EACH:
-            self._tell(id=request["id"], event="gone", why=f"at most {UIDS_EACH} sandboxes may live at once")
+            self._tell(
+                id=request["id"],
+                event="gone",
+                why=f"at most {UIDS_EACH} sandboxes may live at once",
+            )
             return
         uid = self._free_uid() if os.getuid() == 0 and request["drop"] else None
         limits = request["limits"]
@@ -200,8 +227,11 @@ class Warden:
         self._by_pid[pid] = held.id
 
     def _prepare(self) -> None:
-        """Keep a process ready for the next request: moving one into its groups takes longer than all other steps together."""
-        with contextlib.suppress(OSError):  # then the next request tries again, and reports the error
+        """Keep a process ready for the next request: moving one into its groups takes
+        longer than all other steps together.
+        """
+        # then the next request tries again, and reports the error
+        with contextlib.suppress(OSError):
             self._spare = self._forked()
 
     def _forked(self) -> Spare:
@@ -221,7 +251,9 @@ class Warden:
         return Spare(pid, group, ours)
 
     def _ready(self, held: Held, _: dict[str, Any]) -> None:
-        """The server has answered, and no command has run yet: what is there now is the sandbox's own."""
+        """The server has answered, and no command has run yet: what is there now is the
+        sandbox's own.
+        """
         own = [line for pid in family(held.pid) if (line := process(pid))]
         held.own = {line.pid: line.started for line in own}
         held.inherited = {line.pid: line.resident_bytes for line in own}
@@ -258,22 +290,34 @@ class Warden:
     def _look(self) -> None:
         began = time.monotonic()
         for held in [held for held in self._held.values() if held.reaped and held.contained]:
-            # A PID namespace's init ends last: when the sandbox's own processes are gone, all are.
-            self._finish(held, [pid for pid, begun in held.own.items() if (now := process(pid)) and now.started == begun])
+            # A PID namespace's init ends last: when the sandbox's own processes are
+            # gone, all are.
+            self._finish(
+                held,
+                [
+                    pid
+                    for pid, begun in held.own.items()
+                    if (now := process(pid)) and now.started == begun
+                ],
+            )
         others = [held for held in self._held.values() if not (held.reaped and held.contained)]
         table = Table.now() if others else None
         for held in others:
             processes = self._processes(held, table)
             if held.reaped:
                 self._finish(held, [each.pid for each in processes])
-            elif not held.why and (why := _excess(held, processes, began) or _stopped(held, processes)):
+            elif not held.why and (
+                why := _excess(held, processes, began) or _stopped(held, processes)
+            ):
                 held.why = why
                 self._end(held)
             elif held.kill_at:
                 self._end_softly(held, processes)
         took = time.monotonic() - began
         ending = any(held.kill_at or held.reaped for held in self._held.values())
-        self._next_look = began + max(TICK_S / 20 if ending else TICK_S, took / (1.0 if ending else LOOK_SHARE))
+        self._next_look = began + max(
+            TICK_S / 20 if ending else TICK_S, took / (1.0 if ending else LOOK_SHARE)
+        )
 
     def _processes(self, held: Held, table: Table | None = None) -> list[Process]:
         table = table or Table.now()
@@ -282,7 +326,9 @@ class Warden:
         return found
 
     def _end_softly(self, held: Held, processes: list[Process] | None = None) -> None:
-        """SIGTERM to its commands, once each; SIGKILL to all where none is left, or the time is over."""
+        """SIGTERM to its commands, once each; SIGKILL to all where none is left, or the
+        time is over.
+        """
         left = [each for each in processes or self._processes(held) if each.pid not in held.own]
         if not held.own or not left or time.monotonic() >= held.kill_at:
             self._end(held)
@@ -310,17 +356,24 @@ class Warden:
                 return
             if pid == 0:
                 return
-            if self._spare is not None and pid == self._spare.pid:  # it could not join its groups, or was killed
+            # it could not join its groups, or was killed
+            if self._spare is not None and pid == self._spare.pid:
                 self._spare.drop()
                 self._spare = None
             held = self._held.get(self._by_pid.pop(pid, ""))
             if held is not None:  # else an orphan that we adopted
                 held.reaped = True
-                held.why = held.why or _beyond_memory(held) or f"{ENDED} {os.waitstatus_to_exitcode(status)}"
+                held.why = (
+                    held.why
+                    or _beyond_memory(held)
+                    or f"{ENDED} {os.waitstatus_to_exitcode(status)}"
+                )
                 self._next_look = 0.0
 
     def _finish(self, held: Held, left: list[int]) -> None:
-        """Kill what is left after the first process ended, and report the end of the sandbox once nothing is left."""
+        """Kill what is left after the first process ended, and report the end of the
+        sandbox once nothing is left.
+        """
         for pid in left:
             _signal(pid, signal.SIGKILL)
         held.removed_by = held.removed_by or time.monotonic() + REMOVE_S
@@ -361,7 +414,10 @@ class Warden:
     # --- in the forked process ---
 
     def _become(self, door: socket.socket, parent: int, group: Group) -> None:
-        """Become a sandbox; never returns. The third descriptor has its description, which no other process has in memory."""
+        """Become a sandbox; never returns.
+
+        The third descriptor has its description, which no other process has in memory.
+        """
         request: dict[str, Any] = {}
         try:
             _leave_warden(parent)
@@ -376,7 +432,9 @@ class Warden:
             root = request.get("root")
             writes, whole = stage(Root(**root), self._place, uid) if root else (None, True)
             message = {"id": request["id"], "event": "staged", "pid": os.getpid(), "whole": whole}
-            socket.send_fds(self._owner, [json.dumps(message).encode()], [] if writes is None else [writes])
+            socket.send_fds(
+                self._owner, [json.dumps(message).encode()], [] if writes is None else [writes]
+            )
             if uid is not None:
                 os.setgroups([])
                 os.setresgid(uid, uid, uid)
@@ -389,11 +447,18 @@ class Warden:
                 os.execve(request["argv"][0], request["argv"], request["env"])
             self._enter(request)
         except BaseException as error:
-            told = json.dumps({"id": request.get("id"), "event": "failed", "why": f"{type(error).__name__}: {error}"}).encode()
+            told = json.dumps(
+                {
+                    "id": request.get("id"),
+                    "event": "failed",
+                    "why": f"{type(error).__name__}: {error}",
+                }
+            ).encode()
             try:
                 self._owner.send(told)
             except OSError:
-                os.write(2, told)  # the descriptors are arranged already: the owner reads this one too
+                # the descriptors are arranged already: the owner reads this one too
+                os.write(2, told)
         finally:
             os._exit(1)
 
@@ -407,14 +472,16 @@ def _excess(held: Held, processes: list[Process], now: float) -> str:
     """The limit that a sandbox is beyond, in words."""
     if now >= held.ends_at:
         return OVERDUE
-    if len(processes) - len(held.own) > held.processes:  # the kernel does not count those of the host's root
+    # the kernel does not count those of the host's root
+    if len(processes) - len(held.own) > held.processes:
         return f"killed: it went beyond limits.processes ({len(processes)} of {held.processes})"
     if why := _beyond_memory(held):
         return why
     cpu_s = sum(each.cpu_s for each in processes)
     if cpu_s > held.cpu_s:
         return f"killed: it went beyond limits.cpu_s ({cpu_s:.1f} of {held.cpu_s:.1f})"
-    # Pages that processes share count once, but to ask so takes long: first the sum that counts them often.
+    # Pages that processes share count once, but to ask so takes long: first the sum
+    # that counts them often.
     if sum(each.most_bytes for each in processes) > held.memory_bytes:
         used = sum(each.proportional_bytes(held.inherited.get(each.pid, 0)) for each in processes)
         if used > held.memory_bytes:
@@ -423,18 +490,27 @@ def _excess(held: Held, processes: list[Process], now: float) -> str:
 
 
 def _beyond_memory(held: Held) -> str:
-    """Return why the sandbox must end, if the kernel killed a process of it for its memory; else ""."""
-    return "killed: it went beyond limits.memory_bytes, and the kernel ended a process" if held.group.out_of_memory() else ""
+    """Return why the sandbox must end, if the kernel killed a process of it for its
+    memory; else "".
+    """
+    return (
+        "killed: it went beyond limits.memory_bytes, and the kernel ended a process"
+        if held.group.out_of_memory()
+        else ""
+    )
 
 
 def _stopped(held: Held, processes: list[Process]) -> str:
-    """Return why the sandbox must end, if code inside stopped its server, for which calls would wait in vain; else ""."""
+    """Return why the sandbox must end, if code inside stopped its server, for which
+    calls would wait in vain; else "".
+    """
     stopped = any(each.stopped and held.own.get(each.pid) == each.started for each in processes)
     return "killed: its own server was stopped from inside" if stopped else ""
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    # Not permitted: a set-uid helper of a runtime, which ends with the process that started it.
+    # Not permitted: a set-uid helper of a runtime, which ends with the process that
+    # started it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
@@ -450,36 +526,45 @@ def _leave_warden(parent: int) -> None:
 
 
 def _volunteer_for_oom() -> None:
-    """Make the kernel end a sandbox first when the machine runs out of memory. Descendants inherit the setting; if we are
-    root, none of them can undo it."""
+    """Make the kernel end a sandbox first when the machine runs out of memory.
+    Descendants inherit the setting; if we are root, none of them can undo it.
+    """
     with open("/proc/self/oom_score_adj", "w") as out:
         out.write("1000")
 
 
 def _limit(rlimits: dict[str, int] | None) -> None:
-    """Set per-process limits before any program of the image runs. The kernel counts processes by user and user namespace,
-    both of which are the sandbox's by now; this process is one more than those inside."""
+    """Set per-process limits before any program of the image runs. The kernel counts
+    processes by user and user namespace, both of which are the sandbox's by now; this
+    process is one more than those inside.
+    """
     if rlimits is not None:
         limit({**rlimits, "NPROC": rlimits["NPROC"] + 1})
 
 
 def _arrange(channel: int, errors: int) -> None:
-    """0 and 1 are nothing, 2 the errors, 3 the channel, 4 the seccomp program; no other descriptor is left."""
+    """0 and 1 are nothing, 2 the errors, 3 the channel, 4 the seccomp program; no other
+    descriptor is left.
+    """
     program = os.memfd_create("seccomp", 0)
     os.write(program, bpf_filter())
     os.lseek(program, 0, os.SEEK_SET)
     nothing = os.open(os.devnull, os.O_RDWR)
-    high = [os.dup2(fd, 100 + place) for place, fd in enumerate((nothing, nothing, errors, channel, program))]
+    high = [
+        os.dup2(fd, 100 + place)
+        for place, fd in enumerate((nothing, nothing, errors, channel, program))
+    ]
     for place, fd in enumerate(high):
         os.dup2(fd, place)  # inheritable
     os.closerange(len(high), os.sysconf("SC_OPEN_MAX"))
 
 
 def main() -> None:
-    """`SOCKET OWNER PLACE BASE KEPT`: serve SOCKET, whose other end process OWNER has; mount roots at PLACE.
+    """`SOCKET OWNER PLACE BASE KEPT`: serve SOCKET, whose other end process OWNER has;
+    mount roots at PLACE.
 
-    BASE and KEPT are folders that we remove when we end, so that a killed owner leaves none. They are locked by descriptors
-    that we have inherited and that no sandbox has.
+    BASE and KEPT are folders that we remove when we end, so that a killed owner leaves
+    none. They are locked by descriptors that we have inherited and that no sandbox has.
     """
     serve(_no_entrance)
 

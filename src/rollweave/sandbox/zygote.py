@@ -1,8 +1,10 @@
-"""Sandboxes without another program: forks of a process that has Python and the server loaded already.
+"""Sandboxes without another program: forks of a process that has Python and the server
+loaded already.
 
-The warden itself is that process (`zygote_process`). So a Python sandbox is ready in milliseconds, and shares its interpreter's
-memory with its siblings. What it gives up against bubblewrap: siblings share the layout of their address space, and the code
-that makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
+The warden itself is that process (`zygote_process`). So a Python sandbox is ready in
+milliseconds, and shares its interpreter's memory with its siblings. What it gives up
+against bubblewrap: siblings share the layout of their address space, and the code that
+makes the sandbox is ours alone. For the host's image only, whose interpreter is ours.
 """
 
 from rollweave.sandbox.argv import UID, rlimits
@@ -24,7 +26,10 @@ class Zygote:
 
     async def start(self, spec: SandboxSpec) -> Running:
         if spec.image != HOST:
-            raise ValueError(f"image must be {HOST!r} for zygote, whose interpreter is the host's, got {spec.image!r}")
+            raise ValueError(
+                f"image must be {HOST!r} for zygote, whose interpreter is the "
+                f"host's, got {spec.image!r}"
+            )
         return await self._started(spec, layers_of(spec))
 
     async def branch(self, snapshot: Snapshot) -> Running:
@@ -45,7 +50,8 @@ class Zygote:
         }
         support = self._launcher.support
         root = root_of(spec, support=support, layers=layers)
-        root["binds"].append((support, support))  # the server was loaded from there, and finds its files by it
+        # the server was loaded from there, and finds its files by it
+        root["binds"].append((support, support))
         return await started(
             spec,
             self._launcher,

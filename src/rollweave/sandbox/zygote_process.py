@@ -1,10 +1,13 @@
-"""The zygote: a warden whose forks become sandboxes by themselves, with all that it has imported.
+"""The zygote: a warden whose forks become sandboxes by themselves, with all that it has
+imported.
 
-A fork has its root staged and its uid dropped by the warden. Here it makes all namespaces, mounts what is the kernel's, gives
-up every capability, and becomes two processes: an init, with which the PID namespace ends, and the server.
+A fork has its root staged and its uid dropped by the warden. Here it makes all
+namespaces, mounts what is the kernel's, gives up every capability, and becomes two
+processes: an init, with which the PID namespace ends, and the server.
 
-Invariants: before the server reads its first byte there is no capability and no way to a new one, no mount but the sandbox's,
-no descriptor but the channel, no variable of ours, and the filter of system calls is loaded. Standard library alone.
+Invariants: before the server reads its first byte there is no capability and no way to
+a new one, no mount but the sandbox's, no descriptor but the channel, no variable of
+ours, and the filter of system calls is loaded. Standard library alone.
 """
 
 import contextlib
@@ -27,17 +30,28 @@ from rollweave.sandbox.stage import map_user
 from rollweave.sandbox.warden import serve
 
 CHANNEL = 3
-"""Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that load one themselves."""
+"""Where the warden leaves the server's socket; 4 is a seccomp program for runtimes that
+load one themselves.
+"""
 
 _QUIET = kernel.MS_NOSUID | kernel.MS_NOEXEC
 _SIOCSIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8914, 0x1, 0x40
 
 
 def enter(request: dict[str, Any], serve_calls: Callable[[list[str]], None]) -> NoReturn:
-    """Become the sandbox: this process waits for its init, whose child serves. Raises OSError before any of it runs."""
+    """Become the sandbox: this process waits for its init, whose child serves.
+
+    Raises OSError before any of it runs.
+    """
     inside = request["inside"]
     os.close(CHANNEL + 1)
-    namespaces = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+    namespaces = (
+        kernel.CLONE_NEWNS
+        | kernel.CLONE_NEWPID
+        | kernel.CLONE_NEWIPC
+        | kernel.CLONE_NEWUTS
+        | kernel.CLONE_NEWCGROUP
+    )
     namespaces |= 0 if inside["network"] else kernel.CLONE_NEWNET
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(kernel.CLONE_NEWUSER | namespaces)
@@ -89,7 +103,10 @@ def _loopback_up() -> None:
 
 
 def _reap_until(server: int) -> NoReturn:
-    """An init's life: bury the orphans. With our end all that is left in the PID namespace ends."""
+    """An init's life: bury the orphans.
+
+    With our end all that is left in the PID namespace ends.
+    """
     while True:
         pid, status = os.wait()
         if pid == server:
@@ -121,9 +138,15 @@ def main() -> None:
 
 
 def _loaded(folder: str) -> Callable[[list[str]], None]:
-    """The server's `main`, and IPython beside it where that is installed: elsewhere cells are plain Python."""
+    """The server's `main`, and IPython beside it where that is installed: elsewhere
+    cells are plain Python.
+    """
     runpy.run_path(f"{folder}/__main__.py", run_name="zygote")["load"]()
-    package = next(name for name, module in sys.modules.items() if getattr(module, "__path__", None) == [folder])
+    package = next(
+        name
+        for name, module in sys.modules.items()
+        if getattr(module, "__path__", None) == [folder]
+    )
     with contextlib.suppress(ImportError):
         importlib.import_module(PRELOADED)
     found: Callable[[list[str]], None] = importlib.import_module(f"{package}.server").main

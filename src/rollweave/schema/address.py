@@ -1,7 +1,8 @@
-"""Addresses of HTTP servers: scheme, host and port, and nothing else; and the hosts to which our servers may connect.
+"""Addresses of HTTP servers: scheme, host and port, and nothing else; and the hosts to
+which our servers may connect.
 
-Invariants: one parser reads all addresses from users and clients; its errors repeat no more of an address than scheme, host
-and port, because the rest may hold a password.
+Invariants: one parser reads all addresses from users and clients; its errors repeat no
+more of an address than scheme, host and port, because the rest may hold a password.
 """
 
 import ipaddress
@@ -15,21 +16,35 @@ from rollweave.schema.base import Noun
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 NAME = re.compile(r"(?!-)(?:[a-z0-9_-]{1,63}\.)*(?!\d+\.?$|0x[0-9a-f]*\.?$)[a-z0-9_-]{1,63}\.?")
-"""Pattern of a host's name, in lower case. A name whose last part is a number is refused: some read it as an IP address."""
+"""Pattern of a host's name, in lower case.
+
+A name whose last part is a number is refused: some read it as an IP address.
+"""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 METADATA = tuple(
     ipaddress.ip_network(text)
-    for text in ("169.254.0.0/16", "fd00:ec2::/32", "fd20:ce::254", "100.100.100.200", "168.63.129.16")
+    for text in (
+        "169.254.0.0/16",
+        "fd00:ec2::/32",
+        "fd20:ce::254",
+        "100.100.100.200",
+        "168.63.129.16",
+    )
 )
-"""Where clouds offer a machine its credentials: link-local addresses and AWS, Google, Alibaba and Azure in this order."""
+"""Where clouds offer a machine its credentials: link-local addresses and AWS, Google,
+Alibaba and Azure in this order.
+"""
 
-_CALLED = re.compile(r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/?#\s]+))(?::(?P<port>[0-9]{1,5}))?")
+_CALLED = re.compile(
+    r"(?:\[(?P<ip>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/?#\s]+))(?::(?P<port>[0-9]{1,5}))?"
+)
 
 
 def parse_address(text: str, *, field: str = "address") -> str:
-    """Return the normal form of an address: `http://host:port`, in lower case, without a default port or a trailing slash.
+    """Return the normal form of an address: `http://host:port`, in lower case, without
+    a default port or a trailing slash.
 
     Raises ValueError if it is invalid, or has user info, a path, a query or a fragment.
     """
@@ -43,7 +58,12 @@ def parse_address(text: str, *, field: str = "address") -> str:
         found = ip_address(host)
     except ValueError:
         raise ValueError(f"{rule}, got {shown}") from None
-    if parts.scheme not in DEFAULT_PORTS or port == 0 or not (found or NAME.fullmatch(host)) or len(host) > 253:
+    if (
+        parts.scheme not in DEFAULT_PORTS
+        or port == 0
+        or not (found or NAME.fullmatch(host))
+        or len(host) > 253
+    ):
         raise ValueError(f"{rule}, got {shown}")
     more = {
         "user info": "@" in parts.netloc,
@@ -54,7 +74,9 @@ def parse_address(text: str, *, field: str = "address") -> str:
     if wrong := [name for name, there in more.items() if there]:
         raise ValueError(f"{rule}, without {' and '.join(wrong)}, got one of {shown}")
     name = f"[{found}]" if isinstance(found, ipaddress.IPv6Address) else str(found or host)
-    return f"{parts.scheme}://{name}" + (f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else "")
+    return f"{parts.scheme}://{name}" + (
+        f":{port}" if port not in (None, DEFAULT_PORTS[parts.scheme]) else ""
+    )
 
 
 def host_of(address: str) -> str:
@@ -63,7 +85,9 @@ def host_of(address: str) -> str:
 
 
 def ip_address(host: str) -> IpAddress | None:
-    """Parse `host` as an IP address, with an IPv4-mapped IPv6 address as IPv4; None for a name."""
+    """Parse `host` as an IP address, with an IPv4-mapped IPv6 address as IPv4; None for
+    a name.
+    """
     try:
         found = ipaddress.ip_address(host)
     except ValueError:
@@ -72,9 +96,11 @@ def ip_address(host: str) -> IpAddress | None:
 
 
 def split_host(text: str) -> tuple[str, int | None]:
-    """Split `host` or `host:port`, as in a Host header, into the host in lower case and the port, None where it has none.
+    """Split `host` or `host:port`, as in a Host header, into the host in lower case and
+    the port, None where it has none.
 
-    An IPv6 address must be in brackets, and is returned without them. Raises ValueError.
+    An IPv6 address must be in brackets, and is returned without them. Raises
+    ValueError.
     """
     found = _CALLED.fullmatch(text.lower())
     if found is None:
@@ -85,19 +111,31 @@ def split_host(text: str) -> tuple[str, int | None]:
 
 
 def check_names(entries: Iterable[str], *, field: str) -> None:
-    """Raise ValueError unless each entry is a host's name or an IP address, perhaps with a port ("gpu-7:8000")."""
+    """Raise ValueError unless each entry is a host's name or an IP address, perhaps
+    with a port ("gpu-7:8000").
+    """
     for entry in entries:
         try:
             host, port = (entry, None) if ip_address(entry) else split_host(entry)
-            right = (ip_address(host) or NAME.fullmatch(host)) and "%" not in host and port != 0 and (port or 0) < 1 << 16
+            right = (
+                (ip_address(host) or NAME.fullmatch(host))
+                and "%" not in host
+                and port != 0
+                and (port or 0) < 1 << 16
+            )
         except ValueError:
             right = False
         if not right:
-            raise ValueError(f"{field} must be names of hosts and addresses, each alone or with a port, got {entry!a:.100}")
+            raise ValueError(
+                f"{field} must be names of hosts and addresses, each alone or with a "
+                f"port, got {entry!a:.100}"
+            )
 
 
 def _shown(text: str) -> str:
-    """Return what an error may show of an invalid address: nothing before an `@`, nothing after the host and its port."""
+    """Return what an error may show of an invalid address: nothing before an `@`,
+    nothing after the host and its port.
+    """
     scheme, colons, rest = text.partition("://")
     rest = re.split(r"[/?#\\]", rest if colons else scheme)[0].rpartition("@")[2]
     return f"{(scheme + colons if colons and scheme.isalpha() else '') + rest!a:.100}"
@@ -111,7 +149,10 @@ class Hosts(Noun, frozen=True):
 
     @classmethod
     def parse(cls, entries: Iterable[str], *, field: str) -> Self:
-        """Parse entries, each a host's name, an IP address or a network (10.0.0.0/8). Raises ValueError."""
+        """Parse entries, each a host's name, an IP address or a network (10.0.0.0/8).
+
+        Raises ValueError.
+        """
         names, networks = set(), []
         for entry in entries:
             try:
@@ -130,9 +171,16 @@ class Hosts(Noun, frozen=True):
         return host.lower().rstrip(".") in self.names
 
     def admits_ip(self, text: str) -> bool:
-        """True if connections to this IP address are allowed. One of `METADATA` must be an entry itself, not in a network."""
+        """True if connections to this IP address are allowed.
+
+        One of `METADATA` must be an entry itself, not in a network.
+        """
         found = ip_address(text.partition("%")[0])
         if found is None:
             return False
         around = [network for network in self.networks if found in network]
-        return any(network.num_addresses == 1 for network in around) if any(found in one for one in METADATA) else bool(around)
+        return (
+            any(network.num_addresses == 1 for network in around)
+            if any(found in one for one in METADATA)
+            else bool(around)
+        )

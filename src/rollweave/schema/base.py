@@ -1,4 +1,7 @@
-"""The base of every noun: frozen, closed to unknown fields. Subclasses repeat `frozen` and `kw_only` for msgspec and mypy."""
+"""The base of every noun: frozen, closed to unknown fields.
+
+Subclasses repeat `frozen` and `kw_only` for msgspec and mypy.
+"""
 
 from typing import NewType
 

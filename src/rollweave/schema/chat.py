@@ -1,4 +1,7 @@
-"""Words between the agent and its environment. What the tokens are is a matter of `codec/chat.py`."""
+"""Words between the agent and its environment.
+
+What the tokens are is a matter of `rollout/chat/codec.py`.
+"""
 
 from typing import Literal
 
@@ -8,7 +11,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ToolCall(Noun, frozen=True, kw_only=True):
-    """The agent asks for tool `name`. `arguments` is JSON, an object; `id` is what the tool's answer refers to."""
+    """The agent asks for tool `name`.
+
+    `arguments` is JSON, an object; `id` is what the tool's answer refers to.
+    """
 
     id: str = ""
     name: str
@@ -16,9 +22,11 @@ class ToolCall(Noun, frozen=True, kw_only=True):
 
 
 class Message(Noun, frozen=True, kw_only=True):
-    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id` and perhaps `name` are a tool's.
+    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id`
+    and perhaps `name` are a tool's.
 
-    `finish_reason` is "length" if a token limit cut what the agent sampled, else "". Chat templates do not see it.
+    `finish_reason` is "length" if a token limit cut what the agent sampled, else "".
+    Chat templates do not see it.
     """
 
     role: Role

@@ -1,7 +1,8 @@
-"""What to do: every output of the core. A world executes each command and reports what came of it as events.
+"""What to do: every output of the core. A world executes each command and reports what
+came of it as events.
 
-The comment of each command names the events that may answer it. A command never fails silently: what cannot be
-executed is answered by the failing event.
+The comment of each command names the events that may answer it. A command never fails
+silently: what cannot be executed is answered by the failing event.
 """
 
 from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
@@ -10,7 +11,9 @@ from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
 class DrawTask(Tagged, frozen=True, kw_only=True):
-    """Draw task number `index` of task domain `name` from the split of `purpose`. → GroupSubmitted | DrawFailed"""
+    """Draw task number `index` of task domain `name` from the split of `purpose`. →
+    GroupSubmitted | DrawFailed
+    """
 
     group_id: GroupId
     name: str
@@ -19,7 +22,9 @@ class DrawTask(Tagged, frozen=True, kw_only=True):
 
 
 class StartInit(Tagged, frozen=True, kw_only=True):
-    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (environment failed to start)"""
+    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (environment
+    failed to start)
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -39,10 +44,12 @@ class StartRun(Tagged, frozen=True, kw_only=True):
 
 
 class StartTurn(Tagged, frozen=True, kw_only=True):
-    """Answer the episode's open turn with this engine; `try_number` fences late answers. → TurnDone | TurnFailed
+    """Answer the episode's open turn with this engine; `try_number` fences late
+    answers. → TurnDone | TurnFailed
 
-    With `resume` it goes on from what the tries before have sampled of it, as far as that is known: to be asked for only of an
-    engine with the weights that sampled it. Without, it begins again, and what was sampled is forgotten.
+    With `resume` it goes on from what the tries before have sampled of it, as far as
+    that is known: to be asked for only of an engine with the weights that sampled it.
+    Without, it begins again, and what was sampled is forgotten.
     """
 
     trajectory_id: TrajectoryId
@@ -55,7 +62,9 @@ class StartTurn(Tagged, frozen=True, kw_only=True):
 
 
 class AbortTurn(Tagged, frozen=True, kw_only=True):
-    """Stop the generation on this engine; the episode goes on waiting, and `StartTurn` may resume. No answer is owed."""
+    """Stop the generation on this engine; the episode goes on waiting, and `StartTurn`
+    may resume. No answer is owed.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -65,7 +74,9 @@ class AbortTurn(Tagged, frozen=True, kw_only=True):
 
 
 class RerankTurn(Tagged, frozen=True, kw_only=True):
-    """Change the rank of a turn on this engine, which preempts by rank (policy/batching). No answer is owed."""
+    """Change the rank of a turn on this engine, which preempts by rank
+    (engine/planner/batching). No answer is owed.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -76,14 +87,18 @@ class RerankTurn(Tagged, frozen=True, kw_only=True):
 
 
 class StartEval(Tagged, frozen=True, kw_only=True):
-    """Score the ended trajectory (its environment is already freed). → RewardReady | RewardFailed"""
+    """Score the ended trajectory (its environment is already freed). → RewardReady |
+    RewardFailed
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
 
 
 class CancelTrajectory(Tagged, frozen=True, kw_only=True):
-    """Stop generation, environment and timers of the attempt, in whatever stage. → TrajectoryEnded with `reason`"""
+    """Stop generation, environment and timers of the attempt, in whatever stage. →
+    TrajectoryEnded with `reason`
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -91,14 +106,17 @@ class CancelTrajectory(Tagged, frozen=True, kw_only=True):
 
 
 class Evict(Tagged, frozen=True, kw_only=True):
-    """These scored trajectories will not be trained on (again); the store may forget their tokens. No answer is owed."""
+    """These scored trajectories will not be trained on (again); the store may forget
+    their tokens. No answer is owed.
+    """
 
     trajectory_ids: tuple[TrajectoryId, ...]
     reason: str
 
 
 class Deliver(Tagged, frozen=True, kw_only=True):
-    """A trajectory that was asked for is over, whatever came of it. `attempt` is in the store if it was `started`.
+    """A trajectory that was asked for is over, whatever came of it. `attempt` is in the
+    store if it was `started`.
 
     → RolloutTaken. It is said again after a restart, until that comes.
     """
@@ -113,9 +131,11 @@ class Deliver(Tagged, frozen=True, kw_only=True):
 
 
 class Predict(Tagged, frozen=True, kw_only=True):
-    """Predict how many tokens the attempt will yet sample, while turn `turn`, the next one, waits and runs.
+    """Predict how many tokens the attempt will yet sample, while turn `turn`, the next
+    one, waits and runs.
 
-    → PredictionReady. No answer is owed: where none comes, or too late, the last estimate holds.
+    → PredictionReady. No answer is owed: where none comes, or too late, the last
+      estimate holds.
     """
 
     trajectory_id: TrajectoryId
@@ -125,7 +145,8 @@ class Predict(Tagged, frozen=True, kw_only=True):
 
 
 class Harvest(Tagged, frozen=True, kw_only=True):
-    """The attempt is over after `output_tokens` sampled ones: the predictor may learn from what it was asked about it.
+    """The attempt is over after `output_tokens` sampled ones: the predictor may learn
+    from what it was asked about it.
 
     None: it was cut off, and teaches nothing. No answer is owed.
     """
@@ -136,15 +157,20 @@ class Harvest(Tagged, frozen=True, kw_only=True):
 
 
 class FitPredictor(Tagged, frozen=True, kw_only=True):
-    """A step is trained: fit the predictor to what it has harvested. No answer is owed."""
+    """A step is trained: fit the predictor to what it has harvested.
+
+    No answer is owed.
+    """
 
     step: int
 
 
 class Migrate(Tagged, frozen=True, kw_only=True):
-    """Copy the KV of the attempt's context from engine to engine, while its environment works (Heddle §5.3).
+    """Copy the KV of the attempt's context from engine to engine, while its environment
+    works (Heddle §5.3).
 
-    Or while its open turn is with no engine: then what is known of that belongs to the context. `number` is unique in the run.
+    Or while its open turn is with no engine: then what is known of that belongs to the
+    context. `number` is unique in the run.
     → MigrationDone
     """
 
@@ -159,7 +185,9 @@ class Migrate(Tagged, frozen=True, kw_only=True):
 
 
 class StartEngine(Tagged, frozen=True, kw_only=True):
-    """Start an engine of parallel degree `degree`, like those of its group, epoch 0. → EngineJoined | EngineLost"""
+    """Start an engine of parallel degree `degree`, like those of its group, epoch 0. →
+    EngineJoined | EngineLost
+    """
 
     engine_id: EngineId
     degree: int
@@ -173,7 +201,8 @@ class SuspendEngine(Tagged, frozen=True, kw_only=True):
 
 
 class LoadWeights(Tagged, frozen=True, kw_only=True):
-    """Load published weights from memory of the engine's host, or from the checkpoint of step `from_checkpoint`.
+    """Load published weights from memory of the engine's host, or from the checkpoint
+    of step `from_checkpoint`.
 
     → WeightsLoaded | WeightsLoadFailed | EngineLost
     """
@@ -191,7 +220,9 @@ class ResumeEngine(Tagged, frozen=True, kw_only=True):
 
 
 class RestartEngine(Tagged, frozen=True, kw_only=True):
-    """Kill what is left of the process and start it again as `epoch`. → EngineJoined | EngineLost"""
+    """Kill what is left of the process and start it again as `epoch`. → EngineJoined |
+    EngineLost
+    """
 
     engine_id: EngineId
     degree: int
@@ -211,10 +242,12 @@ class RemoveEngine(Tagged, frozen=True, kw_only=True):
 
 
 class TakeWeights(Tagged, frozen=True, kw_only=True):
-    """Have the relay get these weights from the relay `source`, or (None) from the trainer, whole or as a change of `base_id`.
+    """Have the relay get these weights from the relay `source`, or (None) from the
+    trainer, whole or as a change of `base_id`.
 
-    A source may still be taking them itself. Said again of the same weights, it goes on where it stood, and only the last
-    `try_number` is answered. Weights that are neither in `keep` nor the base may go. → WeightsHeld | WeightsRefused | RelayLost
+    A source may still be taking them itself. Said again of the same weights, it goes on
+    where it stood, and only the last `try_number` is answered. Weights that are neither
+    in `keep` nor the base may go. → WeightsHeld | WeightsRefused | RelayLost
     """
 
     relay_id: str
@@ -226,7 +259,9 @@ class TakeWeights(Tagged, frozen=True, kw_only=True):
 
 
 class RestartRelay(Tagged, frozen=True, kw_only=True):
-    """Kill what is left of the process and start it again as `epoch`, without weights. → RelayJoined | RelayLost"""
+    """Kill what is left of the process and start it again as `epoch`, without weights.
+    → RelayJoined | RelayLost
+    """
 
     relay_id: str
     epoch: int
@@ -250,7 +285,8 @@ class GroupRef(Noun, frozen=True, kw_only=True):
 
 
 class TrainStep(Tagged, frozen=True, kw_only=True):
-    """Train mini-batch `part` of `parts` of step `step`: the weights are at version `step`.
+    """Train mini-batch `part` of `parts` of step `step`: the weights are at version
+    `step`.
 
     → StepTrained | TrainFailed | TrainerLost
     """
@@ -262,7 +298,8 @@ class TrainStep(Tagged, frozen=True, kw_only=True):
 
 
 class MeasureRatios(Tagged, frozen=True, kw_only=True):
-    """How far the trainer's weights, before mini-batch `part` of step `step`, are from those that sampled these groups.
+    """How far the trainer's weights, before mini-batch `part` of step `step`, are from
+    those that sampled these groups.
 
     → RatiosMeasured | TrainFailed | TrainerLost
     """
@@ -273,7 +310,8 @@ class MeasureRatios(Tagged, frozen=True, kw_only=True):
 
 
 class PublishWeights(Tagged, frozen=True, kw_only=True):
-    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where given. Others than `keep` may go.
+    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where
+    given. Others than `keep` may go.
 
     → WeightsPublished | TrainerLost
     """
@@ -285,7 +323,8 @@ class PublishWeights(Tagged, frozen=True, kw_only=True):
 
 
 class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
-    """Save model and optimizer, atomically; keep the steps `keep` too and prune all others.
+    """Save model and optimizer, atomically; keep the steps `keep` too and prune all
+    others.
 
     The trainer copies them and may then train on while the copy is written.
     → CheckpointTaken?, then CheckpointSaved | CheckpointFailed | TrainerLost
@@ -297,9 +336,11 @@ class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
 
 
 class RestartTrainer(Tagged, frozen=True, kw_only=True):
-    """Kill what is left of the trainer, start it as `epoch` and restore checkpoint `step` (None: start afresh).
+    """Kill what is left of the trainer, start it as `epoch` and restore checkpoint
+    `step` (None: start afresh).
 
-    Where that one is damaged, `fallback` is restored, if there is one. → TrainerReady | TrainerLost
+    Where that one is damaged, `fallback` is restored, if there is one. → TrainerReady |
+    TrainerLost
     """
 
     epoch: int
@@ -312,9 +353,11 @@ class RestartTrainer(Tagged, frozen=True, kw_only=True):
 
 
 class RecordEvaluation(Tagged, frozen=True, kw_only=True):
-    """An evaluation of weight version `version` is complete. Rates are by task domain, over `episodes` scored episodes each.
+    """An evaluation of weight version `version` is complete. Rates are by task domain,
+    over `episodes` scored episodes each.
 
-    `success` has the domains whose environment defines success. `target_reached`: it reached `eval.stop_at`; training ends.
+    `success` has the domains whose environment defines success. `target_reached`: it
+    reached `eval.stop_at`; training ends.
     """
 
     version: int

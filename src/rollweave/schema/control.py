@@ -1,4 +1,6 @@
-"""What a run that goes on is asked for through its control socket, and its answer: a line of JSON each (`live/control`)."""
+"""What a run that goes on is asked for through its control socket, and its answer: a
+line of JSON each (`runtime/control`).
+"""
 
 from typing import Annotated
 
@@ -15,14 +17,18 @@ class ListEngines(Tagged, frozen=True, kw_only=True):
 
 
 class AddEngines(Tagged, frozen=True, kw_only=True):
-    """Start so many more, each as the configuration's group of engines number `group`, from 0, has them."""
+    """Start so many more, each as the configuration's group of engines number `group`,
+    from 0, has them.
+    """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_ENGINES)] = 1
     group: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class WithdrawEngine(Tagged, frozen=True, kw_only=True):
-    """Do without this one: when what it began is over (`drain`), or now, and it goes on elsewhere."""
+    """Do without this one: when what it began is over (`drain`), or now, and it goes on
+    elsewhere.
+    """
 
     engine_id: EngineId
     drain: bool = True
@@ -32,7 +38,10 @@ ControlRequest = ListEngines | AddEngines | WithdrawEngine
 
 
 class EngineLine(Noun, frozen=True, kw_only=True):
-    """An engine as the core knows it. `version` is -1 before it has weights; `machine` is that of its relay, None without."""
+    """An engine as the core knows it.
+
+    `version` is -1 before it has weights; `machine` is that of its relay, None without.
+    """
 
     id: EngineId
     status: str
@@ -46,7 +55,11 @@ class EngineLine(Noun, frozen=True, kw_only=True):
 
 
 class ControlReply(Noun, frozen=True, kw_only=True):
-    """`added` are starting. `error` says why what was asked for was not done, or no more of it than `added`; "" if it was."""
+    """`added` are starting.
+
+    `error` says why what was asked for was not done, or no more of it than `added`; ""
+    if it was.
+    """
 
     engines: tuple[EngineLine, ...] = ()
     added: tuple[EngineId, ...] = ()

@@ -1,4 +1,8 @@
-"""The exception tree. A failure is attributed once, where it happens; from there on it is data (`StopReason`, `Blame`)."""
+"""The exception tree.
+
+A failure is attributed once, where it happens; from there on it is data (`StopReason`,
+`Blame`).
+"""
 
 
 class RollweaveError(Exception):
@@ -6,11 +10,16 @@ class RollweaveError(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user ends the run while code blocks the event loop, so that the run cannot react. Nothing may catch this."""
+    """The user ends the run while code blocks the event loop, so that the run cannot
+    react. Nothing may catch this.
+    """
 
 
 class ConfigError(RollweaveError, ValueError):
-    """The user's input breaks a rule. The message names field, rule and value; the CLI exits with code 2."""
+    """The user's input breaks a rule.
+
+    The message names field, rule and value; the CLI exits with code 2.
+    """
 
 
 class EnvError(RollweaveError):
@@ -34,7 +43,9 @@ class TrainerError(RollweaveError):
 
 
 class NonFiniteLossError(TrainerError):
-    """Loss or gradient norm is NaN or infinite; the weights were left as before the step."""
+    """Loss or gradient norm is NaN or infinite; the weights were left as before the
+    step.
+    """
 
 
 class WeightsError(RollweaveError):
@@ -50,7 +61,10 @@ class KvError(RollweaveError):
 
 
 class CorruptJournalError(RollweaveError):
-    """One of the run's files is damaged before its torn tail. `problem` says where, `remedy` what a user can do."""
+    """One of the run's files is damaged before its torn tail.
+
+    `problem` says where, `remedy` what a user can do.
+    """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
@@ -58,7 +72,10 @@ class CorruptJournalError(RollweaveError):
 
 
 class DiskError(RollweaveError, OSError):
-    """The run's own files cannot be written: no space, say. What was written before is whole, and the run can be resumed."""
+    """The run's own files cannot be written: no space, say.
+
+    What was written before is whole, and the run can be resumed.
+    """
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -73,11 +90,14 @@ class SandboxError(RollweaveError):
 
 
 class SandboxLostError(SandboxError):
-    """The sandbox's process or connection is gone, or sent what it never would: nothing more comes from it."""
+    """The sandbox's process or connection is gone, or sent what it never would: nothing
+    more comes from it.
+    """
 
 
 class SandboxSpoiledError(SandboxLostError):
-    """The sandbox is unusable because of the code in it, which exceeded a limit or ended its server, for example.
+    """The sandbox is unusable because of the code in it, which exceeded a limit or
+    ended its server, for example.
 
     The agent is to blame, so another attempt would not help.
     """

@@ -1,7 +1,9 @@
-"""What happened: every input of the core. A journal is the list of `(now, event)`; replaying it rebuilds the core.
+"""What happened: every input of the core. A journal is the list of `(now, event)`;
+replaying it rebuilds the core.
 
-Events about a trajectory carry its `attempt`, events about an engine or trainer its `epoch` (the how-manieth process):
-what comes late from an earlier life is ignored. Text in events is for people; decisions never read it.
+Events about a trajectory carry its `attempt`, events about an engine or trainer its
+`epoch` (the how-manieth process): what comes late from an earlier life is ignored. Text
+in events is for people; decisions never read it.
 """
 
 from typing import Literal
@@ -11,7 +13,8 @@ from rollweave.schema.work import Decoding, StopReason, Task
 
 
 class EngineSeat(Noun, frozen=True, kw_only=True):
-    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs that share every layer.
+    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs
+    that share every layer.
 
     `group`: which one of the configuration's groups of engines, from 0, it is of.
     """
@@ -22,11 +25,13 @@ class EngineSeat(Noun, frozen=True, kw_only=True):
 
 
 class RunStarted(Tagged, frozen=True, kw_only=True):
-    """The world is up for the first time. `engines` are the engines that the world is starting.
+    """The world is up for the first time. `engines` are the engines that the world is
+    starting.
 
-    `serving`: it has no trainer, and runs what it is asked for. `relays`: it starts so many of them too, r0, r1, …: one a
-    machine; engine number k is on machine k modulo their number. `run_id` identifies the run, so that its journal cannot be
-    mistaken for another run's.
+    `serving`: it has no trainer, and runs what it is asked for. `relays`: it starts so
+    many of them too, r0, r1, …: one a machine; engine number k is on machine k modulo
+    their number. `run_id` identifies the run, so that its journal cannot be mistaken
+    for another run's.
     """
 
     engines: tuple[EngineSeat, ...]
@@ -36,9 +41,11 @@ class RunStarted(Tagged, frozen=True, kw_only=True):
 
 
 class WorldLost(Tagged, frozen=True, kw_only=True):
-    """The controller was restarted: every process of the old world is gone (docs/decisions/0007).
+    """The controller was restarted: every process of the old world is gone
+    (docs/decisions/0007).
 
-    In-flight trajectories start again as new attempts; scored ones survive, except `missing`, which the store lacks.
+    In-flight trajectories start again as new attempts; scored ones survive, except
+    `missing`, which the store lacks.
     """
 
     engines: tuple[EngineSeat, ...]
@@ -47,7 +54,8 @@ class WorldLost(Tagged, frozen=True, kw_only=True):
 
 
 class StopRequested(Tagged, frozen=True, kw_only=True):
-    """The user asks for an orderly end: cancel what is in flight, save a checkpoint, finish.
+    """The user asks for an orderly end: cancel what is in flight, save a checkpoint,
+    finish.
 
     `drain`: what a service was asked for is done first.
     """
@@ -70,14 +78,19 @@ class GroupSubmitted(Tagged, frozen=True, kw_only=True):
 
 
 class DrawFailed(Tagged, frozen=True, kw_only=True):
-    """The task source raised: the environment's code is wrong, and the run ends with this error."""
+    """The task source raised: the environment's code is wrong, and the run ends with
+    this error.
+    """
 
     group_id: GroupId
     error: str
 
 
 class RolloutsSubmitted(Tagged, frozen=True, kw_only=True):
-    """Somebody asks for `members` attempts at a task of domain `name`. A group that is known is not begun twice."""
+    """Somebody asks for `members` attempts at a task of domain `name`.
+
+    A group that is known is not begun twice.
+    """
 
     group_id: GroupId
     name: str
@@ -99,7 +112,9 @@ class RolloutTaken(Tagged, frozen=True, kw_only=True):
 
 
 class EnvReady(Tagged, frozen=True, kw_only=True):
-    """The environment has begun its task; the first turn's prompt has `prompt_tokens` tokens."""
+    """The environment has begun its task; the first turn's prompt has `prompt_tokens`
+    tokens.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -107,7 +122,10 @@ class EnvReady(Tagged, frozen=True, kw_only=True):
 
 
 class TurnRequested(Tagged, frozen=True, kw_only=True):
-    """The episode wants the agent's next message. `context_tokens` is the length of the prompt so far."""
+    """The episode wants the agent's next message.
+
+    `context_tokens` is the length of the prompt so far.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -116,10 +134,12 @@ class TurnRequested(Tagged, frozen=True, kw_only=True):
 
 
 class TurnDone(Tagged, frozen=True, kw_only=True):
-    """The engine answered; the environment works now, until the next `TurnRequested` or `TrajectoryEnded`.
+    """The engine answered; the environment works now, until the next `TurnRequested` or
+    `TrajectoryEnded`.
 
-    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first slot or after it was preempted. `cut`:
-    the turn ended at the task's `max_turn_tokens`, not because the agent was done.
+    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first
+    slot or after it was preempted. `cut`: the turn ended at the task's
+    `max_turn_tokens`, not because the agent was done.
     """
 
     trajectory_id: TrajectoryId
@@ -134,7 +154,10 @@ class TurnDone(Tagged, frozen=True, kw_only=True):
 
 
 class TurnFailed(Tagged, frozen=True, kw_only=True):
-    """The engine failed to answer (lost, aborted by us, or an error). The episode still waits for the turn."""
+    """The engine failed to answer (lost, aborted by us, or an error).
+
+    The episode still waits for the turn.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -144,7 +167,9 @@ class TurnFailed(Tagged, frozen=True, kw_only=True):
 
 
 class TurnWithdrawn(Tagged, frozen=True, kw_only=True):
-    """Nobody waits for this turn any more, and the attempt goes on: an agent program has given up a call."""
+    """Nobody waits for this turn any more, and the attempt goes on: an agent program
+    has given up a call.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -162,13 +187,18 @@ class TurnProgress(Noun, frozen=True, kw_only=True):
 
 
 class TurnsProgressed(Tagged, frozen=True, kw_only=True):
-    """How far turns have come that engines are long at: now and then, and only where unfinished turns are kept."""
+    """How far turns have come that engines are long at: now and then, and only where
+    unfinished turns are kept.
+    """
 
     turns: tuple[TurnProgress, ...]
 
 
 class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
-    """INIT or RUN is over and the environment is closed. Also the answer to `CancelTrajectory`."""
+    """INIT or RUN is over and the environment is closed.
+
+    Also the answer to `CancelTrajectory`.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -198,7 +228,9 @@ class RewardFailed(Tagged, frozen=True, kw_only=True):
 
 
 class PredictionReady(Tagged, frozen=True, kw_only=True):
-    """The attempt will probably sample `remaining_tokens` more, as seen before turn `turn`."""
+    """The attempt will probably sample `remaining_tokens` more, as seen before turn
+    `turn`.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -207,7 +239,9 @@ class PredictionReady(Tagged, frozen=True, kw_only=True):
 
 
 class MigrationDone(Tagged, frozen=True, kw_only=True):
-    """The target holds the KV of the first `moved_tokens` tokens of the context; of none where `error` says why."""
+    """The target holds the KV of the first `moved_tokens` tokens of the context; of
+    none where `error` says why.
+    """
 
     number: int
     trajectory_id: TrajectoryId
@@ -220,7 +254,9 @@ class MigrationDone(Tagged, frozen=True, kw_only=True):
 
 
 class StepTime(Noun, frozen=True, kw_only=True):
-    """Measured: a step in which `batch` sequences, each with `context` tokens, decode a token each takes `seconds`."""
+    """Measured: a step in which `batch` sequences, each with `context` tokens, decode a
+    token each takes `seconds`.
+    """
 
     batch: int
     seconds: float
@@ -228,7 +264,8 @@ class StepTime(Noun, frozen=True, kw_only=True):
 
 
 class EngineJoined(Tagged, frozen=True, kw_only=True):
-    """The process is ready. It is stale until it has loaded weights. `profile` is what it measured of itself, if it did.
+    """The process is ready. It is stale until it has loaded weights. `profile` is what
+    it measured of itself, if it did.
 
     `version`: of the weights that it serves already, in a service, which has no others.
     """
@@ -242,13 +279,17 @@ class EngineJoined(Tagged, frozen=True, kw_only=True):
 
 
 class EngineRegistered(Tagged, frozen=True, kw_only=True):
-    """There is to be one more engine: somebody offers it to a service, or asks a training run to start it."""
+    """There is to be one more engine: somebody offers it to a service, or asks a
+    training run to start it.
+    """
 
     engine: EngineSeat
 
 
 class EngineWithdrawn(Tagged, frozen=True, kw_only=True):
-    """The engine is not to be used any more: when its turns are done (`drain`), or now, and they go elsewhere."""
+    """The engine is not to be used any more: when its turns are done (`drain`), or now,
+    and they go elsewhere.
+    """
 
     engine_id: EngineId
     drain: bool
@@ -276,7 +317,9 @@ class WeightsLoadFailed(Tagged, frozen=True, kw_only=True):
 
 
 class EngineLost(Tagged, frozen=True, kw_only=True):
-    """The process or its connection is gone; this one event fails all turns that it served."""
+    """The process or its connection is gone; this one event fails all turns that it
+    served.
+    """
 
     engine_id: EngineId
     epoch: int
@@ -297,7 +340,9 @@ class RelayJoined(Tagged, frozen=True, kw_only=True):
 
 
 class RelayLost(Tagged, frozen=True, kw_only=True):
-    """The process is gone, or says nothing any more, and the weights that it held with it."""
+    """The process is gone, or says nothing any more, and the weights that it held with
+    it.
+    """
 
     relay_id: str
     epoch: int
@@ -305,7 +350,9 @@ class RelayLost(Tagged, frozen=True, kw_only=True):
 
 
 class RelaySuspected(Tagged, frozen=True, kw_only=True):
-    """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine is busy. → RelayHeard | RelayLost"""
+    """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine
+    is busy. → RelayHeard | RelayLost
+    """
 
     relay_id: str
     epoch: int
@@ -319,7 +366,9 @@ class RelayHeard(Tagged, frozen=True, kw_only=True):
 
 
 class WeightsHeld(Tagged, frozen=True, kw_only=True):
-    """The relay has these weights, whole and verified: engines on its machine may load them."""
+    """The relay has these weights, whole and verified: engines on its machine may load
+    them.
+    """
 
     relay_id: str
     epoch: int
@@ -327,7 +376,10 @@ class WeightsHeld(Tagged, frozen=True, kw_only=True):
 
 
 class WeightsStalled(Tagged, frozen=True, kw_only=True):
-    """Nothing has come of them from the relay `source` for a moment. The take goes on."""
+    """Nothing has come of them from the relay `source` for a moment.
+
+    The take goes on.
+    """
 
     relay_id: str
     epoch: int
@@ -338,8 +390,8 @@ class WeightsStalled(Tagged, frozen=True, kw_only=True):
 class WeightsRefused(Tagged, frozen=True, kw_only=True):
     """They have not come; what the relay held it still holds.
 
-    Reasons: the `source` is gone, silent or lacks them; the `base` is not here, or not what the change was made from; what came
-    is `broken`; there is no `room` in memory.
+    Reasons: the `source` is gone, silent or lacks them; the `base` is not here, or not
+    what the change was made from; what came is `broken`; there is no `room` in memory.
     """
 
     relay_id: str
@@ -354,7 +406,8 @@ class WeightsRefused(Tagged, frozen=True, kw_only=True):
 
 
 class TrainerReady(Tagged, frozen=True, kw_only=True):
-    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's step when restored.
+    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's
+    step when restored.
 
     `note` says why it is not the checkpoint that was asked for first.
     """
@@ -405,8 +458,8 @@ class WeightsPublished(Tagged, frozen=True, kw_only=True):
 
 
 class CheckpointTaken(Tagged, frozen=True, kw_only=True):
-    """A copy of the checkpoint is in memory: training may continue while it is written. `CheckpointSaved` or
-    `CheckpointFailed` follows.
+    """A copy of the checkpoint is in memory: training may continue while it is written.
+    `CheckpointSaved` or `CheckpointFailed` follows.
     """
 
     epoch: int
@@ -427,7 +480,9 @@ class CheckpointFailed(Tagged, frozen=True, kw_only=True):
 
 
 class TrainerLost(Tagged, frozen=True, kw_only=True):
-    """`hopeless`: another trainer would fail in the same way, since no checkpoint can be read, or it cannot start."""
+    """`hopeless`: another trainer would fail in the same way, since no checkpoint can
+    be read, or it cannot start.
+    """
 
     epoch: int
     error: str

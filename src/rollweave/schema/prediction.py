@@ -1,13 +1,17 @@
-"""The words about remaining lengths: what is known of a trajectory under way, and what is said to a predictor (Heddle §4.1)."""
+"""The words about remaining lengths: what is known of a trajectory under way, and what
+is said to a predictor (Heddle §4.1).
+"""
 
 from rollweave.schema.base import Noun, Tagged, TrajectoryId
 
 
 class LengthContext(Noun, frozen=True, kw_only=True):
-    """A trajectory before turn `turn`: what it is, what it has done, what its group has shown. Lengths are tokens.
+    """A trajectory before turn `turn`: what it is, what it has done, what its group has
+    shown. Lengths are tokens.
 
-    `siblings` members of its group have ended, after `sibling_mean` sampled tokens on average and `sibling_longest` at most.
-    `reward` (of the steps so far) and `plan` (the first tokens of the first turn) are for the world to add, which holds them.
+    `siblings` members of its group have ended, after `sibling_mean` sampled tokens on
+    average and `sibling_longest` at most. `reward` (of the steps so far) and `plan`
+    (the first tokens of the first turn) are for the world to add, which holds them.
     """
 
     domain: str
@@ -25,7 +29,11 @@ class LengthContext(Noun, frozen=True, kw_only=True):
 
 
 class PredictorSpec(Noun, frozen=True, kw_only=True):
-    """How to build a predictor. `checkpoint` is the directory of the language model that regressor `lm` reads plans with."""
+    """How to build a predictor.
+
+    `checkpoint` is the directory of the language model that regressor `lm` reads plans
+    with.
+    """
 
     regressor: str
     checkpoint: str | None = None
@@ -44,7 +52,9 @@ class Ask(Tagged, frozen=True, kw_only=True):
 
 
 class Learn(Tagged, frozen=True, kw_only=True):
-    """The attempt is over after `output_tokens` sampled tokens; None where it teaches nothing."""
+    """The attempt is over after `output_tokens` sampled tokens; None where it teaches
+    nothing.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -73,7 +83,8 @@ class Answer(Noun, frozen=True, kw_only=True):
 class PredictorReport(Noun, frozen=True, kw_only=True):
     """`taken` words since it began, with all answers to those among them that ask.
 
-    `failed` fits and predictions since it began, `fits` that succeeded, `fit_s` seconds of all; `pairs` to learn from now.
+    `failed` fits and predictions since it began, `fits` that succeeded, `fit_s` seconds
+    of all; `pairs` to learn from now.
     """
 
     taken: int
@@ -85,10 +96,12 @@ class PredictorReport(Noun, frozen=True, kw_only=True):
 
 
 class PredictorStats(Noun, frozen=True, kw_only=True):
-    """What became of all questions of a run: `asked` are `answered`, wait, or were lost with a predictor that died.
+    """What became of all questions of a run: `asked` are `answered`, wait, or were lost
+    with a predictor that died.
 
-    `dropped` were not asked, because too many waited or no predictor lives. `failed` fits and predictions, which other
-    numbers replaced. Milliseconds from question to answer; seconds of all fits.
+    `dropped` were not asked, because too many waited or no predictor lives. `failed`
+    fits and predictions, which other numbers replaced. Milliseconds from question to
+    answer; seconds of all fits.
     """
 
     asked: int = 0

@@ -1,4 +1,7 @@
-"""What ProRL's clients send to a rollout service (`service/prorl.py`), as JSON. Unknown fields are ignored."""
+"""What ProRL's clients send to a rollout service (`service/prorl.py`), as JSON.
+
+Unknown fields are ignored.
+"""
 
 from typing import Any
 
@@ -14,7 +17,10 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Address(msgspec.Struct, frozen=True):
-    """The body of /add_llm_server. `token` is the server's bearer token, if it requires one; ProRL's clients send none."""
+    """The body of /add_llm_server.
+
+    `token` is the server's bearer token, if it requires one; ProRL's clients send none.
+    """
 
     address: str
     token: str = ""

@@ -1,4 +1,6 @@
-"""What a rollout service is asked for, and what it answers (`service/`): the nouns of `/v1`, as JSON."""
+"""What a rollout service is asked for, and what it answers (`service/`): the nouns of
+`/v1`, as JSON.
+"""
 
 import math
 from typing import Any
@@ -17,7 +19,9 @@ TOKEN_LENGTH = 4096
 
 
 class AskedLimits(Noun, frozen=True, kw_only=True):
-    """Bounds that a rollout shall have otherwise than its handler has them; never above these."""
+    """Bounds that a rollout shall have otherwise than its handler has them; never above
+    these.
+    """
 
     max_turns: int | None = None
     max_tokens: int | None = None
@@ -32,9 +36,11 @@ class AskedLimits(Noun, frozen=True, kw_only=True):
 
 
 class RolloutRequest(Noun, frozen=True, kw_only=True):
-    """`members` attempts at one task of `handler`: number `index` of its tasks, or the one with `payload` and `seed`.
+    """`members` attempts at one task of `handler`: number `index` of its tasks, or the
+    one with `payload` and `seed`.
 
-    `id` is the asker's own, and makes asking twice harmless; without it the service chooses one.
+    `id` is the asker's own, and makes asking twice harmless; without it the service
+    chooses one.
     """
 
     handler: str
@@ -48,7 +54,9 @@ class RolloutRequest(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(self.id) > ID_LENGTH or not set(self.id) <= ID_CHARS:
-            raise ValueError(f"id must be at most {ID_LENGTH} letters, digits and -_.:/@, got {self.id!r:.100}")
+            raise ValueError(
+                f"id must be at most {ID_LENGTH} letters, digits and -_.:/@, got {self.id!r:.100}"
+            )
         if self.id in (".", ".."):  # no path of a URL can end in them
             raise ValueError(f"id must be more than dots, got {self.id!r}")
         if not 1 <= self.members <= MEMBERS:
@@ -72,7 +80,10 @@ class Batch(Noun, frozen=True, kw_only=True):
 
 
 class MemberStatus(Noun, frozen=True, kw_only=True):
-    """`stage` is queued, init, run, eval, or done. `result` is there, where asked for, once it is done, if it ever began."""
+    """`stage` is queued, init, run, eval, or done.
+
+    `result` is there, where asked for, once it is done, if it ever began.
+    """
 
     id: TrajectoryId
     stage: str
@@ -82,7 +93,10 @@ class MemberStatus(Noun, frozen=True, kw_only=True):
 
 
 class RolloutStatus(Noun, frozen=True, kw_only=True):
-    """`state` is queued, running, or done once all members are. `waits_for` says why it waits where no engine serves."""
+    """`state` is queued, running, or done once all members are.
+
+    `waits_for` says why it waits where no engine serves.
+    """
 
     id: str
     handler: str
@@ -101,10 +115,12 @@ class Completion(Noun, frozen=True, kw_only=True):
 
 
 class EngineRequest(Noun, frozen=True, kw_only=True):
-    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots` turns at once.
+    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots`
+    turns at once.
 
-    `token` is its bearer token, if it requires one; no answer of the service contains it. `text_only` admits an engine that
-    gives no token ids: its text is no output, so nothing is trained on it.
+    `token` is its bearer token, if it requires one; no answer of the service contains
+    it. `text_only` admits an engine that gives no token ids: its text is no output, so
+    nothing is trained on it.
     """
 
     address: str
@@ -116,17 +132,27 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "address", parse_address(self.address))
-        if len(self.token) > TOKEN_LENGTH or not (self.token.isascii() and self.token.isprintable()) or " " in self.token:
-            raise ValueError(f"token must be at most {TOKEN_LENGTH} printable ASCII characters without spaces")
+        if (
+            len(self.token) > TOKEN_LENGTH
+            or not (self.token.isascii() and self.token.isprintable())
+            or " " in self.token
+        ):
+            raise ValueError(
+                f"token must be at most {TOKEN_LENGTH} printable ASCII characters without spaces"
+            )
         if self.text_only and self.dialect != "completions":
-            raise ValueError(f"text_only must be off unless the dialect is completions, got {self.dialect}")
+            raise ValueError(
+                f"text_only must be off unless the dialect is completions, got {self.dialect}"
+            )
         for name in ("slots", "kv_tokens"):
             if not 1 <= getattr(self, name) <= 2**31:
                 raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")
 
 
 class EngineStatus(Noun, frozen=True, kw_only=True):
-    """`reason` says why it does not serve, as far as known; "" for an engine that serves."""
+    """`reason` says why it does not serve, as far as known; "" for an engine that
+    serves.
+    """
 
     id: str
     address: str

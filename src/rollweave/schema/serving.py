@@ -1,6 +1,8 @@
-"""The words between whoever wants tokens and an engine: requests, results, and the commands of the engine's loop.
+"""The words between whoever wants tokens and an engine: requests, results, and the
+commands of the engine's loop.
 
-An engine's loop takes these commands between two steps (RollArt §6.1), so adding or aborting one request never stalls another.
+An engine's loop takes these commands between two steps (RollArt §6.1), so adding or
+aborting one request never stalls another.
 """
 
 import enum
@@ -11,14 +13,16 @@ from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
 DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
-"""How an engine behind HTTP is spoken to (`backends/dialects.py`)."""
+"""How an engine behind HTTP is spoken to (`engine/clients/dialects.py`)."""
 
 
 class Sampling(Noun, frozen=True, kw_only=True):
-    """How to sample. `logprobs` are always those of the sampled token at `temperature` before top-k and top-p cut.
+    """How to sample. `logprobs` are always those of the sampled token at `temperature`
+    before top-k and top-p cut.
 
-    `temperature` 0 is greedy (log-probs then are those at temperature 1). `allowed` restricts sampling to these token ids
-    (empty: no restriction). Randomness is keyed by `(seed, position)`, so a request's tokens do not depend on its neighbours.
+    `temperature` 0 is greedy (log-probs then are those at temperature 1). `allowed`
+    restricts sampling to these token ids (empty: no restriction). Randomness is keyed
+    by `(seed, position)`, so a request's tokens do not depend on its neighbours.
     """
 
     temperature: float = 1.0
@@ -50,7 +54,9 @@ class Finish(enum.StrEnum):
 
 
 def finish_word(finish: Finish) -> str:
-    """How a turn that counts has ended, in the terms of OpenAI's API: "stop", or "length" if a limit cut it."""
+    """How a turn that counts has ended, in the terms of OpenAI's API: "stop", or
+    "length" if a limit cut it.
+    """
     return "stop" if finish is Finish.STOP else "length"
 
 
@@ -63,7 +69,9 @@ class VersionSpan(Noun, frozen=True, kw_only=True):
 
 
 class Partial(Noun, frozen=True, kw_only=True):
-    """The beginning of a turn, as engines have sampled it in `generate_s` seconds of a slot: at least one token."""
+    """The beginning of a turn, as engines have sampled it in `generate_s` seconds of a
+    slot: at least one token.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -73,16 +81,22 @@ class Partial(Noun, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.tokens or len(self.tokens) != len(self.logprobs):
             raise ValueError(
-                f"a partial turn must have a log-prob for each token, got {len(self.logprobs)} for {len(self.tokens)}"
+                f"a partial turn must have a log-prob for each token, got {len(self.logprobs)} "
+                f"for {len(self.tokens)}"
             )
         if not covers(self.versions, 0, len(self.tokens)):
-            raise ValueError(f"versions must cover the {len(self.tokens)} tokens of a partial turn, got {self.versions}")
+            raise ValueError(
+                f"versions must cover the {len(self.tokens)} tokens of a partial "
+                f"turn, got {self.versions}"
+            )
         if not self.generate_s >= 0:
             raise ValueError(f"generate_s must be 0 or more, got {self.generate_s}")
 
 
 def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
-    """Whether the spans name one version for each of the tokens `[start, end)`, in order."""
+    """Whether the spans name one version for each of the tokens `[start, end)`, in
+    order.
+    """
     for span in spans:
         if span.start != start or span.end <= start:
             return False
@@ -91,11 +105,13 @@ def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
 
 
 class GenerateRequest(Noun, frozen=True, kw_only=True):
-    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival. `id` is unique among live requests.
+    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival.
+    `id` is unique among live requests.
 
-    `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it waits, or that the engine is suspended.
-    With `resumed`, the turn goes on after these tokens (Laminar §3.3): they count for `max_tokens`, stop strings and
-    `budget_s`, and are part of the result. Nothing is sampled where they end the turn already.
+    `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it
+    waits, or that the engine is suspended. With `resumed`, the turn goes on after these
+    tokens (Laminar §3.3): they count for `max_tokens`, stop strings and `budget_s`, and
+    are part of the result. Nothing is sampled where they end the turn already.
     """
 
     id: str
@@ -107,11 +123,14 @@ class GenerateRequest(Noun, frozen=True, kw_only=True):
 
 
 class GenerateResult(Noun, frozen=True, kw_only=True):
-    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix cache.
+    """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix
+    cache.
 
-    `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had one and the engine was not suspended.
-    `resumed_tokens` of the tokens were in the request: none where an engine that cannot go on has begun the turn again.
-    `text_only`: the engine gave text alone. Its tokens are ours, encoded from the text, its log-probs 0: never trained on.
+    `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had
+    one and the engine was not suspended. `resumed_tokens` of the tokens were in the
+    request: none where an engine that cannot go on has begun the turn again.
+    `text_only`: the engine gave text alone. Its tokens are ours, encoded from the text,
+    its log-probs 0: never trained on.
     """
 
     id: str
@@ -132,7 +151,9 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
 
 
 class KvMemory(Tagged, frozen=True, kw_only=True):
-    """A sealed memory file that any process on the host can open while the engine that made it lives."""
+    """A sealed memory file that any process on the host can open while the engine that
+    made it lives.
+    """
 
     path: str
 
@@ -149,11 +170,13 @@ KvOver = Literal["shm", "tcp"]
 
 
 class KvManifest(Noun, frozen=True, kw_only=True):
-    """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine exported it under `id`.
+    """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine
+    exported it under `id`.
 
-    `key` is that of the last block: a digest of all these tokens and the weights (policy/blocks.py). `layout` names the order
-    of the payload's bytes, `model` is a digest of what else the numbers depend on.
-    `digests` are the xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks but the last.
+    `key` is that of the last block: a digest of all these tokens and the weights
+    (engine/planner/blocks.py). `layout` names the order of the payload's bytes, `model`
+    is a digest of what else the numbers depend on. `digests` are the xxh3-64 of the
+    payload's chunks, each of `chunk_blocks` blocks but the last.
     """
 
     id: str
@@ -174,7 +197,10 @@ class KvManifest(Noun, frozen=True, kw_only=True):
 
 
 class EngineStats(Noun, frozen=True, kw_only=True):
-    """A sample of an engine's state. Times are seconds since the engine started; token counts are since the start too."""
+    """A sample of an engine's state.
+
+    Times are seconds since the engine started; token counts are since the start too.
+    """
 
     version: int
     running: int
@@ -203,20 +229,26 @@ class Add(Tagged, frozen=True, kw_only=True):
 
 
 class Abort(Tagged, frozen=True, kw_only=True):
-    """Stop `id` between two steps; it is answered with what it has, finish `aborted`. Unknown ids are ignored."""
+    """Stop `id` between two steps; it is answered with what it has, finish `aborted`.
+
+    Unknown ids are ignored.
+    """
 
     id: str
 
 
 class Rerank(Tagged, frozen=True, kw_only=True):
-    """Set a live request's rank; the engine preempts locally (slot preemption keeps the victim's blocks)."""
+    """Set a live request's rank; the engine preempts locally (slot preemption keeps the
+    victim's blocks).
+    """
 
     id: str
     rank: float
 
 
 class ExportKv(Tagged, frozen=True, kw_only=True):
-    """Lay the KV of the longest cached prefix of `tokens` out for another engine, until `ReleaseKv` or for a while.
+    """Lay the KV of the longest cached prefix of `tokens` out for another engine, until
+    `ReleaseKv` or for a while.
 
     Answered by `KvExported` or `KvRefused`.
     """
@@ -227,7 +259,10 @@ class ExportKv(Tagged, frozen=True, kw_only=True):
 
 
 class ImportKv(Tagged, frozen=True, kw_only=True):
-    """Take the KV of a prefix of `tokens` into the prefix cache. Answered by `KvImported` or `KvRefused`."""
+    """Take the KV of a prefix of `tokens` into the prefix cache.
+
+    Answered by `KvImported` or `KvRefused`.
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -241,7 +276,10 @@ class ReleaseKv(Tagged, frozen=True, kw_only=True):
 
 
 class Suspend(Tagged, frozen=True, kw_only=True):
-    """Take no further step until `Resume`; requests stay, additions queue. Answered by `Suspended`."""
+    """Take no further step until `Resume`; requests stay, additions queue.
+
+    Answered by `Suspended`.
+    """
 
 
 class Resume(Tagged, frozen=True, kw_only=True):
@@ -249,13 +287,18 @@ class Resume(Tagged, frozen=True, kw_only=True):
 
 
 class Load(Tagged, frozen=True, kw_only=True):
-    """Verify and swap in the weights; the live KV is recomputed under them. Answered by `Loaded` or `LoadFailed`."""
+    """Verify and swap in the weights; the live KV is recomputed under them.
+
+    Answered by `Loaded` or `LoadFailed`.
+    """
 
     manifest: WeightManifest
 
 
 class LoadSaved(Tagged, frozen=True, kw_only=True):
-    """The same with what the trainer's checkpoint of step `version` in `directory` holds, as it was published: as `dtype`."""
+    """The same with what the trainer's checkpoint of step `version` in `directory`
+    holds, as it was published: as `dtype`.
+    """
 
     version: int
     weights_id: int
@@ -271,16 +314,31 @@ class Shutdown(Tagged, frozen=True, kw_only=True):
     pass
 
 
-EngineCommand = Add | Abort | Rerank | ExportKv | ImportKv | ReleaseKv | Suspend | Resume | Load | LoadSaved | Stats | Shutdown
+EngineCommand = (
+    Add
+    | Abort
+    | Rerank
+    | ExportKv
+    | ImportKv
+    | ReleaseKv
+    | Suspend
+    | Resume
+    | Load
+    | LoadSaved
+    | Stats
+    | Shutdown
+)
 
 
 # What an engine's loop says.
 
 
 class Ready(Tagged, frozen=True, kw_only=True):
-    """The engine serves. `version` is -1 where no weights have been loaded from a manifest yet (it serves its checkpoint).
+    """The engine serves. `version` is -1 where no weights have been loaded from a
+    manifest yet (it serves its checkpoint).
 
-    `profile` is what it measured of its decode steps, by growing batch, if it was to (`EngineSpec.profile`).
+    `profile` is what it measured of its decode steps, by growing batch, if it was to
+    (`EngineSpec.profile`).
     """
 
     version: int
@@ -295,7 +353,8 @@ class Generated(Tagged, frozen=True, kw_only=True):
 
 
 class Piece(Noun, frozen=True, kw_only=True):
-    """Of request `id`, the tokens from place `start` of the turn on. `versions` name places of the turn, too.
+    """Of request `id`, the tokens from place `start` of the turn on. `versions` name
+    places of the turn, too.
 
     `generate_s`: as in the result, if the turn ended here.
     """
@@ -309,12 +368,17 @@ class Piece(Noun, frozen=True, kw_only=True):
 
 
 TELL_S = 0.5
-"""Seconds between two `Progress`: what a lost engine loses at most, beside the step that it is in. A message of all that 64
-requests sample meanwhile takes an engine less than a thousandth of that."""
+"""Seconds between two `Progress`: what a lost engine loses at most, beside the step
+that it is in. A message of all that 64 requests sample meanwhile takes an engine less
+than a thousandth of that.
+"""
 
 
 class Progress(Tagged, frozen=True, kw_only=True):
-    """What was sampled since the last `Progress`, for all live requests that stream. Nothing follows a request's result."""
+    """What was sampled since the last `Progress`, for all live requests that stream.
+
+    Nothing follows a request's result.
+    """
 
     pieces: tuple[Piece, ...]
 
@@ -346,7 +410,9 @@ class KvExported(Tagged, frozen=True, kw_only=True):
 
 
 class KvImported(Tagged, frozen=True, kw_only=True):
-    """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where it had no room for more."""
+    """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where
+    it had no room for more.
+    """
 
     id: str
     moved_tokens: int
@@ -364,15 +430,27 @@ class EngineFatal(Tagged, frozen=True, kw_only=True):
 
 
 EngineReply = (
-    Ready | Generated | Progress | Suspended | Loaded | LoadFailed | Sampled | KvExported | KvImported | KvRefused | EngineFatal
+    Ready
+    | Generated
+    | Progress
+    | Suspended
+    | Loaded
+    | LoadFailed
+    | Sampled
+    | KvExported
+    | KvImported
+    | KvRefused
+    | EngineFatal
 )
 
 
 class EngineSpec(Noun, frozen=True, kw_only=True):
-    """How to build one engine. `model` is a checkpoint directory; `deterministic` trades speed for bit-equal batches.
+    """How to build one engine. `model` is a checkpoint directory; `deterministic`
+    trades speed for bit-equal batches.
 
-    `version` is what the checkpoint's own weights are called, -1 where none are served before others are loaded.
-    With `profile` it measures its decode steps before it is ready. `kv_host` is the address on which it gives KV away over TCP.
+    `version` is what the checkpoint's own weights are called, -1 where none are served
+    before others are loaded. With `profile` it measures its decode steps before it is
+    ready. `kv_host` is the address on which it gives KV away over TCP.
     """
 
     id: EngineId

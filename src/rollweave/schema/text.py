@@ -1,7 +1,8 @@
 """Valid text: text that has an encoding in UTF-8, so that it can be stored and sent.
 
-Python's strings may hold lone surrogates: from a file name that is not UTF-8, from JSON's escapes, from a slice of UTF-16.
-No encoder accepts them. So text is made valid where it enters, and all code behind that boundary can rely on it.
+Python's strings may hold lone surrogates: from a file name that is not UTF-8, from
+JSON's escapes, from a slice of UTF-16. No encoder accepts them. So text is made valid
+where it enters, and all code behind that boundary can rely on it.
 """
 
 import math
@@ -15,7 +16,9 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
 ERROR_CHARS = 8000
-"""Maximum length of a failure's description: an exception can quote a whole file, and every record repeats it."""
+"""Maximum length of a failure's description: an exception can quote a whole file, and
+every record repeats it.
+"""
 
 
 def valid(text: str) -> str:
@@ -24,7 +27,10 @@ def valid(text: str) -> str:
 
 
 def valid_tree(value: Any) -> Any:
-    """Return the dicts, lists and tuples with all text valid, keys included. Raises RecursionError for a very deep value."""
+    """Return the dicts, lists and tuples with all text valid, keys included.
+
+    Raises RecursionError for a very deep value.
+    """
     match value:
         case str():
             return valid(value)
@@ -39,10 +45,16 @@ def valid_tree(value: Any) -> Any:
 
 
 def decoding_failure(body: bytes, error: Exception) -> str:
-    """Say why JSON could not be decoded. Of half a surrogate pair, decoders say that the body is malformed or too short."""
+    """Say why JSON could not be decoded.
+
+    Of half a surrogate pair, decoders say that the body is malformed or too short.
+    """
     is_syntax = any(words in str(error) for words in ("truncated", "surrogate"))
     if is_syntax and _ESCAPED_SURROGATE.search(body):
-        return f"text must be valid UTF-8, without one half of a surrogate pair (\\ud800 to \\udfff), and whole: {error}"
+        return (
+            "text must be valid UTF-8, without one half of a surrogate pair (\\ud800 to "
+            f"\\udfff), and whole: {error}"
+        )
     return str(error)
 
 
@@ -56,8 +68,13 @@ def decimal(text: str) -> float | None:
 
 
 def shortened(text: str, most: int = ERROR_CHARS) -> str:
-    """Return valid text of about `most` characters: a longer one is cut to its head and tail."""
+    """Return valid text of about `most` characters: a longer one is cut to its head and
+    tail.
+    """
     if len(text) > most:
         half = most // 2
-        text = f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[len(text) - half :]}"
+        text = (
+            f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] "
+            f"{text[len(text) - half :]}"
+        )
     return valid(text)

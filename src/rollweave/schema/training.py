@@ -1,4 +1,6 @@
-"""The words between the controller and the trainer's processes, and what a training step reports."""
+"""The words between the controller and the trainer's processes, and what a training
+step reports.
+"""
 
 from rollweave.schema.base import Noun, Tagged
 from rollweave.schema.weights import WeightManifest
@@ -6,13 +8,17 @@ from rollweave.schema.work import Batch, ScoredGroup
 
 
 class TrainOn(Tagged, frozen=True, kw_only=True):
-    """Train on one (mini-)batch: the optimizer steps, the version does not. Answered by `Trained` or `TrainFailed`."""
+    """Train on one (mini-)batch: the optimizer steps, the version does not.
+
+    Answered by `Trained` or `TrainFailed`.
+    """
 
     batch: Batch
 
 
 class Measure(Tagged, frozen=True, kw_only=True):
-    """How far the current weights are from those that sampled these groups, before mini-batch `part` of step `step`.
+    """How far the current weights are from those that sampled these groups, before
+    mini-batch `part` of step `step`.
 
     Nothing changes. Answered by `Measured` or `TrainFailed`.
     """
@@ -23,7 +29,10 @@ class Measure(Tagged, frozen=True, kw_only=True):
 
 
 class Publish(Tagged, frozen=True, kw_only=True):
-    """Publish the current weights as `version`, and let go of all others but `keep`. Answered by `Published`."""
+    """Publish the current weights as `version`, and let go of all others but `keep`.
+
+    Answered by `Published`.
+    """
 
     version: int
     weights_id: int
@@ -31,11 +40,13 @@ class Publish(Tagged, frozen=True, kw_only=True):
 
 
 class Save(Tagged, frozen=True, kw_only=True):
-    """Write a complete checkpoint of model, optimizer, schedule and RNG to directory `path`, atomically.
+    """Write a complete checkpoint of model, optimizer, schedule and RNG to directory
+    `path`, atomically.
 
-    `export` additionally writes a Hugging Face checkpoint (config, safetensors, tokenizer) under `path/hf`.
-    Answered by `Saved` or `SaveFailed`. With `beside`, answered by `Copied`; one of those follows later, among the answers to
-    other commands.
+    `export` additionally writes a Hugging Face checkpoint (config, safetensors,
+    tokenizer) under `path/hf`. Answered by `Saved` or `SaveFailed`. With `beside`,
+    answered by `Copied`; one of those follows later, among the answers to other
+    commands.
     """
 
     path: str
@@ -61,7 +72,9 @@ class TrainerReady(Tagged, frozen=True, kw_only=True):
 
 
 class TrainMetrics(Noun, frozen=True, kw_only=True):
-    """Figures of one (mini-)batch: `values` has stable, documented names (see `train/metrics.py`)."""
+    """Figures of one (mini-)batch: `values` has stable, documented names (see
+    `train/metrics.py`).
+    """
 
     values: dict[str, float]
     tokens: int
@@ -81,7 +94,9 @@ class Measured(Tagged, frozen=True, kw_only=True):
 
 
 class TrainFailed(Tagged, frozen=True, kw_only=True):
-    """`nonfinite` marks a NaN or infinite loss: weights and optimizer are as before the step. `groups` names the batch."""
+    """`nonfinite` marks a NaN or infinite loss: weights and optimizer are as before the
+    step. `groups` names the batch.
+    """
 
     error: str
     nonfinite: bool = False
@@ -89,7 +104,9 @@ class TrainFailed(Tagged, frozen=True, kw_only=True):
 
 
 class Published(Tagged, frozen=True, kw_only=True):
-    """`gathered`: some rank could not reach the memory of rank 0, so that all had to give it their weights."""
+    """`gathered`: some rank could not reach the memory of rank 0, so that all had to
+    give it their weights.
+    """
 
     manifest: WeightManifest
     publish_s: float
@@ -97,7 +114,9 @@ class Published(Tagged, frozen=True, kw_only=True):
 
 
 class Copied(Tagged, frozen=True, kw_only=True):
-    """A copy of the checkpoint is in memory, which took `copy_s` seconds, and is being written."""
+    """A copy of the checkpoint is in memory, which took `copy_s` seconds, and is being
+    written.
+    """
 
     path: str
     copy_s: float
@@ -117,4 +136,14 @@ class Restored(Tagged, frozen=True, kw_only=True):
     step: int
 
 
-TrainerReply = TrainerReady | Trained | Measured | TrainFailed | Published | Copied | Saved | SaveFailed | Restored
+TrainerReply = (
+    TrainerReady
+    | Trained
+    | Measured
+    | TrainFailed
+    | Published
+    | Copied
+    | Saved
+    | SaveFailed
+    | Restored
+)

@@ -1,8 +1,10 @@
-"""Weights on the way from the trainer to the engines, and the words between the controller and the relays that pass them on.
+"""Weights on the way from the trainer to the engines, and the words between the
+controller and the relays that pass them on.
 
-A relay is a process, one a machine, that keeps versions in shared memory for the engines there (Laminar §4). It takes each
-version from the trainer, or from another relay that has it or is still taking it itself: so a chain is a broadcast in a
-pipeline, and repairing one is to name another source.
+A relay is a process, one a machine, that keeps versions in shared memory for the
+engines there (Laminar §4). It takes each version from the trainer, or from another
+relay that has it or is still taking it itself: so a chain is a broadcast in a pipeline,
+and repairing one is to name another source.
 """
 
 from typing import Literal
@@ -11,7 +13,10 @@ from rollweave.schema.base import Noun, Tagged
 
 
 class TensorMeta(Noun, frozen=True, kw_only=True):
-    """One tensor at bytes `[offset, offset + nbytes)` of the payload. `dtype` is torch's name without the prefix."""
+    """One tensor at bytes `[offset, offset + nbytes)` of the payload.
+
+    `dtype` is torch's name without the prefix.
+    """
 
     name: str
     dtype: str
@@ -21,9 +26,11 @@ class TensorMeta(Noun, frozen=True, kw_only=True):
 
 
 class WeightManifest(Noun, frozen=True, kw_only=True):
-    """A published weight version. `version` counts training steps; `weights_id` is never reused, and tags KV and caches.
+    """A published weight version. `version` counts training steps; `weights_id` is
+    never reused, and tags KV and caches.
 
-    `location` is a path that any process on the host can open; `digest` is the xxh3-128 of the payload, in hex.
+    `location` is a path that any process on the host can open; `digest` is the xxh3-128
+    of the payload, in hex.
     """
 
     version: int
@@ -40,7 +47,10 @@ TransportName = Literal["tcp", "mooncake", "nixl"]
 
 
 class RelayAddress(Noun, frozen=True, kw_only=True):
-    """Where a relay, or the trainer, gives versions away. Who connects must show the secret."""
+    """Where a relay, or the trainer, gives versions away.
+
+    Who connects must show the secret.
+    """
 
     host: str
     port: int
@@ -56,11 +66,14 @@ class RelaySpec(Noun, frozen=True, kw_only=True):
 
 
 class Take(Tagged, frozen=True, kw_only=True):
-    """Get a version, from `source`, or (None) from this host's memory at `manifest.location`, where the trainer has put it.
+    """Get a version, from `source`, or (None) from this host's memory at
+    `manifest.location`, where the trainer has put it.
 
-    With `base_id` only what has changed since that version travels. A version that is being taken goes on from another source
-    where it stood. Versions not in `keep`, nor this one, are let go. Answered by `Taken` or `TakeFailed`.
-    What comes from this host's memory is passed on in pieces of about `chunk_bytes`; other relays keep the cut of their source.
+    With `base_id` only what has changed since that version travels. A version that is
+    being taken goes on from another source where it stood. Versions not in `keep`, nor
+    this one, are let go. Answered by `Taken` or `TakeFailed`. What comes from this
+    host's memory is passed on in pieces of about `chunk_bytes`; other relays keep the
+    cut of their source.
     """
 
     manifest: WeightManifest
@@ -82,7 +95,9 @@ class RelayReady(Tagged, frozen=True, kw_only=True):
 
 
 class Taken(Tagged, frozen=True, kw_only=True):
-    """The version is here, whole and verified: `manifest.location` is this relay's memory. `nbytes` have travelled."""
+    """The version is here, whole and verified: `manifest.location` is this relay's
+    memory. `nbytes` have travelled.
+    """
 
     manifest: WeightManifest
     nbytes: int
@@ -90,7 +105,9 @@ class Taken(Tagged, frozen=True, kw_only=True):
 
 
 class Stalled(Tagged, frozen=True, kw_only=True):
-    """Said again and again while nothing comes from the source of a `Take`, which goes on. No answer: another may be better."""
+    """Said again and again while nothing comes from the source of a `Take`, which goes
+    on. No answer: another may be better.
+    """
 
     weights_id: int
     source: RelayAddress
@@ -99,8 +116,9 @@ class Stalled(Tagged, frozen=True, kw_only=True):
 class TakeFailed(Tagged, frozen=True, kw_only=True):
     """The version has not come; those that were here are untouched.
 
-    Reasons: `source` is gone, silent or does not have it; the `base` is not here, or is not what the change was made from: ask
-    for the whole; what came is `broken`; there is no `room` in memory.
+    Reasons: `source` is gone, silent or does not have it; the `base` is not here, or is
+    not what the change was made from: ask for the whole; what came is `broken`; there
+    is no `room` in memory.
     """
 
     weights_id: int

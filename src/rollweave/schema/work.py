@@ -1,4 +1,6 @@
-"""Work: what is attempted (`Task`), what came of it (`Trajectory`), and what is trained on (`Batch`)."""
+"""Work: what is attempted (`Task`), what came of it (`Trajectory`), and what is trained
+on (`Batch`).
+"""
 
 import enum
 import math
@@ -25,7 +27,10 @@ class StopReason(enum.StrEnum):
 
 
 class Blame(enum.StrEnum):
-    """Whose doing the stop was. Only `AGENT` and `NONE` leave a reward that may be trained on."""
+    """Whose doing the stop was.
+
+    Only `AGENT` and `NONE` leave a reward that may be trained on.
+    """
 
     NONE = "none"
     AGENT = "agent"
@@ -50,12 +55,19 @@ BLAME_OF: dict[StopReason, Blame] = {
     StopReason.CANCELLED: Blame.USER,
 }
 
-TRAINABLE: frozenset[StopReason] = frozenset({StopReason.FINISHED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS})
-"""Stop reasons whose trajectory may be scored and trained on. A failure is never a reward of 0."""
+TRAINABLE: frozenset[StopReason] = frozenset(
+    {StopReason.FINISHED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
+)
+"""Stop reasons whose trajectory may be scored and trained on.
+
+A failure is never a reward of 0.
+"""
 
 
 class Decoding(Noun, frozen=True, kw_only=True):
-    """How turns are sampled, of what whoever asks for a rollout wants otherwise than the service has it."""
+    """How turns are sampled, of what whoever asks for a rollout wants otherwise than
+    the service has it.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -63,7 +75,12 @@ class Decoding(Noun, frozen=True, kw_only=True):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        rules = {"temperature": (0.0, math.inf), "top_p": (1e-6, 1.0), "top_k": (0, 2**31), "seed": (0, 2**63 - 1)}
+        rules = {
+            "temperature": (0.0, math.inf),
+            "top_p": (1e-6, 1.0),
+            "top_k": (0, 2**31),
+            "seed": (0, 2**63 - 1),
+        }
         for name, (least, most) in rules.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -71,7 +88,10 @@ class Decoding(Noun, frozen=True, kw_only=True):
 
 
 class Purpose(enum.StrEnum):
-    """What a group is for. Only `TRAIN` groups enter the experience buffer; `SERVE` groups are somebody else's."""
+    """What a group is for.
+
+    Only `TRAIN` groups enter the experience buffer; `SERVE` groups are somebody else's.
+    """
 
     TRAIN = "train"
     EVAL = "eval"
@@ -79,7 +99,10 @@ class Purpose(enum.StrEnum):
 
 
 class Limits(Noun, frozen=True, kw_only=True):
-    """Bounds of one trajectory. `time_s` counts active time over init, run and eval (ProRL §3.2), no queueing."""
+    """Bounds of one trajectory.
+
+    `time_s` counts active time over init, run and eval (ProRL §3.2), no queueing.
+    """
 
     max_turns: int = 16
     max_tokens: int = 1024
@@ -94,7 +117,10 @@ class Limits(Noun, frozen=True, kw_only=True):
 
 
 class Task(Noun, frozen=True, kw_only=True):
-    """One thing to attempt. `payload` is JSON that only the environment reads; `tag` is the task domain."""
+    """One thing to attempt.
+
+    `payload` is JSON that only the environment reads; `tag` is the task domain.
+    """
 
     id: TaskId
     env: str
@@ -111,7 +137,10 @@ class SegmentKind(enum.StrEnum):
 
 
 class Segment(Noun, frozen=True, kw_only=True):
-    """Tokens `[start, end)` of one kind. `version` is the weight version that sampled an output segment, -1 otherwise."""
+    """Tokens `[start, end)` of one kind.
+
+    `version` is the weight version that sampled an output segment, -1 otherwise.
+    """
 
     start: int
     end: int
@@ -120,10 +149,12 @@ class Segment(Noun, frozen=True, kw_only=True):
 
 
 class TurnSpan(Noun, frozen=True, kw_only=True):
-    """One turn: output tokens `[start, end)`, the reward that the step gave, and a key that is equal for equal observations.
+    """One turn: output tokens `[start, end)`, the reward that the step gave, and a key
+    that is equal for equal observations.
 
-    Groups of turns with the same `state_key` within one task share a baseline (GiGPO); "" means no key. `finish_reason` is
-    "stop", or "length" if a token limit cut the turn before the agent ended it.
+    Groups of turns with the same `state_key` within one task share a baseline (GiGPO);
+    "" means no key. `finish_reason` is "stop", or "length" if a token limit cut the
+    turn before the agent ended it.
     """
 
     start: int
@@ -134,10 +165,12 @@ class TurnSpan(Noun, frozen=True, kw_only=True):
 
 
 class TokenSequence(Noun, frozen=True, kw_only=True):
-    """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was sampled; 0.0 outside output segments.
+    """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
+    sampled; 0.0 outside output segments.
 
-    Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) == len(tokens)`; output segments carry a
-    version ≥ 0. A weight update in the middle of a turn makes two output segments.
+    Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
+    len(tokens)`; output segments carry a version ≥ 0. A weight update in the middle of
+    a turn makes two output segments.
     """
 
     tokens: tuple[int, ...]
@@ -147,11 +180,17 @@ class TokenSequence(Noun, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
-            raise ValueError(f"logprobs must have one entry per token, got {len(self.logprobs)} for {len(self.tokens)}")
+            raise ValueError(
+                f"logprobs must have one entry per token, got {len(self.logprobs)} "
+                f"for {len(self.tokens)}"
+            )
         position = 0
         for segment in self.segments:
             if segment.start != position or segment.end <= segment.start:
-                raise ValueError(f"segments must be contiguous and not empty, got {segment} at position {position}")
+                raise ValueError(
+                    f"segments must be contiguous and not empty, got {segment} at "
+                    f"position {position}"
+                )
             if (segment.kind is SegmentKind.OUTPUT) != (segment.version >= 0):
                 raise ValueError(f"exactly the output segments carry a version, got {segment}")
             position = segment.end
@@ -167,13 +206,17 @@ class TokenSequence(Noun, frozen=True, kw_only=True):
         return mask
 
     def versions(self) -> tuple[int, int]:
-        """Lowest and highest weight version among the output segments; (-1, -1) without output."""
+        """Lowest and highest weight version among the output segments; (-1, -1) without
+        output.
+        """
         found = [segment.version for segment in self.segments if segment.kind is SegmentKind.OUTPUT]
         return (min(found), max(found)) if found else (-1, -1)
 
 
 class Timing(Noun, frozen=True, kw_only=True):
-    """Seconds of active time by stage, of queueing before the stages, and of the turn's inner phases."""
+    """Seconds of active time by stage, of queueing before the stages, and of the turn's
+    inner phases.
+    """
 
     init_s: float = 0.0
     run_s: float = 0.0
@@ -184,9 +227,10 @@ class Timing(Noun, frozen=True, kw_only=True):
 
 
 class Trajectory(Noun, frozen=True, kw_only=True):
-    """What came of one attempt at a task. `reward` is None where the stop reason leaves nothing to score.
+    """What came of one attempt at a task. `reward` is None where the stop reason leaves
+    nothing to score.
 
-    `result` is what else its handler keeps, as JSON (`handlers/base.py`), or "".
+    `result` is what else its handler keeps, as JSON (`envs/handlers/base.py`), or "".
     """
 
     id: TrajectoryId
@@ -208,11 +252,15 @@ class Trajectory(Noun, frozen=True, kw_only=True):
         if self.reward is not None and not math.isfinite(self.reward):
             raise ValueError(f"trajectory.reward must be finite, got {self.reward}")
         if self.reward is not None and self.stop_reason not in TRAINABLE:
-            raise ValueError(f"trajectory.reward must be None after {self.stop_reason}, got {self.reward}")
+            raise ValueError(
+                f"trajectory.reward must be None after {self.stop_reason}, got {self.reward}"
+            )
 
 
 class ScoredGroup(Noun, frozen=True, kw_only=True):
-    """Trajectories of one task with finite rewards: the unit of a group-relative advantage."""
+    """Trajectories of one task with finite rewards: the unit of a group-relative
+    advantage.
+    """
 
     id: GroupId
     env: str
@@ -220,7 +268,9 @@ class ScoredGroup(Noun, frozen=True, kw_only=True):
 
 
 class Batch(Noun, frozen=True, kw_only=True):
-    """Mini-batch `part` of `parts` of training step `step`; `version` is the weight version that the step starts from."""
+    """Mini-batch `part` of `parts` of training step `step`; `version` is the weight
+    version that the step starts from.
+    """
 
     step: int
     version: int

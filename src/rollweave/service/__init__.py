@@ -1,1 +1,1 @@
-"""Rollouts as a service: the doors of `live/serving.py`."""
+"""Rollouts as a service: the doors of `runtime/serving.py`."""

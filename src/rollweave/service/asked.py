@@ -1,7 +1,9 @@
-"""Decode the body of an HTTP request into one request for a rollout, or a batch of them.
+"""Decode the body of an HTTP request into one request for a rollout, or a batch of
+them.
 
-Invariants: a body that is too large is refused before objects are made of it; a batch is decoded a few requests at a time,
-so that even the largest body does not block the event loop for long.
+Invariants: a body that is too large is refused before objects are made of it; a batch
+is decoded a few requests at a time, so that even the largest body does not block the
+event loop for long.
 """
 
 import asyncio
@@ -18,7 +20,9 @@ from rollweave.schema.text import decoding_failure
 from rollweave.service.refusals import TooLargeError
 
 VALUES: Final = 1_000_000
-"""Approximate maximum number of JSON values in one body, which take some tenths of a second to decode."""
+"""Approximate maximum number of JSON values in one body, which take some tenths of a
+second to decode.
+"""
 
 STRIDE: Final = 1 << 20
 """Number of bytes that are scanned at once, which takes milliseconds."""
@@ -34,7 +38,8 @@ _scan = json.JSONDecoder().raw_decode
 async def asked_for(body: bytes, *, most: int) -> tuple[list[RolloutRequest], bool]:
     """Return the requests, and whether they came as a batch.
 
-    Raises TooLargeError for more than `most` of them, and ConfigError for an invalid request.
+    Raises TooLargeError for more than `most` of them, and ConfigError for an invalid
+    request.
     """
     await _bounded(body)
     try:
@@ -67,7 +72,9 @@ async def _bounded(body: bytes) -> None:
 
 
 async def _parts(text: str, at: int) -> AsyncIterator[str]:
-    """Yield the JSON of each element of the array that begins before `at` and ends the JSON `text`."""
+    """Yield the JSON of each element of the array that begins before `at` and ends the
+    JSON `text`.
+    """
     if text.startswith("]", at) and text[at + 1 :].strip() == "}":
         return
     while True:
@@ -78,7 +85,10 @@ async def _parts(text: str, at: int) -> AsyncIterator[str]:
         yield text[at:end]
         between = _BETWEEN.match(text, end)
         if between is None:
-            raise ConfigError(f'the body must be {{"rollouts": [...]}} and nothing else, got another form at character {end}')
+            raise ConfigError(
+                f'the body must be {{"rollouts": [...]}} and nothing else, got '
+                f"another form at character {end}"
+            )
         if between[1]:
             return
         at = between.end()
@@ -88,4 +98,6 @@ def _decoded(part: bytes, what: str) -> RolloutRequest:
     try:
         return msgspec.json.decode(part, type=RolloutRequest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} must be JSON as /openapi.json says: {decoding_failure(part, error)}") from error
+        raise ConfigError(
+            f"{what} must be JSON as /openapi.json says: {decoding_failure(part, error)}"
+        ) from error

@@ -1,8 +1,9 @@
-"""Batches for an outside trainer by asynchronous DAPO (ProRL §3.4), out of rollouts of a service. `policy/dapo.py` decides.
+"""Batches for an outside trainer by asynchronous DAPO (ProRL §3.4), out of rollouts of
+a service. `core/policy/dapo.py` decides.
 
-Invariants: what `Dapo` has under way is asked for at the service, and nothing else; what it gives up is cancelled there;
-closing leaves nothing of it running. Rollouts go on between two batches, while the trainer trains. A cancelled `next` loses
-nothing.
+Invariants: what `Dapo` has under way is asked for at the service, and nothing else;
+what it gives up is cancelled there; closing leaves nothing of it running. Rollouts go
+on between two batches, while the trainer trains. A cancelled `next` loses nothing.
 """
 
 import asyncio
@@ -13,8 +14,8 @@ from typing import Self
 
 import msgspec
 
-from rollweave.policy.dapo import Account, Dapo, DapoRule
-from rollweave.policy.redundancy import Verdict
+from rollweave.core.policy.dapo import Account, Dapo, DapoRule
+from rollweave.core.policy.redundancy import Verdict
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import RolloutRequest, RolloutStatus
@@ -30,7 +31,10 @@ PAUSE_S = 1.0
 
 
 class DapoError(RollweaveError):
-    """No batch will come any more; the message says why. What was under way is cancelled."""
+    """No batch will come any more; the message says why.
+
+    What was under way is cancelled.
+    """
 
 
 class TasksOverError(DapoError):
@@ -38,7 +42,8 @@ class TasksOverError(DapoError):
 
 
 class DapoGroup(Noun, frozen=True, kw_only=True):
-    """A group to train on: the trajectories that have a reward, whose rewards are not all equal, with their token sequences.
+    """A group to train on: the trajectories that have a reward, whose rewards are not
+    all equal, with their token sequences.
 
     `version` is that of the trainer's weights when it was begun.
     """
@@ -49,26 +54,42 @@ class DapoGroup(Noun, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> list[float]:
-        return [trajectory.reward for trajectory in self.trajectories if trajectory.reward is not None]
+        return [
+            trajectory.reward for trajectory in self.trajectories if trajectory.reward is not None
+        ]
 
 
 class DapoBatch(Noun, frozen=True, kw_only=True):
-    """`rule.groups` groups to train on, from weights `version`; those begun first come first."""
+    """`rule.groups` groups to train on, from weights `version`; those begun first come
+    first.
+    """
 
     version: int
     groups: tuple[DapoGroup, ...]
 
 
 class DapoBatches:
-    """`async with DapoBatches(client, tasks, rule) as batches: batch = await batches.next(version=step)`.
+    """`async with DapoBatches(client, tasks, rule) as batches: batch = await
+    batches.next(version=step)`.
 
-    A task's `members` is the rule's group size; one without an id gets one. Belongs to the event loop of the client.
+    A task's `members` is the rule's group size; one without an id gets one. Belongs to
+    the event loop of the client.
     """
 
     def __init__(
-        self, client: RolloutClient, tasks: Iterable[RolloutRequest], rule: DapoRule, *, patience_s: float = PATIENCE_S
+        self,
+        client: RolloutClient,
+        tasks: Iterable[RolloutRequest],
+        rule: DapoRule,
+        *,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self._client, self._tasks, self._rule, self._patience_s = client, iter(tasks), rule, patience_s
+        self._client, self._tasks, self._rule, self._patience_s = (
+            client,
+            iter(tasks),
+            rule,
+            patience_s,
+        )
         self._dapo = Dapo(rule)
         self._name = f"dapo-{secrets.token_hex(6)}"
         self._rollouts: dict[int, asyncio.Task[None]] = {}
@@ -91,10 +112,12 @@ class DapoBatches:
         return self._dapo.account
 
     async def next(self, *, version: int) -> DapoBatch:
-        """A full batch to train on, from weights `version`, which also serve from now on. One call at a time.
+        """A full batch to train on, from weights `version`, which also serve from now
+        on. One call at a time.
 
-        Raises TasksOverError, DapoError where no batch can come, NoServiceError, ServiceError for a task that is refused for
-        good, whatever the tasks' iterator raises, and ValueError for a version below an earlier one.
+        Raises TasksOverError, DapoError where no batch can come, NoServiceError,
+        ServiceError for a task that is refused for good, whatever the tasks' iterator
+        raises, and ValueError for a version below an earlier one.
         """
         if self._asked:
             raise RuntimeError("one batch at a time: next is under way already")
@@ -112,7 +135,8 @@ class DapoBatches:
                     return DapoBatch(version=version, groups=groups)
                 if self._tasks_over and not self._dapo.under_way:
                     raise TasksOverError(
-                        f"the tasks are over: {len(self._dapo.ready)} groups of {self._rule.groups} are informative"
+                        f"the tasks are over: {len(self._dapo.ready)} groups of "
+                        f"{self._rule.groups} are informative"
                     )
                 self._changed.clear()
                 await self._changed.wait()
@@ -146,8 +170,12 @@ class DapoBatches:
                 self._fail(error)
                 return
             number = self._dapo.begun()
-            request = msgspec.structs.replace(request, members=self._rule.group_size, id=request.id or f"{self._name}/{number}")
-            self._rollouts[number] = asyncio.create_task(self._run(number, self._dapo.version, request))
+            request = msgspec.structs.replace(
+                request, members=self._rule.group_size, id=request.id or f"{self._name}/{number}"
+            )
+            self._rollouts[number] = asyncio.create_task(
+                self._run(number, self._dapo.version, request)
+            )
 
     def _stop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -174,7 +202,9 @@ class DapoBatches:
         if self._rollouts.pop(number, None) is None:
             return  # stopped, just when it was over
         scored = tuple(result for result in found if result.reward is not None)
-        verdict = self._dapo.ended(number, [result.reward for result in scored if result.reward is not None])
+        verdict = self._dapo.ended(
+            number, [result.reward for result in scored if result.reward is not None]
+        )
         if verdict is Verdict.COMPLETE:
             self._groups[number] = DapoGroup(request=request, version=version, trajectories=scored)
         hopeless = self._dapo.hopeless()
@@ -184,7 +214,10 @@ class DapoBatches:
         self._changed.set()
 
     async def _rolled_out(self, request: RolloutRequest) -> list[Trajectory]:
-        """What came of the members; [] where it failed at the service. Raises what no other group would fare better with."""
+        """What came of the members; [] where it failed at the service.
+
+        Raises what no other group would fare better with.
+        """
         loop, gone_since = asyncio.get_running_loop(), None
         while True:
             try:
@@ -209,7 +242,8 @@ class DapoBatches:
 
 
 class DapoRollouts:
-    """The same for programs without an event loop: `with DapoRollouts(addresses, tasks, rule) as batches: ...`.
+    """The same for programs without an event loop: `with DapoRollouts(addresses, tasks,
+    rule) as batches: ...`.
 
     Rollouts go on in a thread of its own; there the tasks are drawn, too.
     """
@@ -233,7 +267,12 @@ class DapoRollouts:
         self._batches = self._loop.call(self._open())
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self._loop.call(self._close())
         finally:
@@ -244,7 +283,10 @@ class DapoRollouts:
         return self._loop.call(self._batches.next(version=version))
 
     def close(self) -> None:
-        """Cancel what is under way. A `next` that another thread waits for raises DapoError."""
+        """Cancel what is under way.
+
+        A `next` that another thread waits for raises DapoError.
+        """
         self._loop.call(self._batches.close())
 
     @property

@@ -7,37 +7,47 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollweave.backends.base import EngineBackend
-from rollweave.backends.http import HttpEngine, HttpSpec
-from rollweave.backends.transport import Failed
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.template import read_json
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.transport import Failed
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.template import read_json
 from rollweave.schema.address import Hosts
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, EngineError
 from rollweave.schema.service import EngineRequest
 from rollweave.service.launch import Connect
 from rollweave.weights.checkpoint import read_formats
 
 RESCORED_BYTES = 2 << 30
-"""Maximum size of a checkpoint with whose log-probs an engine's are compared: it is briefly read into memory."""
+"""Maximum size of a checkpoint with whose log-probs an engine's are compared: it is
+briefly read into memory.
+"""
 
 RESCORE_S = 120.0
 """Maximum seconds for that comparison; after that the engine serves without it."""
 
 START_S = 300.0
-"""Limit to a registered engine's first answer, for which it may have to compile; then the core tries again."""
+"""Limit to a registered engine's first answer, for which it may have to compile; then
+the core tries again.
+"""
 
 
 def connector(config: RunConfig) -> Connect:
-    """How a service of this configuration reaches engines of its model, of whatever architecture."""
+    """How a service of this configuration reaches engines of its model, of whatever
+    architecture.
+    """
     directory = Path(config.model.path or "")
     hosts = Hosts.parse(config.serve.engine_hosts, field="serve.engine_hosts")
 
     async def reference(prompt: Sequence[int], tokens: Sequence[int]) -> Sequence[float] | None:
-        return await rescored(directory, prompt, tokens) if config.model.dtype == "float32" else None
+        return (
+            await rescored(directory, prompt, tokens) if config.model.dtype == "float32" else None
+        )
 
-    def connect(request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]) -> EngineBackend:
+    def connect(
+        request: EngineRequest, name: str, failed: Failed, noted: Callable[[str], None]
+    ) -> EngineBackend:
         try:
             vocab = vocabulary(directory)
         except ConfigError as error:
@@ -66,11 +76,14 @@ def connector(config: RunConfig) -> Connect:
     return connect
 
 
-async def rescored(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float] | None:
+async def rescored(
+    directory: Path, prompt: Sequence[int], tokens: Sequence[int]
+) -> list[float] | None:
     """Return a float32 checkpoint's log-probs of tokens that an engine sampled.
 
-    None for a checkpoint in another format, which engines need not compute in float32, for one of more than `RESCORED_BYTES`,
-    and for an architecture that the trainer does not support.
+    None for a checkpoint in another format, which engines need not compute in float32,
+    for one of more than `RESCORED_BYTES`, and for an architecture that the trainer does
+    not support.
     """
     if not await asyncio.to_thread(_is_comparable, directory):
         return None
@@ -114,5 +127,7 @@ def vocabulary(directory: Path) -> int:
     text = config.get("text_config")
     size = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"{directory / 'config.json'} must tell a vocab_size of at least 1, got {size!r:.100}")
+        raise ConfigError(
+            f"{directory / 'config.json'} must tell a vocab_size of at least 1, got {size!r:.100}"
+        )
     return size

@@ -1,9 +1,12 @@
-"""The service's own API: `/v1`, `/health`, `/metrics`, `/openapi.json`. Decodes, asks `service/service.py`, encodes.
+"""The service's own API: `/v1`, `/health`, `/metrics`, `/openapi.json`. Decodes, asks
+`service/service.py`, encodes.
 
-Invariants: a body is decoded into the nouns of `schema/service.py` or refused with 400, which names field, rule and value;
-every answer is JSON, except metrics and streams; no request gives 500. `backends/guard.py` checks every request first: where
-there is a token, only the paths by which programs ask whether the service is up do without it. Errors are
-`{"error": {"type", "message"}}`. Invalid HTTP never gets here: aiohttp answers it with 400 in plain text.
+Invariants: a body is decoded into the nouns of `schema/service.py` or refused with 400,
+which names field, rule and value; every answer is JSON, except metrics and streams; no
+request gives 500. `io/http/guard.py` checks every request first: where there is a
+token, only the paths by which programs ask whether the service is up do without it.
+Errors are `{"error": {"type", "message"}}`. Invalid HTTP never gets here: aiohttp
+answers it with 400 in plain text.
 """
 
 import asyncio
@@ -13,13 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from rollweave.backends.bodies import body_of
-from rollweave.backends.guard import Guard
-from rollweave.backends.listening import listening
-from rollweave.codec.packing import as_json
+from rollweave.io.http.bodies import body_of
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.packing import as_json
 from rollweave.schema.service import EngineRequest
 from rollweave.schema.text import decimal, decoding_failure
 from rollweave.service.asked import asked_for
@@ -90,7 +93,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build(service: Service, hosts: Hosts) -> web.Application:
-    """Make the application, to which other APIs may be added. Serve it behind a guard. Engines may be at `hosts`."""
+    """Make the application, to which other APIs may be added. Serve it behind a guard.
+
+    Engines may be at `hosts`.
+    """
     app = web.Application(middlewares=[_errors])
     app.add_routes(_Routes(service, hosts).table())
     return app
@@ -121,7 +127,9 @@ class _Routes:
     # Rollouts.
 
     async def submit(self, request: web.Request) -> web.Response:
-        requests, several = await asked_for(await body_of(request, most=BODY_BYTES), most=self._service.queue)
+        requests, several = await asked_for(
+            await body_of(request, most=BODY_BYTES), most=self._service.queue
+        )
         found = await self._service.submit(requests)
         return json_answer({"rollouts": found} if several else found[0], status=202)
 
@@ -148,20 +156,40 @@ class _Routes:
         return json_answer({"completions": found, "next": found[-1].number if found else after})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """Stream completions as server-sent events, from `Last-Event-ID` on, or from now.
+        """Stream completions as server-sent events, from `Last-Event-ID` on, or from
+        now.
 
-        With `rollout`, stream that rollout's completions from the first one, until all its members are done.
+        With `rollout`, stream that rollout's completions from the first one, until all
+        its members are done.
         """
-        said, rollout = request.headers.get("Last-Event-ID", request.query.get("after", "")), request.query.get("rollout")
-        after = _whole("Last-Event-ID", said) if said else self._service.last_completion() if rollout is None else 0
+        said, rollout = (
+            request.headers.get("Last-Event-ID", request.query.get("after", "")),
+            request.query.get("rollout"),
+        )
+        after = (
+            _whole("Last-Event-ID", said)
+            if said
+            else self._service.last_completion()
+            if rollout is None
+            else 0
+        )
         if rollout is not None:
-            self._service.status(rollout, results=False)  # refuse an unknown rollout before the stream begins
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+            # refuse an unknown rollout before the stream begins
+            self._service.status(rollout, results=False)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        )
         await response.prepare(request)
         while not self._service.ended:
             try:
-                found = await self._service.completed(after, limit=COMPLETIONS, seconds=HEARTBEAT_S, rollout=rollout)
-                if not found and rollout is not None and self._service.status(rollout, results=False).state == "done":
+                found = await self._service.completed(
+                    after, limit=COMPLETIONS, seconds=HEARTBEAT_S, rollout=rollout
+                )
+                if (
+                    not found
+                    and rollout is not None
+                    and self._service.status(rollout, results=False).state == "done"
+                ):
                     break
             except UnknownError:  # its results are no longer kept
                 break
@@ -196,7 +224,10 @@ class _Routes:
     # The service.
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer that the service is alive, with its status. Without an engine that serves, requests are accepted and wait."""
+        """Answer that the service is alive, with its status.
+
+        Without an engine that serves, requests are accepted and wait.
+        """
         del request
         return json_answer(self._health())
 
@@ -206,23 +237,38 @@ class _Routes:
         return json_answer(self._health(), status=200 if self._service.health == "ok" else 503)
 
     def _health(self) -> dict[str, Any]:
-        return {"status": self._service.health, "reason": self._service.waits_for(), **self._service.counts()}
+        return {
+            "status": self._service.health,
+            "reason": self._service.waits_for(),
+            **self._service.counts(),
+        }
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
         del request
         counts, lines = dict(self._service.counts()), []
         lines += ["# TYPE rollweave_engines gauge", f"rollweave_engines {counts.pop('engines')}"]
-        totals = {"submitted": counts.pop("submitted"), "output_tokens": counts.pop("output_tokens")}
+        totals = {
+            "submitted": counts.pop("submitted"),
+            "output_tokens": counts.pop("output_tokens"),
+        }
         lines += ["# TYPE rollweave_rollouts gauge"]
-        lines += [f'rollweave_rollouts{{stage="{stage}"}} {count}' for stage, count in counts.items()]
+        lines += [
+            f'rollweave_rollouts{{stage="{stage}"}} {count}' for stage, count in counts.items()
+        ]
         for name, total in totals.items():
             lines += [f"# TYPE rollweave_{name}_total counter", f"rollweave_{name}_total {total}"]
         lines += ["# TYPE rollweave_delivered_total counter"]
         delivered = self._service.delivered_by_reason()
-        lines += [f'rollweave_delivered_total{{stop_reason="{reason}"}} {count}' for reason, count in delivered.items()]
+        lines += [
+            f'rollweave_delivered_total{{stop_reason="{reason}"}} {count}'
+            for reason, count in delivered.items()
+        ]
         lines += ["# TYPE rollweave_engine_running gauge"]
-        lines += [f'rollweave_engine_running{{engine="{one.id}"}} {one.running}' for one in self._service.engines()]
+        lines += [
+            f'rollweave_engine_running{{engine="{one.id}"}} {one.running}'
+            for one in self._service.engines()
+        ]
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
 
     async def openapi(self, request: web.Request) -> web.Response:
@@ -243,7 +289,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return problem(
             error.status,
             _rule(request, error),
-            headers={name: error.headers[name] for name in ("Allow", "WWW-Authenticate") if name in error.headers},
+            headers={
+                name: error.headers[name]
+                for name in ("Allow", "WWW-Authenticate")
+                if name in error.headers
+            },
         )
 
 
@@ -253,7 +303,10 @@ def _rule(request: web.Request, error: web.HTTPException) -> str:
         case 404:
             return f"the path must be one that /openapi.json names, got {request.path!r:.100}"
         case 405:
-            return f"the method must be {error.headers.get('Allow')} for {request.path!r:.100}, got {request.method:.20}"
+            return (
+                f"the method must be {error.headers.get('Allow')} for {request.path!r:.100}, got "
+                f"{request.method:.20}"
+            )
         case _:
             return error.reason
 
@@ -270,7 +323,9 @@ def status_of(error: Exception) -> int:
     return next(status for kind, status in STATUS.items() if isinstance(error, kind))
 
 
-def json_answer(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+def json_answer(
+    value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
     """`value` as JSON."""
     body = as_json(value)
     return web.Response(body=body, status=status, content_type="application/json", headers=headers)
@@ -284,7 +339,9 @@ def decode(body: bytes, kind: type[T], *, rule: str = "JSON as /openapi.json say
         raise ConfigError(f"the body must be {rule}: {decoding_failure(body, error)}") from error
 
 
-def _number(request: web.Request, name: str, *, default: float, least: float = 0.0, most: float) -> float:
+def _number(
+    request: web.Request, name: str, *, default: float, least: float = 0.0, most: float
+) -> float:
     said = request.query.get(name)
     if said is None:
         return default
@@ -308,9 +365,18 @@ def _whole(name: str, said: str) -> int:
 
 
 async def serve(
-    app: web.Application, host: str, port: int, *, guard: Guard, stopped: asyncio.Event, ready: Callable[[str], None]
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    guard: Guard,
+    stopped: asyncio.Event,
+    ready: Callable[[str], None],
 ) -> None:
-    """Listen until `stopped`; `ready` gets the address. Raises OSError: the port is taken."""
+    """Listen until `stopped`; `ready` gets the address.
+
+    Raises OSError: the port is taken.
+    """
     async with listening(app, host, port, guard=guard, shutdown_s=5.0) as address:
         ready(address)
         await stopped.wait()

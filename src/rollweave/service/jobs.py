@@ -1,9 +1,10 @@
 """The service's memory of what was asked for: a SQLite file beside the journal.
 
-Invariants: a request is in the file before it is answered with yes; a result's place is in the file before the core is told
-that it was taken; so what a restarted service does not know was never accepted, and what it accepted ends in a result or in
-the core's hands; a job is forgotten with the last of its results, never before; job numbers are never used again. One process
-at a time: the file is locked.
+Invariants: a request is in the file before it is answered with yes; a result's place is
+in the file before the core is told that it was taken; so what a restarted service does
+not know was never accepted, and what it accepted ends in a result or in the core's
+hands; a job is forgotten with the last of its results, never before; job numbers are
+never used again. One process at a time: the file is locked.
 """
 
 import contextlib
@@ -14,20 +15,22 @@ from pathlib import Path
 
 import msgspec
 
-from rollweave.codec.packing import as_json
-from rollweave.rollout.store import Entry
+from rollweave.record.store import Entry
 from rollweave.schema.base import GroupId, TrajectoryId
 from rollweave.schema.errors import ConfigError, DiskError
+from rollweave.schema.packing import as_json
 from rollweave.schema.service import RolloutRequest
 from rollweave.schema.work import Task
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, request BLOB NOT NULL, task BLOB NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL,
+    request BLOB NOT NULL, task BLOB NOT NULL,
     left INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS results (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, member TEXT UNIQUE NOT NULL, attempt INTEGER NOT NULL,
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL,
+    member TEXT UNIQUE NOT NULL, attempt INTEGER NOT NULL,
     stop_reason TEXT NOT NULL, entry BLOB
 );
 CREATE INDEX IF NOT EXISTS results_of ON results (job);
@@ -36,13 +39,21 @@ CREATE TABLE IF NOT EXISTS engines (id TEXT PRIMARY KEY, request BLOB NOT NULL);
 """
 
 
-_REFUSED = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+_REFUSED = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+)
 """What SQLite says of a disk, not of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What was asked for as `id`; its group in the core is named by `number`. `left` members are not done."""
+    """What was asked for as `id`; its group in the core is named by `number`.
+
+    `left` members are not done.
+    """
 
     number: int
     id: str
@@ -57,7 +68,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A member that is done. `entry` is its place in the store; None where it never began."""
+    """A member that is done.
+
+    `entry` is its place in the store; None where it never began.
+    """
 
     number: int
     job: int
@@ -80,33 +94,45 @@ def job_number(member: TrajectoryId) -> int:
 
 
 class Jobs:
-    """Everything raises DiskError where the disk refuses; what was being noted then is not."""
+    """Everything raises DiskError where the disk refuses; what was being noted then is
+    not.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError for a file that is somebody else's, or damaged."""
         self._path = path
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
-            # Whoever looks into the file would make us wait in the middle of the event loop.
+            # Whoever looks into the file would make us wait in the middle of the event
+            # loop.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(_SCHEMA)
             self.owed_bytes: int = self._db.execute(_OWED).fetchone()[0]
-            """Of requests and tasks of jobs that are not done: about what the core holds in memory of them."""
+            """Of requests and tasks of jobs that are not done: about what the core
+            holds in memory of them.
+            """
         except sqlite3.Error as error:
             self._db.close()
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _REFUSED:
                 raise self._disk_error(error) from error
-            raise ConfigError(f"{path} must be the memory of a service, not damaged and not in use: {error}") from error
+            raise ConfigError(
+                f"{path} must be the memory of a service, not damaged and not in use: {error}"
+            ) from error
 
     def close(self) -> None:
         self._db.close()
 
     # Requests.
 
-    def add(self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, most_bytes: int) -> list[Job] | None:
-        """Note all of these, (id, request, task), or none. Ids must be new. None if more than `most_bytes` would be owed."""
+    def add(
+        self, requests: Sequence[tuple[str, RolloutRequest, Task]], *, most_bytes: int
+    ) -> list[Job] | None:
+        """Note all of these, (id, request, task), or none. Ids must be new.
+
+        None if more than `most_bytes` would be owed.
+        """
         rows = [(one[0], as_json(one[1]), as_json(one[2]), one[1].members) for one in requests]
         owed = self.owed_bytes + sum(len(request) + len(task) for _, request, task, _ in rows)
         if owed > most_bytes:
@@ -114,7 +140,9 @@ class Jobs:
         added = []
         with self._transaction():
             for row, (job_id, request, task) in zip(rows, requests, strict=True):
-                number = self._execute("INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row).lastrowid
+                number = self._execute(
+                    "INSERT INTO jobs (id, request, task, left) VALUES (?, ?, ?, ?)", row
+                ).lastrowid
                 assert number is not None, "an inserted row has a number"
                 added.append(Job(number, job_id, request, task, request.members))
         self.owed_bytes = owed
@@ -126,17 +154,25 @@ class Jobs:
         return int(row[0]) if row is not None else 0
 
     def find(self, job_id: str) -> Job | None:
-        row = self._execute("SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        row = self._execute(
+            "SELECT number, id, request, task, left FROM jobs WHERE id = ?", (job_id,)
+        ).fetchone()
         return _job(row) if row is not None else None
 
     def unfinished(self) -> list[Job]:
         """In the order in which they came."""
-        rows = self._execute("SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number")
+        rows = self._execute(
+            "SELECT number, id, request, task, left FROM jobs WHERE left > 0 ORDER BY number"
+        )
         return [_job(row) for row in rows]
 
     def forget_unreadable(self) -> Iterator[tuple[str, str]]:
-        """Forget each job whose request or task cannot be read; yield its id and the reason. Call it first."""
-        for row in self._execute("SELECT number, id, request, task, left FROM jobs ORDER BY number").fetchall():
+        """Forget each job whose request or task cannot be read; yield its id and the
+        reason. Call it first.
+        """
+        for row in self._execute(
+            "SELECT number, id, request, task, left FROM jobs ORDER BY number"
+        ).fetchall():
             try:
                 _job(row)
             except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -147,8 +183,13 @@ class Jobs:
                 yield row[1], str(error)
 
     def after(self, number: int, limit: int, *, unfinished: bool) -> list[Job]:
-        """Return the first `limit` jobs after number `number`, in order of arrival; with `unfinished`, only unfinished ones."""
-        statement = "SELECT number, id, request, task, left FROM jobs WHERE number > ? AND left >= ? ORDER BY number LIMIT ?"
+        """Return the first `limit` jobs after number `number`, in order of arrival;
+        with `unfinished`, only unfinished ones.
+        """
+        statement = (
+            "SELECT number, id, request, task, left FROM jobs WHERE number > ? AND left >= ? "
+            "ORDER BY number LIMIT ?"
+        )
         rows = self._execute(statement, (number, int(unfinished), limit))
         return [_job(row) for row in rows]
 
@@ -158,12 +199,29 @@ class Jobs:
 
     # Results.
 
-    def done(self, member: TrajectoryId, attempt: int, stop_reason: str, entry: Entry | None, *, keep: int) -> Result | None:
-        """Note a result, and forget jobs that have none among the newest `keep`. None if it is known, or forgotten."""
+    def done(
+        self,
+        member: TrajectoryId,
+        attempt: int,
+        stop_reason: str,
+        entry: Entry | None,
+        *,
+        keep: int,
+    ) -> Result | None:
+        """Note a result, and forget jobs that have none among the newest `keep`.
+
+        None if it is known, or forgotten.
+        """
         job = job_number(member)
         blob = as_json(entry) if entry is not None else None
         with self._transaction():
-            row = {"job": job, "member": member, "attempt": attempt, "stop_reason": stop_reason, "entry": blob}
+            row = {
+                "job": job,
+                "member": member,
+                "attempt": attempt,
+                "stop_reason": stop_reason,
+                "entry": blob,
+            }
             cursor = self._execute(_NOTE, row)
             if not cursor.rowcount or cursor.lastrowid is None:
                 return None
@@ -184,7 +242,11 @@ class Jobs:
 
     def since(self, number: int, limit: int, *, job: int | None = None) -> list[Result]:
         """Return the first `limit` results after number `number`, of one job or of all."""
-        where, values = ("number > ?", (number, limit)) if job is None else ("job = ? AND number > ?", (job, number, limit))
+        where, values = (
+            ("number > ?", (number, limit))
+            if job is None
+            else ("job = ? AND number > ?", (job, number, limit))
+        )
         rows = self._execute(f"{_RESULTS} WHERE {where} ORDER BY number LIMIT ?", values)
         return [_result(row) for row in rows]
 
@@ -199,13 +261,17 @@ class Jobs:
         yield from self._execute("SELECT id, request FROM engines ORDER BY id").fetchall()
 
     def add_engine(self, engine_id: str, request: bytes) -> None:
-        self._execute("INSERT OR REPLACE INTO engines (id, request) VALUES (?, ?)", (engine_id, request))
+        self._execute(
+            "INSERT OR REPLACE INTO engines (id, request) VALUES (?, ?)", (engine_id, request)
+        )
 
     def remove_engine(self, engine_id: str) -> None:
         self._execute("DELETE FROM engines WHERE id = ?", (engine_id,))
 
     def erase_engine(self, engine_id: str) -> None:
-        """Remove it, and erase its bytes from the file: a registration by an earlier version may hold a password."""
+        """Remove it, and erase its bytes from the file: a registration by an earlier
+        version may hold a password.
+        """
         self._execute("PRAGMA secure_delete=ON")
         self.remove_engine(engine_id)
         self._execute("PRAGMA secure_delete=OFF")
@@ -222,7 +288,9 @@ class Jobs:
                 self._execute("ROLLBACK")
             raise
 
-    def _execute(self, statement: str, values: Sequence[object] | Mapping[str, object] = ()) -> sqlite3.Cursor:
+    def _execute(
+        self, statement: str, values: Sequence[object] | Mapping[str, object] = ()
+    ) -> sqlite3.Cursor:
         try:
             return self._db.execute(statement, values)
         except sqlite3.Error as error:
@@ -234,15 +302,20 @@ class Jobs:
 
 # An insertion that is ignored would take a number too.
 _NOTE = """
-INSERT INTO results (job, member, attempt, stop_reason, entry) SELECT :job, :member, :attempt, :stop_reason, :entry
-WHERE EXISTS (SELECT 1 FROM jobs WHERE number = :job) AND NOT EXISTS (SELECT 1 FROM results WHERE member = :member)
+INSERT INTO results (job, member, attempt, stop_reason, entry)
+SELECT :job, :member, :attempt, :stop_reason, :entry
+WHERE EXISTS (SELECT 1 FROM jobs WHERE number = :job)
+AND NOT EXISTS (SELECT 1 FROM results WHERE member = :member)
 """
 _FORGET_JOBS = """
 DELETE FROM jobs WHERE left = 0 AND number IN (SELECT job FROM results WHERE number <= ?)
 AND NOT EXISTS (SELECT 1 FROM results WHERE job = jobs.number AND number > ?)
 """
 _FORGET_RESULTS = "DELETE FROM results WHERE number <= ? AND job NOT IN (SELECT number FROM jobs)"
-_COUNT_DOWN = "UPDATE jobs SET left = left - 1 WHERE number = ? RETURNING left, LENGTH(request) + LENGTH(task)"
+_COUNT_DOWN = (
+    "UPDATE jobs SET left = left - 1 WHERE number = ? RETURNING left, LENGTH(request) + "
+    "LENGTH(task)"
+)
 _OWED = "SELECT COALESCE(SUM(LENGTH(request) + LENGTH(task)), 0) FROM jobs WHERE left > 0"
 _SEGMENTS = "SELECT DISTINCT json_extract(CAST(entry AS TEXT), '$.segment') FROM results"
 _RESULTS = "SELECT number, job, member, attempt, stop_reason, entry FROM results"

@@ -1,7 +1,9 @@
-"""`serve`: from a configuration to a service that listens. The same directory goes on where it ended or was killed.
+"""`serve`: from a configuration to a service that listens. The same directory goes on
+where it ended or was killed.
 
-Invariants: the directory is held by one controller, and is a service's; whatever ends the service, no process, socket or
-temporary file of it is left; the address is said once it answers.
+Invariants: the directory is held by one controller, and is a service's; whatever ends
+the service, no process, socket or temporary file of it is left; the address is said
+once it answers.
 """
 
 import asyncio
@@ -13,35 +15,35 @@ from typing import Protocol
 
 from aiohttp import web
 
-from rollweave.backends.base import EngineBackend
-from rollweave.backends.guard import Guard, given_token, kept_token
-from rollweave.backends.listening import cannot_listen, check_address
-from rollweave.backends.transport import Failed
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.disk import replace_file
 from rollweave.core.core import Core
 from rollweave.core.seats import first_seats
 from rollweave.core.state import State
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.transport import Failed
 from rollweave.envs.foreign import what_happened
 from rollweave.envs.tasks import TaskSource
-from rollweave.live.clock import RunClock
-from rollweave.live.episodes import Episodes
-from rollweave.live.launch import Processes, Programs, torn
-from rollweave.live.loopwatch import watched
-from rollweave.live.recover import Beginning, model_dir, recover, settle
-from rollweave.live.serving import ServiceWorld
-from rollweave.live.signals import on_ending_signals, run_to_the_end
+from rollweave.io.disk import replace_file
+from rollweave.io.http.guard import Guard, given_token, kept_token
+from rollweave.io.http.listening import cannot_listen, check_address
 from rollweave.record.identity import write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryStore
 from rollweave.record.trace import SERVICE_LIMIT, Trace
-from rollweave.rollout.store import TrajectoryStore
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.runtime.clock import RunClock
+from rollweave.runtime.episodes import Episodes
+from rollweave.runtime.launch import Processes, Programs, torn
+from rollweave.runtime.loopwatch import watched
+from rollweave.runtime.recover import Beginning, model_dir, recover, settle
+from rollweave.runtime.serving import ServiceWorld
+from rollweave.runtime.signals import on_ending_signals, run_to_the_end
 from rollweave.schema.address import Hosts
 from rollweave.schema.commands import Warn
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
 from rollweave.schema.events import EngineSeat
-from rollweave.schema.sections import ServeConfig
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
 from rollweave.service.jobs import Jobs, group_number
@@ -52,19 +54,25 @@ from rollweave.service.service import Service, is_registered
 NAMES = "serve.host and serve.port"
 
 COMPACT_S = 5.0
-"""Between two looks whether the journal should begin anew: a busy service writes a megabyte a second."""
+"""Between two looks whether the journal should begin anew: a busy service writes a
+megabyte a second.
+"""
 
 Connect = Callable[[EngineRequest, str, Failed, Callable[[str], None]], EngineBackend]
-"""Makes the backend of a registered engine, with this name and callbacks for failed tries to reach it and for warnings."""
+"""Makes the backend of a registered engine, with this name and callbacks for failed
+tries to reach it and for warnings.
+"""
 
 
 class Host(Protocol):
     """Who started the service."""
 
     def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
-        """Called when the service answers at `address`, to clients that have the `token`; None: to all that can connect.
+        """Called when the service answers at `address`, to clients that have the
+        `token`; None: to all that can connect.
 
-        `stop`, which any thread may call, ends it: once everything that was accepted is done (True), or at once (False).
+        `stop`, which any thread may call, ends it: once everything that was accepted is
+        done (True), or at once (False).
         """
 
     def warned(self, command: Warn) -> None:
@@ -85,42 +93,68 @@ def serve(
     no_token: bool = False,
     unsandboxed: bool = False,
 ) -> None:
-    """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done, the second at once.
+    """Serve until SIGINT or SIGTERM: the first ends it when what was accepted is done,
+    the second at once.
 
-    `no_token` admits every program on this host. Without `unsandboxed`, a sandbox that isolates nothing is refused, because
-    what clients ask for would run as this user. `observe` gets the service itself, on its loop, for use without HTTP.
-    Raises ConfigError, also if the port is taken, and DiskError. Whatever else ends the service becomes a RollweaveError.
+    `no_token` admits every program on this host. Without `unsandboxed`, a sandbox that
+    isolates nothing is refused, because what clients ask for would run as this user.
+    `observe` gets the service itself, on its loop, for use without HTTP. Raises
+    ConfigError, also if the port is taken, and DiskError. Whatever else ends the
+    service becomes a RollweaveError.
     """
     if config.model.path is None:
         raise ConfigError(
-            "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is served by its directory"
+            "model.path must be a checkpoint to serve, got [model.scratch]; a trained run is "
+            "served by its directory"
         )
     if config.sandbox.backend == "plain" and not unsandboxed:
         raise ConfigError(
-            "sandbox.backend must isolate what clients of a service ask for, got 'plain', under which it runs as this user; "
+            "sandbox.backend must isolate what clients of a service ask for, got 'plain', under "
+            "which it runs as this user; "
             "`rollweave serve --unsandboxed` allows that"
         )
-    given = given_token(config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env")
+    given = given_token(
+        config.serve.token_env, no_token=no_token, host=config.serve.host, named="serve.token_env"
+    )
     check_address(config.serve.host, config.serve.port, names=NAMES)
-    source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))  # or nothing is begun
+    # or nothing is begun
+    source, codec = TaskSource(config), ChatCodec.from_directory(Path(config.model.path))
     directory = RunDir((Path(config.run.dir) / config.run.name).absolute())
     with RunDir.claim(config, resume=directory.config.exists()) as run:
         token = None if no_token else given or kept_token(run.token)
-        start = _Start(config, run, source, codec, token=token, inproc=inproc, programs=programs or Programs(), connect=connect)
+        start = _Start(
+            config,
+            run,
+            source,
+            codec,
+            token=token,
+            inproc=inproc,
+            programs=programs or Programs(),
+            connect=connect,
+        )
         try:
             run_to_the_end(start.run(host, observe))
         except (RollweaveError, OSError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # SystemExit, too, whose exit code could be that of a service that was stopped
-            raise RollweaveError(f"a failure that Rollweave did not foresee: {what_happened('the service', error)}") from error
+        except (
+            BaseException
+        ) as error:  # SystemExit, too, whose exit code could be that of a service that was stopped
+            raise RollweaveError(
+                f"a failure that Rollweave did not foresee: {what_happened('the service', error)}"
+            ) from error
 
 
 def _same_life(run: RunDir, state: State, jobs: Jobs) -> None:
-    """Raises ConfigError where the requests are not those of the journal: names would be used twice."""
-    known = max([bool(state.counters.submitted), *(group_number(group_id) for group_id in state.groups)])
+    """Raises ConfigError where the requests are not those of the journal: names would
+    be used twice.
+    """
+    known = max(
+        [bool(state.counters.submitted), *(group_number(group_id) for group_id in state.groups)]
+    )
     if jobs.newest() < known:
         raise ConfigError(
-            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one with {jobs.newest()} requests of "
+            f"{run.path} must hold the jobs.sqlite that belongs to its journal.bin, found one "
+            f"with {jobs.newest()} requests of "
             f"{known} or more; bring it back, or delete the directory to begin anew"
         )
 
@@ -138,7 +172,13 @@ class _Start:
         programs: Programs,
         connect: Connect,
     ) -> None:
-        self._config, self._run, self._source, self._codec, self._token = config, run, source, codec, token
+        self._config, self._run, self._source, self._codec, self._token = (
+            config,
+            run,
+            source,
+            codec,
+            token,
+        )
         self._inproc, self._programs, self._connect = inproc, programs, connect
 
     async def run(self, host: Host, observe: Callable[[Service], None]) -> None:
@@ -162,12 +202,22 @@ class _Start:
             _same_life(run, begun.core.state, jobs)
             trace = Trace(run.trace, limit=SERVICE_LIMIT, renew=True)
             stack.callback(trace.close)
-            service = Service(config, jobs=jobs, tokens=EngineTokens(run.engine_tokens), source=self._source, store=store)
+            service = Service(
+                config,
+                jobs=jobs,
+                tokens=EngineTokens(run.engine_tokens),
+                source=self._source,
+                store=store,
+            )
             service.on_warning = host.warned
             for line in torn(journal, store):
                 host.warned(line)
-            self._source.threads.on_left = lambda text: service.warned(Warn(component="environment", message=text))
-            stack.enter_context(watched(say=host.warned, warned=service.warned, trace=trace, clock=clock.now))
+            self._source.threads.on_left = lambda text: service.warned(
+                Warn(component="environment", message=text)
+            )
+            stack.enter_context(
+                watched(say=host.warned, warned=service.warned, trace=trace, clock=clock.now)
+            )
             observe(service)
             episodes = Episodes(config, model_dir(config, run), self._source, clock)
             world = self._world(begun.core, clock, journal, store, trace, service, episodes)
@@ -204,9 +254,15 @@ class _Start:
             if request is None:
                 raise EngineError("it was withdrawn")
             try:
-                unreachable, noted = (functools.partial(tell, seat.id) for tell in (service.unreachable, service.noted))
+                unreachable, noted = (
+                    functools.partial(tell, seat.id)
+                    for tell in (service.unreachable, service.noted)
+                )
                 return self._connect(request, f"engine {seat.id}.{epoch}", unreachable, noted)
-            except (RollweaveError, ValueError) as error:  # what somebody said of it is wrong; the service goes on
+            except (
+                RollweaveError,
+                ValueError,
+            ) as error:  # what somebody said of it is wrong; the service goes on
                 raise EngineError(str(error)) from error
 
         return ServiceWorld(
@@ -221,7 +277,9 @@ class _Start:
             customers=service,
         )
 
-    async def _live(self, world: ServiceWorld, service: Service, begun: Beginning, host: Host) -> None:
+    async def _live(
+        self, world: ServiceWorld, service: Service, begun: Beginning, host: Host
+    ) -> None:
         config = self._config.serve
         seats = first_seats(self._config) if config.engines == "local" else ()
         first = begun.first(seats, serving=True)
@@ -250,7 +308,8 @@ class _Start:
         listening = asyncio.create_task(_listen(app, config, guard, stopped=stopped, ready=ready))
         compacting = asyncio.create_task(_compact(world, service.warned))
         try:
-            with on_ending_signals(lambda: stop(not service.closed)):  # the first drains, the second cancels
+            # the first drains, the second cancels
+            with on_ending_signals(lambda: stop(not service.closed)):
                 await asyncio.wait([living, listening], return_when=asyncio.FIRST_COMPLETED)
         finally:
             service.end()
@@ -265,7 +324,12 @@ class _Start:
 
 
 async def _listen(
-    app: web.Application, config: ServeConfig, guard: Guard, *, stopped: asyncio.Event, ready: Callable[[str], None]
+    app: web.Application,
+    config: ServeConfig,
+    guard: Guard,
+    *,
+    stopped: asyncio.Event,
+    ready: Callable[[str], None],
 ) -> None:
     try:
         await http.serve(app, config.host, config.port, guard=guard, stopped=stopped, ready=ready)

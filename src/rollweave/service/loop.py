@@ -20,7 +20,10 @@ class LoopThread:
         self._thread.start()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns or raises. Whoever is interrupted while waiting cancels it, and goes on once it has ended."""
+        """What it returns or raises.
+
+        Whoever is interrupted while waiting cancels it, and goes on once it has ended.
+        """
         tasks: list[asyncio.Task[T]] = []
         over = threading.Event()
 

@@ -1,4 +1,6 @@
-"""The service's API as an OpenAPI 3.1 document, from the nouns that its routes decode and encode."""
+"""The service's API as an OpenAPI 3.1 document, from the nouns that its routes decode
+and encode.
+"""
 
 from typing import Any
 
@@ -18,13 +20,27 @@ TEXT = {"type": "string"}
 WHOLE = {"type": "integer"}
 ANYTHING = {"type": "object"}
 _REF = "#/components/schemas/{name}"
-NOUNS = (RolloutRequest, Batch, RolloutStatus, Completion, EngineRequest, EngineStatus, Process, Address, JobId)
+NOUNS = (
+    RolloutRequest,
+    Batch,
+    RolloutStatus,
+    Completion,
+    EngineRequest,
+    EngineStatus,
+    Process,
+    Address,
+    JobId,
+)
 
 GUARDED = (401, 403, 421)
-"""Statuses with which the guard may refuse any request (`backends/guard.py`); with a body, also 415."""
+"""Statuses with which the guard may refuse any request (`io/http/guard.py`); with a
+body, also 415.
+"""
 
 COMMON = (429, 503, 507)
-"""Statuses of temporary refusals of a request with a body: too many requests, the service is ending, the disk is full."""
+"""Statuses of temporary refusals of a request with a body: too many requests, the
+service is ending, the disk is full.
+"""
 
 
 def document() -> dict[str, Any]:
@@ -34,14 +50,19 @@ def document() -> dict[str, Any]:
         **components,
         "Error": _fields({"error": _fields({"type": TEXT, "message": TEXT})}),
         "Detail": _fields({"detail": TEXT}),
-        "Health": _fields({"status": {"type": "string", "enum": ["ok", "no engine", "closing"]}, "reason": TEXT}),
+        "Health": _fields(
+            {"status": {"type": "string", "enum": ["ok", "no engine", "closing"]}, "reason": TEXT}
+        ),
         "Done": _fields({"status": TEXT}),
     }
     return {
         "openapi": "3.1.0",
         "info": {"title": "Rollweave: rollouts as a service", "version": "1"},
         "paths": {**_rollouts(), **_engines(), **_service(), **_prorl()},
-        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
         "security": [{"token": []}],
     }
 
@@ -50,27 +71,51 @@ def _rollouts() -> dict[str, Any]:
     wait = _query("wait", 0.0, 60.0, "Seconds to wait for an answer.")
     after = _query("after", 0, 2**53, "Number of the last completion that is known.")
     limit = _query("limit", 1, 1000, "Entries of one answer.")
-    of_one = {"name": "rollout", "in": "query", "schema": TEXT, "description": "Of this rollout alone, by its id."}
+    of_one = {
+        "name": "rollout",
+        "in": "query",
+        "schema": TEXT,
+        "description": "Of this rollout alone, by its id.",
+    }
     since = _query("after", 0, 2**53, "The `next` of the page before.")
     last = {"name": "Last-Event-ID", "in": "header", "schema": WHOLE, "description": "As `after`."}
     completions = _fields({"completions": _list("Completion"), "next": WHOLE})
     body = {"oneOf": [_ref("RolloutRequest"), _ref("Batch")]}
     either = {"oneOf": [_ref("RolloutStatus"), _fields({"rollouts": _list("RolloutStatus")})]}
-    rollout, page = _ref("RolloutStatus"), _fields({"rollouts": _list("RolloutStatus"), "next": WHOLE})
+    rollout, page = (
+        _ref("RolloutStatus"),
+        _fields({"rollouts": _list("RolloutStatus"), "next": WHOLE}),
+    )
     events = _operation(
-        "events", "What is done, as server-sent events", 200, parameters=[last, after, of_one], errors=(400, 404)
+        "events",
+        "What is done, as server-sent events",
+        200,
+        parameters=[last, after, of_one],
+        errors=(400, 404),
     )
     events["responses"]["200"] = _content("A completion each", TEXT, kind="text/event-stream")
     many = (400, 404, 409, 413, *COMMON)
     return {
         "/v1/rollouts": {
             "get": _operation(
-                "list", "All, without results", 200, page, parameters=[since, limit, _flag("unfinished")], errors=(400,)
+                "list",
+                "All, without results",
+                200,
+                page,
+                parameters=[since, limit, _flag("unfinished")],
+                errors=(400,),
             ),
             "post": _operation("submit", "Ask for rollouts", 202, either, body=body, errors=many),
         },
         "/v1/rollouts/{id}": {
-            "get": _operation("status", "Status, and results", 200, rollout, parameters=[ONE, wait], errors=(400, 404, 410)),
+            "get": _operation(
+                "status",
+                "Status, and results",
+                200,
+                rollout,
+                parameters=[ONE, wait],
+                errors=(400, 404, 410),
+            ),
             "delete": _operation("cancel", "Cancel", 202, rollout, parameters=[ONE], errors=(404,)),
         },
         "/v1/completions": {
@@ -85,7 +130,12 @@ def _rollouts() -> dict[str, Any]:
         },
         "/v1/events": {"get": events},
         "/v1/handlers": {
-            "get": _operation("handlers", "What can be asked for", 200, _fields({"handlers": {"type": "array", "items": TEXT}}))
+            "get": _operation(
+                "handlers",
+                "What can be asked for",
+                200,
+                _fields({"handlers": {"type": "array", "items": TEXT}}),
+            )
         },
     }
 
@@ -97,10 +147,19 @@ def _engines() -> dict[str, Any]:
     return {
         "/v1/engines": {
             "get": _operation("engines", "Engines", 200, engines),
-            "post": _operation("register", "Register one", 202, _ref("EngineStatus"), body=body, errors=refused),
+            "post": _operation(
+                "register", "Register one", 202, _ref("EngineStatus"), body=body, errors=refused
+            ),
         },
         "/v1/engines/{id}": {
-            "delete": _operation("withdraw", "Do without it", 202, engines, parameters=more, errors=(400, 404, 409, 507))
+            "delete": _operation(
+                "withdraw",
+                "Do without it",
+                202,
+                engines,
+                parameters=more,
+                errors=(400, 404, 409, 507),
+            )
         },
     }
 
@@ -123,18 +182,36 @@ def _service() -> dict[str, Any]:
 
 
 def _prorl() -> dict[str, Any]:
-    """Describe ProRL's contract, whose errors are `{"detail"}`; 503 while it is stopped."""
+    """Describe ProRL's contract, whose errors are `{"detail"}`; 503 while it is
+    stopped.
+    """
     done = _ref("Done")
     posts = {
         "/start": _operation("prorl_start", "Begin to take jobs", 200, done, errors=(400,)),
-        "/stop": _operation("prorl_stop", "Cancel all jobs, and take none", 200, done, errors=(400,)),
-        "/add_llm_server": _operation(
-            "prorl_add", "Register an engine", 200, done, body=_ref("Address"), errors=(400, *COMMON[1:])
+        "/stop": _operation(
+            "prorl_stop", "Cancel all jobs, and take none", 200, done, errors=(400,)
         ),
-        "/clear_llm_server": _operation("prorl_clear", "Do without registered engines", 200, done, errors=(507,)),
-        "/cancel": _operation("prorl_cancel", "Cancel a job", 200, done, body=_ref("JobId"), errors=(400, 404)),
+        "/add_llm_server": _operation(
+            "prorl_add",
+            "Register an engine",
+            200,
+            done,
+            body=_ref("Address"),
+            errors=(400, *COMMON[1:]),
+        ),
+        "/clear_llm_server": _operation(
+            "prorl_clear", "Do without registered engines", 200, done, errors=(507,)
+        ),
+        "/cancel": _operation(
+            "prorl_cancel", "Cancel a job", 200, done, body=_ref("JobId"), errors=(400, 404)
+        ),
         "/process": _operation(
-            "prorl_process", "Do a job, and wait for its result", 200, ANYTHING, body=_ref("Process"), errors=(400, *COMMON[1:])
+            "prorl_process",
+            "Do a job, and wait for its result",
+            200,
+            ANYTHING,
+            body=_ref("Process"),
+            errors=(400, *COMMON[1:]),
         ),
     }
     paths: dict[str, Any] = {path: {"post": operation} for path, operation in posts.items()}
@@ -166,14 +243,24 @@ def _operation(
     errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     responses = {str(status): _content(summary, answer)}
-    responses |= {str(error): _content("Refused", _ref("Error")) for error in (*errors, *GUARDED, *((415,) if body else ()))}
-    made: dict[str, Any] = {"summary": summary, "operationId": name, "responses": responses, "parameters": parameters or []}
+    responses |= {
+        str(error): _content("Refused", _ref("Error"))
+        for error in (*errors, *GUARDED, *((415,) if body else ()))
+    }
+    made: dict[str, Any] = {
+        "summary": summary,
+        "operationId": name,
+        "responses": responses,
+        "parameters": parameters or [],
+    }
     if body is not None:
         made["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return made
 
 
-def _content(description: str, schema: dict[str, Any], *, kind: str = "application/json") -> dict[str, Any]:
+def _content(
+    description: str, schema: dict[str, Any], *, kind: str = "application/json"
+) -> dict[str, Any]:
     return {"description": description, "content": {kind: {"schema": schema}}}
 
 

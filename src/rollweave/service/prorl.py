@@ -1,7 +1,9 @@
-"""ProRL Agent's HTTP contract beside ours, so that its clients run unchanged (ProRL §3; what they send and read).
+"""ProRL Agent's HTTP contract beside ours, so that its clients run unchanged (ProRL §3;
+what they send and read).
 
-A job is a rollout of one member; `instance.data_source` names the handler, or one of ProRL's that `task_of` finds a task domain
-for. What differs is what was in the way there: repeated job ids do not clash, stopping cancels this API's jobs alone, and no
+A job is a rollout of one member; `instance.data_source` names the handler, or one of
+ProRL's that `task_of` finds a task domain for. What differs is what was in the way
+there: repeated job ids do not clash, stopping cancels this API's jobs alone, and no
 request gives 500. Errors are `{"detail"}`.
 """
 
@@ -14,9 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from rollweave.backends.bodies import body_of
-from rollweave.codec.chat import ChatCodec
-from rollweave.codec.fields import NEUTRAL, WITHOUT_EFFECT, refused_field
+from rollweave.io.http.bodies import body_of
+from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT, refused_field
+from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.schema.address import Hosts
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import ConfigError, DiskError
@@ -58,7 +60,10 @@ LIMITS: Mapping[str, str] = {
 """Field of `sampling_params` → field of our `limits`."""
 
 NEUTRAL_PARAMS: Mapping[str, tuple[object, ...]] = {**NEUTRAL, "enable_thinking": (True,)}
-"""Field of `sampling_params` → its values that ask for nothing. Thinking is on by default, for ProRL as here."""
+"""Field of `sampling_params` → its values that ask for nothing.
+
+Thinking is on by default, for ProRL as here.
+"""
 
 OF_THEIR_AGENT = frozenset(
     (
@@ -98,7 +103,9 @@ OF_THEIR_AGENT = frozenset(
         "token_level_generation",
     )
 )
-"""Fields of `sampling_params` that configure the agent and LLM client of ProRL's server; our handler has its own."""
+"""Fields of `sampling_params` that configure the agent and LLM client of ProRL's
+server; our handler has its own.
+"""
 
 FAILED_IN: Mapping[str, str] = {
     StopReason.ENV_ERROR: "run",
@@ -137,7 +144,10 @@ class ProRL:
             "/cancel": self.cancel,
             "/process": self.process,
         }
-        return [web.get("/status", self.status), *(web.post(path, self._guarded(call)) for path, call in routes.items())]
+        return [
+            web.get("/status", self.status),
+            *(web.post(path, self._guarded(call)) for path, call in routes.items()),
+        ]
 
     def _guarded(self, call: Callable[[web.Request], Any]) -> Callable[[web.Request], Any]:
         async def guarded(request: web.Request) -> web.Response:
@@ -148,7 +158,9 @@ class ProRL:
             except ConfigError as error:
                 return json_answer({"detail": str(error)}, status=400)
             except RefusedError as error:
-                return json_answer({"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503)
+                return json_answer(
+                    {"detail": str(error)}, status=400 if isinstance(error, UnknownError) else 503
+                )
             except DiskError as error:
                 return json_answer({"detail": str(error)}, status=507)
 
@@ -176,16 +188,34 @@ class ProRL:
         del request
         counts = self._service.counts()
         active = {f"active_{stage}": counts[stage] for stage in ("init", "run", "eval")}
-        queued = {"init_queue": counts["queued"], "run_queue": counts["turns_waiting"], "eval_queue": 0}
+        queued = {
+            "init_queue": counts["queued"],
+            "run_queue": counts["turns_waiting"],
+            "eval_queue": 0,
+        }
         total = sum(active.values()) + counts["queued"]
-        return json_answer({"status": "running" if self._started else "stopped", **queued, **active, "total": total})
+        return json_answer(
+            {
+                "status": "running" if self._started else "stopped",
+                **queued,
+                **active,
+                "total": total,
+            }
+        )
 
     async def add_server(self, request: web.Request) -> dict[str, str]:
         body = decode(await body_of(request, most=BODY_BYTES), Address, rule="JSON")
-        known = (body.address if body.address.startswith(("http://", "https://")) else f"http://{body.address}").rstrip("/")
-        # Clients whose agents use OpenAI's API send its base URL; vLLM serves tokens there, too.
+        known = (
+            body.address
+            if body.address.startswith(("http://", "https://"))
+            else f"http://{body.address}"
+        ).rstrip("/")
+        # Clients whose agents use OpenAI's API send its base URL; vLLM serves tokens
+        # there, too.
         dialect = "completions" if known.endswith("/v1") else "prorl"
-        engine = _asked(EngineRequest, address=known.removesuffix("/v1"), dialect=dialect, token=body.token)
+        engine = _asked(
+            EngineRequest, address=known.removesuffix("/v1"), dialect=dialect, token=body.token
+        )
         await must_admit(self._hosts, engine.address)
         self._service.register(engine)
         return {"status": f"Added LLM server address: {engine.address}"}
@@ -218,7 +248,11 @@ class ProRL:
         body = decode(await body_of(request, most=BODY_BYTES), Process, rule="JSON")
         if all(engine.status == REMOVED for engine in self._service.engines()):
             raise _DetailError(503, "No LLM server is registered")
-        theirs = str(body.job_id if body.job_id is not None else body.instance.get("instance_id", next(self._numbers)))
+        theirs = str(
+            body.job_id
+            if body.job_id is not None
+            else body.instance.get("instance_id", next(self._numbers))
+        )
         ours = f"prorl-{secrets.token_hex(12)}"
         await self._service.submit([_request(body, ours, self._service.environments())])
         self._jobs.setdefault(theirs, []).append(ours)
@@ -243,7 +277,11 @@ class ProRL:
         if failed == "run" and (trajectory is None or not trajectory.sequences):
             failed = "init"
         reward = trajectory.reward if trajectory is not None else None
-        resolved = bool(trajectory.success if trajectory is not None and trajectory.success is not None else (reward or 0) > 0)
+        resolved = bool(
+            trajectory.success
+            if trajectory is not None and trajectory.success is not None
+            else (reward or 0) > 0
+        )
         error = trajectory.error if trajectory is not None else ""
         return {
             "instance_id": body.instance.get("instance_id"),
@@ -252,7 +290,9 @@ class ProRL:
             "success": failed is None and reason != StopReason.CANCELLED,
             "error": error or (None if failed is None and reward is not None else reason),
             "finish": reason == StopReason.FINISHED,
-            "messages": self._messages(trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))),
+            "messages": self._messages(
+                trajectory, tokens=bool(body.sampling_params.get("token_level_generation", True))
+            ),
             "tools": [],
             "end_properly": reward is not None,
             "resolved": resolved,
@@ -263,7 +303,9 @@ class ProRL:
         }
 
     def _messages(self, trajectory: Trajectory | None, *, tokens: bool) -> list[dict[str, Any]]:
-        """What was said, turn by turn; with the very tokens and log-probs of the agent's turns."""
+        """What was said, turn by turn; with the very tokens and log-probs of the
+        agent's turns.
+        """
         found: list[dict[str, Any]] = []
         for sequence in trajectory.sequences if trajectory is not None else ():
             for kind, start, end in _spans(sequence.segments):
@@ -271,7 +313,11 @@ class ProRL:
                 if kind is not SegmentKind.OUTPUT:
                     found.append({"role": "user", "content": self._codec.decode(said)})
                     continue
-                message: dict[str, Any] = {"role": "assistant", "content": self._codec.text(said), "tool_calls": []}
+                message: dict[str, Any] = {
+                    "role": "assistant",
+                    "content": self._codec.text(said),
+                    "tool_calls": [],
+                }
                 if tokens:
                     message |= {
                         "token_ids": said,
@@ -295,14 +341,20 @@ def _spans(segments: Sequence[Segment]) -> list[tuple[SegmentKind, int, int]]:
 
 def _kept(trajectory: Trajectory | None) -> dict[str, Any]:
     """What the handler gave as its final result."""
-    found = msgspec.json.decode(trajectory.result) if trajectory is not None and trajectory.result else {}
+    found = (
+        msgspec.json.decode(trajectory.result)
+        if trajectory is not None and trajectory.result
+        else {}
+    )
     return found if isinstance(found, dict) else {}
 
 
 def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
     """Seconds of active time by stage; what else passed is `others_time`."""
     timing = trajectory.timing if trajectory is not None else None
-    init, run, score, queue = (timing.init_s, timing.run_s, timing.eval_s, timing.queue_s) if timing else (0.0,) * 4
+    init, run, score, queue = (
+        (timing.init_s, timing.run_s, timing.eval_s, timing.queue_s) if timing else (0.0,) * 4
+    )
     return {
         "init_time": init,
         "run_time": run,
@@ -314,10 +366,12 @@ def _timing(trajectory: Trajectory | None, reason: str) -> dict[str, Any]:
 
 
 def task_of(name: str, tasks: Mapping[str, str]) -> str:
-    """Return the task domain for a `data_source`; `tasks` maps the names of served domains to their environments.
+    """Return the task domain for a `data_source`; `tasks` maps the names of served
+    domains to their environments.
 
-    It is the domain of that name, or else the first one whose environment does what ProRL's handler of that name does. The
-    default, `swebench`, also selects the only domain. Any other name is returned as it is, and will be refused.
+    It is the domain of that name, or else the first one whose environment does what
+    ProRL's handler of that name does. The default, `swebench`, also selects the only
+    domain. Any other name is returned as it is, and will be refused.
     """
     if name in tasks:
         return name
@@ -336,11 +390,17 @@ def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutReque
     if not isinstance(handler, str):
         raise ConfigError(f"instance.data_source must be a name, got {handler!r:.100}")
     drawn = set(instance) <= {"index", "instance_id", "trajectory_id"} and "index" in instance
-    sampling = {name: params[name] for name in Decoding.__struct_fields__ if params.get(name) is not None}
+    sampling = {
+        name: params[name] for name in Decoding.__struct_fields__ if params.get(name) is not None
+    }
     if sampling.get("top_k") == -1:  # off, as vLLM says it
         sampling["top_k"] = 0
-    others = {name: value for name, value in params.items() if name not in sampling and name not in LIMITS}
-    found = refused_field(others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT)
+    others = {
+        name: value for name, value in params.items() if name not in sampling and name not in LIMITS
+    }
+    found = refused_field(
+        others, neutral=NEUTRAL_PARAMS, without_effect=WITHOUT_EFFECT | OF_THEIR_AGENT
+    )
     if found is not None:
         name, rule = found
         raise ConfigError(f"sampling_params.{name} {rule}, got {others[name]!r:.100}")
@@ -351,7 +411,11 @@ def _request(body: Process, ours: str, tasks: Mapping[str, str]) -> RolloutReque
         index=instance["index"] if drawn else None,
         payload=None if drawn else instance,
         sampling=sampling,
-        limits={name: params[theirs] for theirs, name in LIMITS.items() if params.get(theirs) is not None},
+        limits={
+            name: params[theirs]
+            for theirs, name in LIMITS.items()
+            if params.get(theirs) is not None
+        },
     )
 
 

@@ -1,7 +1,9 @@
-"""Rollouts for whoever asks: takes requests, hands them to the core, keeps what came of them.
+"""Rollouts for whoever asks: takes requests, hands them to the core, keeps what came of
+them.
 
-Invariants: a request that was accepted ends in a result for each member, also if the service is killed and started again on
-the same directory; asking twice with one id is asking once; what waits to begin is bounded, in number and in bytes.
+Invariants: a request that was accepted ends in a result for each member, also if the
+service is killed and started again on the same directory; asking twice with one id is
+asking once; what waits to begin is bounded, in number and in bytes.
 """
 
 import asyncio
@@ -12,16 +14,15 @@ from typing import TypeVar
 
 import msgspec
 
-from rollweave.codec.packing import as_json
 from rollweave.core.state import Engine as CoreEngine
 from rollweave.core.state import EngineStatus as CoreEngineStatus
 from rollweave.core.state import Stage, State
 from rollweave.envs.tasks import TaskSource
-from rollweave.live.serving import ServiceWorld
-from rollweave.rollout.store import TrajectoryStore
+from rollweave.record.store import TrajectoryStore
+from rollweave.runtime.serving import ServiceWorld
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Deliver, Warn
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import (
     EngineRegistered,
@@ -32,6 +33,7 @@ from rollweave.schema.events import (
     RolloutsSubmitted,
     RolloutTaken,
 )
+from rollweave.schema.packing import as_json
 from rollweave.schema.service import (
     Completion,
     EngineRequest,
@@ -43,7 +45,13 @@ from rollweave.schema.service import (
 from rollweave.schema.work import Task
 from rollweave.service.jobs import Job, Jobs, Result, job_number
 from rollweave.service.reach import EngineTokens
-from rollweave.service.refusals import ClosedError, ConflictError, FullError, GoneError, UnknownError
+from rollweave.service.refusals import (
+    ClosedError,
+    ConflictError,
+    FullError,
+    GoneError,
+    UnknownError,
+)
 from rollweave.service.tasks import Tasks
 
 STAGES = {
@@ -63,7 +71,9 @@ FEW_ENGINES = 3
 """Maximum number of engines that one rollout's status names."""
 
 LISTED_MEMBERS = 10_000
-"""Approximate maximum number of members of all rollouts in one answer: about a megabyte."""
+"""Approximate maximum number of members of all rollouts in one answer: about a
+megabyte.
+"""
 MOST_ENGINES = 1024
 """Maximum number of engines that are registered at one time."""
 
@@ -74,18 +84,28 @@ T = TypeVar("T")
 
 
 class Service:
-    """The life of a service between its doors and its world, which is `attach`ed before anything is asked."""
+    """The life of a service between its doors and its world, which is `attach`ed before
+    anything is asked.
+    """
 
     def __init__(
-        self, config: RunConfig, *, jobs: Jobs, tokens: EngineTokens, source: TaskSource, store: TrajectoryStore
+        self,
+        config: RunConfig,
+        *,
+        jobs: Jobs,
+        tokens: EngineTokens,
+        source: TaskSource,
+        store: TrajectoryStore,
     ) -> None:
         self._config, self._jobs, self._engine_tokens, self._store = config, jobs, tokens, store
         self._tasks = Tasks(source)
         self._world: ServiceWorld | None = None
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}
         self._news = asyncio.Event()
-        self._trimmed = -1  # the newest segment of the store when those that nobody needs were deleted last
-        self._submitting = 0  # members that are accepted, or about to be, and that the core has not heard of
+        # the newest segment of the store when those that nobody needs were deleted last
+        self._trimmed = -1
+        # members that are accepted, or about to be, and that the core has not heard of
+        self._submitting = 0
         self._cancelling: set[str] = set()
         self._addresses: dict[EngineId, EngineRequest] = {}
         self._offered: set[EngineId] = set()  # that the core has not heard of
@@ -100,13 +120,22 @@ class Service:
     # The world.
 
     def attach(self, world: ServiceWorld) -> None:
-        """Before it lives: a world that lives again begins with what it had delivered and nobody had noted."""
+        """Before it lives: a world that lives again begins with what it had delivered
+        and nobody had noted.
+        """
         self._world = world
 
     def go_on(self) -> None:
-        """Once the world lives: what was accepted and the core has not heard of is said again, engines are registered again."""
+        """Once the world lives: what was accepted and the core has not heard of is said
+        again, engines are registered again.
+        """
         for job_id, why in self._jobs.forget_unreadable():
-            self.warned(Warn(component=f"rollout {job_id}", message=f"is given up, its request cannot be read: {why}"))
+            self.warned(
+                Warn(
+                    component=f"rollout {job_id}",
+                    message=f"is given up, its request cannot be read: {why}",
+                )
+            )
         for engine_id, blob in self._jobs.engines():
             try:
                 request = msgspec.json.decode(blob, type=EngineRequest)
@@ -115,7 +144,11 @@ class Service:
             except msgspec.ValidationError as error:  # noted under other rules
                 self._jobs.erase_engine(engine_id)
                 self._forget_engine(EngineId(engine_id))
-                self.warned(Warn(component=engine_id, message=f"its registration is not taken over: {error}"))
+                self.warned(
+                    Warn(
+                        component=engine_id, message=f"its registration is not taken over: {error}"
+                    )
+                )
         known = self._state.groups
         for job in self._jobs.unfinished():
             if job.group_id not in known:
@@ -137,10 +170,16 @@ class Service:
         """Keep the result's place; then tell the core, and whoever waits."""
         entry = None
         if command.started:
-            found = self._store.find([command.trajectory_id]) if command.trajectory_id in self._store else []
+            found = (
+                self._store.find([command.trajectory_id])
+                if command.trajectory_id in self._store
+                else []
+            )
             entry = next((one for one in found if one.attempt == command.attempt), None)
         keep = self._config.serve.keep
-        result = self._jobs.done(command.trajectory_id, command.attempt, command.stop_reason, entry, keep=keep)
+        result = self._jobs.done(
+            command.trajectory_id, command.attempt, command.stop_reason, entry, keep=keep
+        )
         self._post(RolloutTaken(trajectory_id=command.trajectory_id))
         if self._store.segment != self._trimmed:
             self._trimmed = self._store.segment
@@ -162,7 +201,10 @@ class Service:
     # Rollouts.
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> list[RolloutStatus]:
-        """Take all or none. Raises RefusedError, and ConfigError for a task that cannot be drawn."""
+        """Take all or none.
+
+        Raises RefusedError, and ConfigError for a task that cannot be drawn.
+        """
         if self._closed:
             raise ClosedError("the service is ending")
         named = [(request.id or f"auto-{secrets.token_hex(8)}", request) for request in requests]
@@ -176,17 +218,27 @@ class Service:
         count = sum(request.members for request in new.values())
         room = self._config.serve.queue - len(self._state.init_queue) - self._submitting
         if count > room:
-            raise FullError(f"at most {self._config.serve.queue} rollouts may wait to begin; there is room for {max(0, room)}")
+            raise FullError(
+                f"at most {self._config.serve.queue} rollouts may wait to begin; "
+                f"there is room for {max(0, room)}"
+            )
         self._submitting += count
         try:
-            drawn = [(job_id, request, await self._asked(request)) async for job_id, request in _in_turns(new.items())]
+            drawn = [
+                (job_id, request, await self._asked(request))
+                async for job_id, request in _in_turns(new.items())
+            ]
             if self._closed:
                 raise ClosedError("the service is ending")
-            fresh = [one for one in drawn if not self._known(one[0], one[1])]  # somebody else may have been quicker
+            # somebody else may have been quicker
+            fresh = [one for one in drawn if not self._known(one[0], one[1])]
             added = self._jobs.add(fresh, most_bytes=self._config.serve.queue_mb << 20)
             if added is None:
                 owed, most = self._jobs.owed_bytes / 2**20, self._config.serve.queue_mb
-                raise FullError(f"requests may take {most} MiB until they are done (serve.queue_mb); {owed:.1f} MiB are taken")
+                raise FullError(
+                    f"requests may take {most} MiB until they are done "
+                    f"(serve.queue_mb); {owed:.1f} MiB are taken"
+                )
             for job in added:
                 self._post_job(job)
         finally:
@@ -224,15 +276,23 @@ class Service:
     async def _asked(self, request: RolloutRequest) -> Task:
         names = self.handlers()
         if request.handler not in names:
-            raise UnknownError(f"handler must be one of {', '.join(names)}, got {request.handler!r:.100}")
+            raise UnknownError(
+                f"handler must be one of {', '.join(names)}, got {request.handler!r:.100}"
+            )
         return await self._tasks.of(request)
 
     def status(self, job_id: str, *, results: bool) -> RolloutStatus:
-        """Where it stands; with `results` all that is kept of members that are done. Raises UnknownError, GoneError."""
+        """Where it stands; with `results` all that is kept of members that are done.
+
+        Raises UnknownError, GoneError.
+        """
         return self._status(self._found(job_id), results=results)
 
-    async def listed(self, after: int, *, limit: int, unfinished: bool) -> tuple[list[RolloutStatus], int]:
-        """Return rollouts without results, after number `after`, in order of acceptance; and the number of the last one.
+    async def listed(
+        self, after: int, *, limit: int, unfinished: bool
+    ) -> tuple[list[RolloutStatus], int]:
+        """Return rollouts without results, after number `after`, in order of
+        acceptance; and the number of the last one.
 
         Returns at most `limit` of them, and fewer if they have many members.
         """
@@ -257,23 +317,39 @@ class Service:
         members = []
         for number in range(job.request.members):
             name = TrajectoryId(f"{job.group_id}.{number}")
-            members.append(self._done(done[name], results) if name in done else self._under_way(name))
+            members.append(
+                self._done(done[name], results) if name in done else self._under_way(name)
+            )
         begun = any(member.stage != "queued" for member in members)
         state = "done" if len(done) == len(members) else "running" if begun else "queued"
         waits_for = self.waits_for() if state != "done" else ""
-        return RolloutStatus(id=job.id, handler=job.request.handler, state=state, members=tuple(members), waits_for=waits_for)
+        return RolloutStatus(
+            id=job.id,
+            handler=job.request.handler,
+            state=state,
+            members=tuple(members),
+            waits_for=waits_for,
+        )
 
     def _done(self, result: Result, wanted: bool) -> MemberStatus:
         try:
-            trajectory = self._store.read([result.entry])[0] if wanted and result.entry is not None else None
+            trajectory = (
+                self._store.read([result.entry])[0] if wanted and result.entry is not None else None
+            )
         except (
             OSError,
             CorruptJournalError,
             msgspec.MsgspecError,
         ) as error:  # a file of the store was deleted or damaged
-            raise GoneError(f"the trajectory of {result.member} cannot be read any more: {error}") from error
+            raise GoneError(
+                f"the trajectory of {result.member} cannot be read any more: {error}"
+            ) from error
         return MemberStatus(
-            id=result.member, stage="done", attempt=result.attempt, stop_reason=result.stop_reason, result=trajectory
+            id=result.member,
+            stage="done",
+            attempt=result.attempt,
+            stop_reason=result.stop_reason,
+            result=trajectory,
         )
 
     def _under_way(self, name: TrajectoryId) -> MemberStatus:
@@ -281,10 +357,15 @@ class Service:
         if trajectory is None:
             return MemberStatus(id=name, stage="queued", attempt=0)
         # What is over and not yet noted is about to be.
-        return MemberStatus(id=name, stage=STAGES.get(trajectory.stage, "eval"), attempt=trajectory.attempt)
+        return MemberStatus(
+            id=name, stage=STAGES.get(trajectory.stage, "eval"), attempt=trajectory.attempt
+        )
 
     async def wait(self, job_id: str, seconds: float) -> RolloutStatus:
-        """`status` with results, once it is done or after `seconds`. Raises UnknownError."""
+        """`status` with results, once it is done or after `seconds`.
+
+        Raises UnknownError.
+        """
         job = self._jobs.find(job_id)
         if job is not None and job.left and seconds > 0:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -300,27 +381,41 @@ class Service:
         return self.status(job_id, results=True)
 
     def cancel(self, job_id: str) -> RolloutStatus:
-        """Ask for the end of all members; their results say `cancelled`. Raises UnknownError."""
+        """Ask for the end of all members; their results say `cancelled`.
+
+        Raises UnknownError.
+        """
         status = self.status(job_id, results=False)
         left = [member.id for member in status.members if member.stage != "done"]
         if job_id not in self._cancelling and left:  # who asks again and again fills no inbox
             self._cancelling.add(job_id)
             for name in left[:-1]:
                 self._post(RolloutCancelled(trajectory_id=name))
-            self._live.pump.post(RolloutCancelled(trajectory_id=left[-1]), lambda: self._cancelling.discard(job_id))
+            self._live.pump.post(
+                RolloutCancelled(trajectory_id=left[-1]), lambda: self._cancelling.discard(job_id)
+            )
         return status
 
-    async def completed(self, after: int, *, limit: int, seconds: float, rollout: str | None = None) -> list[Completion]:
-        """Return members that were done after number `after`; if there are none, wait for one for at most `seconds`.
+    async def completed(
+        self, after: int, *, limit: int, seconds: float, rollout: str | None = None
+    ) -> list[Completion]:
+        """Return members that were done after number `after`; if there are none, wait
+        for one for at most `seconds`.
 
-        With `rollout`, return only members of that rollout, and do not wait once all of them are done. Raises UnknownError.
+        With `rollout`, return only members of that rollout, and do not wait once all of
+        them are done. Raises UnknownError.
         """
         job = self._found(rollout).number if rollout is not None else None
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             news, found = self._news, self._jobs.since(after, limit, job=job)
             left = deadline - asyncio.get_running_loop().time()
-            if found or left <= 0 or self._ended or (rollout is not None and not self._is_under_way(rollout)):
+            if (
+                found
+                or left <= 0
+                or self._ended
+                or (rollout is not None and not self._is_under_way(rollout))
+            ):
                 return [
                     Completion(
                         number=result.number,
@@ -363,10 +458,11 @@ class Service:
         return self._addresses.get(engine_id)
 
     def register(self, request: EngineRequest) -> EngineStatus:
-        """Use this engine from now on. If its address is already registered with the same settings, nothing changes.
+        """Use this engine from now on. If its address is already registered with the
+        same settings, nothing changes.
 
-        With other settings the engine is replaced: turns under way end under the former settings, and new turns wait for the
-        new ones.
+        With other settings the engine is replaced: turns under way end under the former
+        settings, and new turns wait for the new ones.
         """
         if self._closed:
             raise ClosedError("the service is ending")
@@ -399,24 +495,35 @@ class Service:
 
     def _offer(self, engine_id: EngineId, request: EngineRequest) -> None:
         self._addresses[engine_id] = request
-        self._next_engine = max(self._next_engine, int(engine_id.removeprefix("x")) + 1)  # no number comes twice in a life
+        # no number comes twice in a life
+        self._next_engine = max(self._next_engine, int(engine_id.removeprefix("x")) + 1)
         self._offered.add(engine_id)
         event = EngineRegistered(engine=EngineSeat(id=engine_id))
         self._live.pump.post(event, functools.partial(self._offered.discard, engine_id))
 
     def unreachable(self, engine_id: EngineId, reason: str, tries: int, next_s: float) -> None:
-        """Note a failed try to reach a registered engine that has not answered yet. Warn if the reason is new."""
+        """Note a failed try to reach a registered engine that has not answered yet.
+
+        Warn if the reason is new.
+        """
         if engine_id not in self._addresses:
             return
         if self._unreachable.get(engine_id) != reason:
             self._unreachable[engine_id] = reason
             address = self._addresses[engine_id].address
-            self.warned(Warn(component=engine_id, message=f"unreachable at {address}: {reason}; it will be tried again"))
+            self.warned(
+                Warn(
+                    component=engine_id,
+                    message=f"unreachable at {address}: {reason}; it will be tried again",
+                )
+            )
         times = "once" if tries == 1 else f"{tries} times"
         self._troubles[engine_id] = f"unreachable: {reason}, tried {times}, next in {next_s:g} s"
 
     def noted(self, engine_id: EngineId, text: str) -> None:
-        """Warn of a problem of a registered engine that serves nevertheless, but not twice of the same one."""
+        """Warn of a problem of a registered engine that serves nevertheless, but not
+        twice of the same one.
+        """
         warning = Warn(component=engine_id, message=text)
         if engine_id in self._addresses and warning not in self.warnings:
             self.warned(warning)
@@ -426,19 +533,24 @@ class Service:
         if self._serving():
             return ""
         known = [*dict.fromkeys((*self._state.engines, *self._addresses))]
-        told = [f"{engine_id}: {self._troubles.get(engine_id, 'starting')}" for engine_id in known[:FEW_ENGINES]]
+        told = [
+            f"{engine_id}: {self._troubles.get(engine_id, 'starting')}"
+            for engine_id in known[:FEW_ENGINES]
+        ]
         return "no engine serves" + (f" ({'; '.join(told)})" if told else ": none is registered")
 
     def withdraw(self, engine_id: EngineId, *, drain: bool, force: bool = False) -> None:
         """Withdraw the engine: when its turns are done (`drain`), or at once.
 
-        Raises UnknownError, and ConflictError for the last engine that serves, unless `force` is given.
+        Raises UnknownError, and ConflictError for the last engine that serves, unless
+        `force` is given.
         """
         if engine_id not in self._state.engines and engine_id not in self._addresses:
             raise UnknownError(f"there is no engine {engine_id!r:.100}")
         if not force and [engine.id for engine in self._serving()] == [engine_id]:
             raise ConflictError(
-                f"the engine must not be the last one that serves, got {engine_id}: register another one and wait until it "
+                f"the engine must not be the last one that serves, got {engine_id}: register "
+                "another one and wait until it "
                 "serves, or give force=true, and rollouts wait for an engine"
             )
         self._withdraw(engine_id, drain=drain)
@@ -450,21 +562,33 @@ class Service:
         self._live.pump.post(event, functools.partial(self._withdrawing.discard, engine_id))
 
     def engines(self) -> list[EngineStatus]:
-        """List all engines, local ones first. One that failed too often is `removed` until it is registered again."""
-        return [self._engine(engine_id) for engine_id in dict.fromkeys((*self._state.engines, *self._addresses))]
+        """List all engines, local ones first.
+
+        One that failed too often is `removed` until it is registered again.
+        """
+        return [
+            self._engine(engine_id)
+            for engine_id in dict.fromkeys((*self._state.engines, *self._addresses))
+        ]
 
     def _engine(self, engine_id: EngineId) -> EngineStatus:
         engine, request = self._state.engines.get(engine_id), self._addresses.get(engine_id)
         return EngineStatus(
             id=engine_id,
             address=request.address if request is not None else "",
-            status=engine.status.value if engine is not None else "starting" if self._is_there(engine_id) else REMOVED,
+            status=engine.status.value
+            if engine is not None
+            else "starting"
+            if self._is_there(engine_id)
+            else REMOVED,
             version=engine.version if engine is not None else -1,
             slots=engine.max_slots if engine is not None else 0,
             running=len(engine.active) if engine is not None else 0,
             draining=engine is not None and engine.draining,
             restarts=engine.restarts if engine is not None else 0,
-            reason="" if engine is not None and _serves(engine) else self._troubles.get(engine_id, ""),
+            reason=""
+            if engine is not None and _serves(engine)
+            else self._troubles.get(engine_id, ""),
         )
 
     # Its state and end.
@@ -482,7 +606,9 @@ class Service:
     def _serving(self) -> list[CoreEngine]:
         """Engines that take turns now and are not being withdrawn."""
         engines = self._state.engines.values()
-        return [engine for engine in engines if _serves(engine) and engine.id not in self._withdrawing]
+        return [
+            engine for engine in engines if _serves(engine) and engine.id not in self._withdrawing
+        ]
 
     def counts(self) -> Mapping[str, int]:
         """Rollouts by where they are, and turns."""
@@ -517,7 +643,9 @@ class Service:
     def end(self) -> None:
         """Its world is over: nobody waits any longer."""
         self._ended = True
-        for future in [future for waiting in self._waiting.values() for future in waiting if not future.done()]:
+        for future in [
+            future for waiting in self._waiting.values() for future in waiting if not future.done()
+        ]:
             future.set_result(None)
         self._tell()
 
@@ -527,7 +655,9 @@ class Service:
 
 
 async def _in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """All of them; others have their turn after each few, so that thousands at once do not hold up everybody."""
+    """All of them; others have their turn after each few, so that thousands at once do
+    not hold up everybody.
+    """
     for number, item in enumerate(items):
         if number % FEW == 0:
             await asyncio.sleep(0)

@@ -1,7 +1,7 @@
 """The task of a request: its payload, or drawn by the handler's own code.
 
-Invariants: one task is drawn at a time, also when whoever asked has left: task sources are not thread-safe; a draw that does
-not end is given up.
+Invariants: one task is drawn at a time, also when whoever asked has left: task sources
+are not thread-safe; a draw that does not end is given up.
 """
 
 import asyncio
@@ -9,11 +9,11 @@ import functools
 
 import msgspec
 
-from rollweave.codec.packing import DEPTH, is_deep
 from rollweave.envs.tasks import TaskSource
-from rollweave.live.effects import DRAW_S
-from rollweave.live.tasks import on_thread
+from rollweave.runtime.effects import DRAW_S
+from rollweave.runtime.tasks import on_thread
 from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.packing import DEPTH, is_deep
 from rollweave.schema.service import AskedLimits, RolloutRequest
 from rollweave.schema.work import Limits, Purpose, Task
 
@@ -36,7 +36,9 @@ class Tasks:
         return msgspec.structs.replace(task, limits=_bounded(task.limits, request.limits))
 
     async def _drawn(self, request: RolloutRequest) -> Task:
-        """Drawn by the handler's own code, which is not thread-safe: a client that leaves does not let the next one in."""
+        """Drawn by the handler's own code, which is not thread-safe: a client that
+        leaves does not let the next one in.
+        """
         await self._drawing.acquire()
         drawing = asyncio.create_task(self._draw(request), name=f"draw {request.handler}")
         self._draws.add(drawing)
@@ -50,9 +52,13 @@ class Tasks:
             async with asyncio.timeout(DRAW_S):
                 return await on_thread(draw, f"draw {request.handler}")
         except TimeoutError as error:
-            raise ConfigError(f"index must be of a task that is drawn within {DRAW_S:g} s, got {request.index}") from error
+            raise ConfigError(
+                f"index must be of a task that is drawn within {DRAW_S:g} s, got {request.index}"
+            ) from error
         except RollweaveError as error:
-            raise ConfigError(f"index must be of a task that can be drawn, got {request.index}: {error}") from error
+            raise ConfigError(
+                f"index must be of a task that can be drawn, got {request.index}: {error}"
+            ) from error
         finally:
             self._drawing.release()
 

@@ -1,1 +1,3 @@
-"""The simulated world: the same core, commands and events, under a virtual clock and cost models."""
+"""The simulated world: the same core, commands and events, under a virtual clock and
+cost models.
+"""

@@ -1,12 +1,15 @@
-"""Who holds a slot and KV of a simulated engine, who decodes and whose prompt is computed: `policy/batching` in counts.
+"""Who holds a slot and KV of a simulated engine, who decodes and whose prompt is
+computed: `engine/planner/batching` in counts.
 
-The rules are those of `policy/batching`, restated for turns whose tokens are only counted. What differs is the growth: a
-decoding turn is not touched as it gains tokens. `clock` counts the engine's steps, a turn's length is its `base` plus the
-clock, a heap says whose last token comes first, and `_growing` how many turns need another block at which clock (modulo the
-block size).
+The rules are those of `engine/planner/batching`, restated for turns whose tokens are
+only counted. What differs is the growth: a decoding turn is not touched as it gains
+tokens. `clock` counts the engine's steps, a turn's length is its `base` plus the clock,
+a heap says whose last token comes first, and `_growing` how many turns need another
+block at which clock (modulo the block size).
 
-Invariant (`check`): between `settle` and the step's end, every running turn has the blocks for its whole length; outside of
-that, a decoding one has them for all but its last token.
+Invariant (`check`): between `settle` and the step's end, every running turn has the
+blocks for its whole length; outside of that, a decoding one has them for all but its
+last token.
 """
 
 from bisect import bisect_left, insort
@@ -18,7 +21,11 @@ from rollweave.sim.kv import Item, KvCounts, Segment, Turn
 
 
 class Batch:
-    """The live turns of one engine. `settle` before a step, `advance` by what was computed; turns come and go in between."""
+    """The live turns of one engine.
+
+    `settle` before a step, `advance` by what was computed; turns come and go in
+    between.
+    """
 
     def __init__(self, kv: KvCounts, *, slots: int) -> None:
         self.kv = kv
@@ -33,13 +40,16 @@ class Batch:
         self.context = 0
         """Tokens of all decoding turns, those that are computed next among them."""
         self.learning = False
-        """Somebody waits whose group's prompt is being computed: every step may change who runs."""
+        """Somebody waits whose group's prompt is being computed: every step may change
+        who runs.
+        """
         self._slots, self._size = slots, kv.block_tokens
         self._paused: list[Item] = []  # waiting, with blocks
         self._ends: list[tuple[int, float, int, Turn]] = []
         self._growing = [0] * kv.block_tokens
         self._grown = False
-        self._tails: list[Turn] = []  # decode the last token of the prompt that they compute for their group
+        # decode the last token of the prompt that they compute for their group
+        self._tails: list[Turn] = []
 
     def could_run(self, turn: Turn) -> bool:
         """Whether a turn that has just come may get a slot in the next step."""
@@ -48,7 +58,9 @@ class Batch:
     # Steps.
 
     def settle(self, chunk: list[tuple[Turn, int]]) -> None:
-        """Settle slots and blocks for the next step; `chunk` is what the last one computed of prompts."""
+        """Settle slots and blocks for the next step; `chunk` is what the last one
+        computed of prompts.
+        """
         need = self._growing[self.clock % self._size]
         if need <= self.kv.free:
             if need:
@@ -65,7 +77,9 @@ class Batch:
                 self._join(turn)
 
     def steps(self, most: int | None) -> int:
-        """For how many steps, `most` if given, the same turns can go on: until one of them ends, or lacks a block."""
+        """For how many steps, `most` if given, the same turns can go on: until one of
+        them ends, or lacks a block.
+        """
         if self._tails:
             return 1
         if self.decoding:
@@ -90,12 +104,19 @@ class Batch:
         return min(grown + 1, steps)
 
     def advance(self, steps: int, *, more: bool) -> None:
-        """All decoding turns gain `steps` tokens. With `more` the same step comes next, and gets its blocks."""
+        """All decoding turns gain `steps` tokens.
+
+        With `more` the same step comes next, and gets its blocks.
+        """
         size, growing = self._size, self._growing
         cycles, rest = divmod(steps - (not more), size)
         first = (self.clock + 1) % size
         past = first + rest - size
-        grown = cycles * self.decoding + sum(growing[first : first + rest]) + (sum(growing[:past]) if past > 0 else 0)
+        grown = (
+            cycles * self.decoding
+            + sum(growing[first : first + rest])
+            + (sum(growing[:past]) if past > 0 else 0)
+        )
         if grown:
             self.kv.allocate(grown)
         self._grown = more
@@ -114,7 +135,9 @@ class Batch:
                 yield turn
 
     def sampled(self, turn: Turn) -> None:
-        """The prompt of `turn` is computed, and its first token sampled: it decodes if that is not the last."""
+        """The prompt of `turn` is computed, and its first token sampled: it decodes if
+        that is not the last.
+        """
         _take_out(self.prefilling, turn)
         turn.length += 1
         turn.left -= 1
@@ -142,7 +165,11 @@ class Batch:
 
     def rerank(self, turn: Turn, rank: float) -> None:
         """`turn`, which is live, has another rank from the next step on."""
-        queues = [queue for queue in (self.waiting, self.running, self.prefilling, self._paused) if _holds(queue, turn)]
+        queues = [
+            queue
+            for queue in (self.waiting, self.running, self.prefilling, self._paused)
+            if _holds(queue, turn)
+        ]
         for queue in queues:
             _take_out(queue, turn)
         turn.rank, turn.item = rank, (-rank, turn.item[1], turn)
@@ -213,12 +240,20 @@ class Batch:
     # Slots and blocks.
 
     def _grow_in_order(self) -> None:
-        """Give the decoding turns that need one a block, in order, from those after them where none is free."""
+        """Give the decoding turns that need one a block, in order, from those after
+        them where none is free.
+        """
         size, clock = self._size, self.clock
-        for turn in [turn for _, _, turn in self.running if turn.decoding and (turn.base + clock - 1) % size == 0]:
+        for turn in [
+            turn
+            for _, _, turn in self.running
+            if turn.decoding and (turn.base + clock - 1) % size == 0
+        ]:
             if not turn.running:  # an earlier one has just claimed its blocks
                 continue
-            if self._make_room(1, merge(_after(turn, self._paused), _after(turn, self.running), reverse=True)):
+            if self._make_room(
+                1, merge(_after(turn, self._paused), _after(turn, self.running), reverse=True)
+            ):
                 self.kv.allocate(1)
             else:
                 self._evict(turn)
@@ -244,7 +279,10 @@ class Batch:
                 turn.cached = turn.computed
 
     def _take(self, turn: Turn, hit: int, victim: Turn | None) -> bool:
-        """Give `turn` blocks and a slot (that of `victim`, if any). False, and nothing has changed, where KV is short."""
+        """Give `turn` blocks and a slot (that of `victim`, if any).
+
+        False, and nothing has changed, where KV is short.
+        """
         running, kv = self.running, self.kv
         if turn.own or turn.shared:
             paused = True
@@ -255,7 +293,8 @@ class Batch:
         need = kv.blocks_for(turn.length) - turn.own - turn.shared
         spare = len(running) - (victim is not None)
         if kv.free < need + spare:
-            # Whoever may claim the blocks of lower ranks needs no spare: what it lacks later, it claims again.
+            # Whoever may claim the blocks of lower ranks needs no spare: what it lacks
+            # later, it claims again.
             claims = not running or running[-1][2].rank < turn.rank
             lower = takewhile(lambda item: item[2].rank < turn.rank, reversed(running))
             victims = merge(_after(turn, self._paused), lower, reverse=True)
@@ -279,7 +318,10 @@ class Batch:
         return True
 
     def _make_room(self, need: int, victims: Iterator[Item]) -> bool:
-        """Evict `victims` until `need` blocks are free. False, with nothing changed, if they do not suffice."""
+        """Evict `victims` until `need` blocks are free.
+
+        False, with nothing changed, if they do not suffice.
+        """
         free = self.kv.free
         if free >= need:
             return True
@@ -303,18 +345,30 @@ class Batch:
         return True
 
     def check(self, turns: list[Turn]) -> None:
-        """Assert the invariants of this module, given all turns that are live. For tests."""
+        """Assert the invariants of this module, given all turns that are live.
+
+        For tests.
+        """
         for turn in turns:
             turn.own = self._own(turn)
         self.kv.check(turns)
-        assert sorted(self.waiting + self.running) == sorted(turn.item for turn in turns), "a request is lost"
+        assert sorted(self.waiting + self.running) == sorted(turn.item for turn in turns), (
+            "a request is lost"
+        )
         assert self.waiting == sorted(self.waiting), "waiting is not in order"
         assert self.running == sorted(self.running), "running is not in order"
-        assert self._paused == [item for item in self.waiting if item[2].own or item[2].shared], "paused is wrong"
+        assert self._paused == [item for item in self.waiting if item[2].own or item[2].shared], (
+            "paused is wrong"
+        )
         assert len(self.running) <= self._slots, "more running than slots"
         decoding = [item[2] for item in self.running if item[2].decoding]
-        assert self.prefilling == [item for item in self.running if not item[2].decoding], "prefilling is wrong"
-        assert (self.decoding, self.context) == (len(decoding), sum(turn.base + self.clock for turn in decoding))
+        assert self.prefilling == [item for item in self.running if not item[2].decoding], (
+            "prefilling is wrong"
+        )
+        assert (self.decoding, self.context) == (
+            len(decoding),
+            sum(turn.base + self.clock for turn in decoding),
+        )
         assert min(self._growing) >= 0, "growth is miscounted"
         assert sum(self._growing) == self.decoding, "growth is miscounted"
 

@@ -1,4 +1,7 @@
-"""The virtual clock: what happens later, in order of time and then of asking. Nothing here knows what time it really is."""
+"""The virtual clock: what happens later, in order of time and then of asking.
+
+Nothing here knows what time it really is.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -16,7 +19,10 @@ class Clock:
         self._asked = 0
 
     def at(self, when: float, action: Action) -> int:
-        """Run `action` at `when` (now, where that is past). Returns a ticket for `cancel`."""
+        """Run `action` at `when` (now, where that is past).
+
+        Returns a ticket for `cancel`.
+        """
         self._asked += 1
         self._actions[self._asked] = action
         heapq.heappush(self._heap, (when if when > self.now else self.now, self._asked))

@@ -1,32 +1,41 @@
-"""What things cost in seconds: engine steps (`EngineCost`; from measurements: `sim/profile`) and training (`TrainerCost`).
+"""What things cost in seconds: engine steps (`EngineCost`; from measurements:
+`sim/profile`) and training (`TrainerCost`).
 
-A step of an engine is a roofline: the longer of computing and reading memory, then the tensor-parallel all-reduces and a fixed
-overhead. While a batch only decodes, both sides grow linearly with the step's number, so that many steps have a closed form.
+A step of an engine is a roofline: the longer of computing and reading memory, then the
+tensor-parallel all-reduces and a fixed overhead. While a batch only decodes, both sides
+grow linearly with the step's number, so that many steps have a closed form.
 
-What software reaches of the published hardware is stated below, once, for every experiment; none is fitted to a paper's result.
-InferSim is alibaba's simulator of LLM inference, whose constants its README compares with SGLang's measured throughput.
+What software reaches of the published hardware is stated below, once, for every
+experiment; none is fitted to a paper's result. InferSim is alibaba's simulator of LLM
+inference, whose constants its README compares with SGLang's measured throughput.
 """
 
 import math
 from typing import Protocol
 
-from rollweave.policy.relay import CHUNK_BYTES
+from rollweave.core.policy.relay import CHUNK_BYTES
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.hardware import GPUS_PER_MACHINE, Gpu, Link, link
 from rollweave.sim.models import BF16, ModelShape
 
 ENGINE_COMPUTE = 0.85
-"""Of a GPU's reachable matmul speed, the share an engine's prefill keeps: SGLang with Qwen3-30B-A3B on H20 computes 16,594
-tokens/s (InferSim README), 79 % of the peak if prompts have the README's 4,096 tokens, where H20's matmuls reach 93 %."""
+"""Of a GPU's reachable matmul speed, the share an engine's prefill keeps: SGLang with
+Qwen3-30B-A3B on H20 computes 16,594 tokens/s (InferSim README), 79 % of the peak if
+prompts have the README's 4,096 tokens, where H20's matmuls reach 93 %.
+"""
 
 HBM_EFFICIENCY = 0.8
 """Of the published memory bandwidth: InferSim (`hardware/gpu.py`) for H20 and H800."""
 
 LINK_EFFICIENCY = 0.8
-"""Of a published link's bandwidth, NVLink and RDMA alike: InferSim (`hardware/gpu.py`); taken for all links."""
+"""Of a published link's bandwidth, NVLink and RDMA alike: InferSim (`hardware/gpu.py`);
+taken for all links.
+"""
 
 MEMORY_FRACTION = 0.9
-"""Of a GPU's memory that an engine may use: the default `gpu_memory_utilization` of vLLM 0.9, Laminar's engine."""
+"""Of a GPU's memory that an engine may use: the default `gpu_memory_utilization` of
+vLLM 0.9, Laminar's engine.
+"""
 
 ACTIVATION_BYTES = 2e9
 """Of each GPU, kept for activations, workspaces and captured graphs: assumption."""
@@ -35,22 +44,34 @@ STEP_OVERHEAD_S = 1e-3
 """Scheduling, sampling and launching of one engine step: assumption."""
 
 ALLREDUCE_LATENCY_S = 1e-5
-"""Of one all-reduce within a machine, however small: calculon's A100 system file (`networks[0].latency`)."""
+"""Of one all-reduce within a machine, however small: calculon's A100 system file
+(`networks[0].latency`).
+"""
 
 QUERY_TILE = 128
-"""Queries that share one read of the KV in prefill: the row tile of FlashAttention-3 for head dimension 128."""
+"""Queries that share one read of the KV in prefill: the row tile of FlashAttention-3
+for head dimension 128.
+"""
 
 TRAIN_MFU = 0.4
-"""Of the peak, in training, with all parallelism inside: Llama 3 reports 38-43 % on H100 (The Llama 3 Herd, Table 4)."""
+"""Of the peak, in training, with all parallelism inside: Llama 3 reports 38-43 % on
+H100 (The Llama 3 Herd, Table 4).
+"""
 
 FABRIC = link("rdma")
-"""Between the trainer's machines, whatever way weights leave: InfiniBand in RollArt §7.1, ROSE §6 and Laminar §8."""
+"""Between the trainer's machines, whatever way weights leave: InfiniBand in RollArt
+§7.1, ROSE §6 and Laminar §8.
+"""
 
 STATE_BYTES = 16
-"""Of training state per parameter: bf16 weight and gradient, float32 weight and two moments (ZeRO §3.1)."""
+"""Of training state per parameter: bf16 weight and gradient, float32 weight and two
+moments (ZeRO §3.1).
+"""
 
 OPTIMIZER_BYTES = 30
-"""Moved per parameter by Adam: float32 gradient, weight, two moments read; the last three and a bf16 weight written."""
+"""Moved per parameter by Adam: float32 gradient, weight, two moments read; the last
+three and a bf16 weight written.
+"""
 
 CHECKPOINT_BYTES = 14
 """Saved per parameter: bf16 weight, float32 weight and two moments."""
@@ -59,7 +80,9 @@ CHECKPOINT_BYTES_PER_S = 4e9
 """Written by each machine, to one NVMe drive, or read by it: assumption."""
 
 SAVED_WEIGHT_BYTES = 4
-"""Read per parameter by an engine that loads weights from a checkpoint: float32, as `train/checkpoint.py` writes them."""
+"""Read per parameter by an engine that loads weights from a checkpoint: float32, as
+`train/checkpoint.py` writes them.
+"""
 
 
 class EngineCosts(Protocol):
@@ -68,31 +91,42 @@ class EngineCosts(Protocol):
     @property
     def kv_tokens(self) -> int: ...
 
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
         """Seconds of one step.
 
-        `prefill_tokens` prompt tokens are computed, whose attention spans sum to `prefill_context`; `decode` sequences compute
-        one token each, whose contexts sum to `decode_context`.
+        `prefill_tokens` prompt tokens are computed, whose attention spans sum to
+        `prefill_context`; `decode` sequences compute one token each, whose contexts sum
+        to `decode_context`.
         """
 
     def move_s(self, tokens: int) -> float:
         """Seconds in which the KV of `tokens` tokens reaches another such engine."""
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
-        """Seconds of `steps` steps that only decode, the summed context growing by `decode` a step: the sum of `step_s`."""
+        """Seconds of `steps` steps that only decode, the summed context growing by
+        `decode` a step: the sum of `step_s`.
+        """
 
 
 class EngineCost:
-    """An engine of `tp` GPUs of one machine. Raises ConfigError where the model cannot be split so, or does not fit."""
+    """An engine of `tp` GPUs of one machine.
+
+    Raises ConfigError where the model cannot be split so, or does not fit.
+    """
 
     kv_tokens: int
 
     def __init__(self, *, gpu: Gpu, model: ModelShape, tp: int) -> None:
         if not 1 <= tp <= GPUS_PER_MACHINE:
-            raise ConfigError(f"tp must be from 1 to {GPUS_PER_MACHINE}, the GPUs of a machine, got {tp}")
+            raise ConfigError(
+                f"tp must be from 1 to {GPUS_PER_MACHINE}, the GPUs of a machine, got {tp}"
+            )
         if not _splits(model, tp):
             raise ConfigError(
-                f"tp must divide the {model.heads} heads of {model.name}, and divide or be a multiple of "
+                f"tp must divide the {model.heads} heads of {model.name}, and divide or be a "
+                "multiple of "
                 f"its {model.kv_heads} key-value heads, got {tp}"
             )
         self.kv_tokens = _kv_tokens(gpu, model, tp)
@@ -100,7 +134,8 @@ class EngineCost:
             raise ConfigError(_misfit(gpu, model, tp))
         compute = tp * gpu.bf16_flops * gpu.matmul_efficiency * ENGINE_COMPUTE
         memory = tp * gpu.hbm_bytes_per_s * HBM_EFFICIENCY
-        # Seconds per unit of work, the whole engine at it; the head is computed where a token is sampled, read in every step.
+        # Seconds per unit of work, the whole engine at it; the head is computed where a
+        # token is sampled, read in every step.
         self._prefill_token = 2 * model.layer_parameters / compute
         self._decode_token = 2 * (model.layer_parameters + model.head_parameters) / compute
         self._pair = model.attention_flops / compute
@@ -108,22 +143,37 @@ class EngineCost:
         self._experts = BF16 * model.expert_parameters / memory
         self._missed = 1 - model.experts_active / model.experts if model.experts else 0.0
         self._kv = _kv_bytes(model, tp) / memory
-        # Each GPU sends its heads' part over its own NIC, to a machine that may be another one (Heddle §5.3: GPUDirect RDMA).
+        # Each GPU sends its heads' part over its own NIC, to a machine that may be
+        # another one (Heddle §5.3: GPUDirect RDMA).
         self._move_token = model.kv_bytes_per_token / _bytes_per_s(FABRIC, tp)
-        # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, one direction of NVLink; two a layer.
+        # A ring all-reduce sends 2 (tp - 1) / tp of the activations from each GPU, one
+        # direction of NVLink; two a layer.
         reduces = 2 * model.layers if tp > 1 else 0
         sent = 2 * (tp - 1) / tp * model.hidden * BF16
         self._reduce_token = reduces * sent / (gpu.nvlink_bytes_per_s / 2 * LINK_EFFICIENCY)
         self._fixed = STEP_OVERHEAD_S + reduces * ALLREDUCE_LATENCY_S
 
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
-        """See `EngineCosts`. The KV that prefill reads is counted as if its tokens were one sequence's."""
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
+        """See `EngineCosts`.
+
+        The KV that prefill reads is counted as if its tokens were one sequence's.
+        """
         tokens = prefill_tokens + decode
         computing = (
-            prefill_tokens * self._prefill_token + decode * self._decode_token + (prefill_context + decode_context) * self._pair
+            prefill_tokens * self._prefill_token
+            + decode * self._decode_token
+            + (prefill_context + decode_context) * self._pair
         )
-        read = decode_context + (prefill_context / min(prefill_tokens, QUERY_TILE) if prefill_tokens else 0.0)
-        return max(computing, self._weights(tokens) + read * self._kv) + tokens * self._reduce_token + self._fixed
+        read = decode_context + (
+            prefill_context / min(prefill_tokens, QUERY_TILE) if prefill_tokens else 0.0
+        )
+        return (
+            max(computing, self._weights(tokens) + read * self._kv)
+            + tokens * self._reduce_token
+            + self._fixed
+        )
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
         """See `EngineCosts`."""
@@ -139,7 +189,8 @@ class EngineCost:
         return FABRIC.latency_s + tokens * self._move_token
 
     def _weights(self, tokens: int) -> float:
-        """Seconds to read the weights that `tokens` use: of a layer's experts those expected if each token draws evenly.
+        """Seconds to read the weights that `tokens` use: of a layer's experts those
+        expected if each token draws evenly.
 
         Training balances the experts' load, which is why an even draw is taken.
         """
@@ -147,7 +198,9 @@ class EngineCost:
 
 
 def _splits(model: ModelShape, tp: int) -> bool:
-    """Whether heads can be shared out: more GPUs than key-value heads hold copies of them (as in vLLM)."""
+    """Whether heads can be shared out: more GPUs than key-value heads hold copies of
+    them (as in vLLM).
+    """
     return model.heads % tp == 0 and (model.kv_heads % tp == 0 or tp % model.kv_heads == 0)
 
 
@@ -163,16 +216,25 @@ def _kv_tokens(gpu: Gpu, model: ModelShape, tp: int) -> int:
 
 
 def _misfit(gpu: Gpu, model: ModelShape, tp: int) -> str:
-    enough = [n for n in range(tp + 1, GPUS_PER_MACHINE + 1) if _splits(model, n) and _kv_tokens(gpu, model, n) >= 1]
+    enough = [
+        n
+        for n in range(tp + 1, GPUS_PER_MACHINE + 1)
+        if _splits(model, n) and _kv_tokens(gpu, model, n) >= 1
+    ]
     usable = (gpu.hbm_bytes * MEMORY_FRACTION - ACTIVATION_BYTES) / 1e9
     sizes = f"{model.weight_bytes / 1e9:.1f} GB of weights, {usable:.1f} GB usable on each GPU"
     if not enough:
-        return f"model must fit one machine of {GPUS_PER_MACHINE} {gpu.name} ({sizes}), got {model.name}"
+        return (
+            f"model must fit one machine of {GPUS_PER_MACHINE} {gpu.name} ({sizes}), got "
+            f"{model.name}"
+        )
     return f"tp must be at least {enough[0]} for {model.name} on {gpu.name} ({sizes}), got {tp}"
 
 
 def _sum_of_max(one: tuple[float, float], other: tuple[float, float], steps: int) -> float:
-    """The sum over i < `steps` of the larger of two lines (value at 0, slope) at i; they cross at most once."""
+    """The sum over i < `steps` of the larger of two lines (value at 0, slope) at i;
+    they cross at most once.
+    """
     first, then = (one, other) if one >= other else (other, one)
     lead = steps
     if then[1] > first[1]:
@@ -190,64 +252,97 @@ class TrainerCosts(Protocol):
     """What a simulated trainer, and the engines that take its weights, ask."""
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """Seconds of one optimizer step on `tokens` tokens whose attention spans sum to `context`."""
+        """Seconds of one optimizer step on `tokens` tokens whose attention spans sum to
+        `context`.
+        """
 
     def publish_s(self) -> float:
         """Seconds until new weights can be taken."""
 
     def load_s(self, *, engines: int, tp: int) -> float:
-        """Seconds in which an engine of `tp` GPUs takes them while `engines` do, itself included."""
+        """Seconds in which an engine of `tp` GPUs takes them while `engines` do, itself
+        included.
+        """
 
     def hop_s(self, *, share: float) -> float:
-        """Seconds in which a relay gets `share` of the bytes of new weights from one on another machine."""
+        """Seconds in which a relay gets `share` of the bytes of new weights from one on
+        another machine.
+        """
 
     def lag_s(self) -> float:
         """Seconds that a relay is at least behind the one that it takes from: a chunk."""
 
     def beside_s(self, *, engines: int, tp: int) -> float:
-        """Seconds in which an engine of `tp` GPUs takes them from its machine's relay, while `engines` there do."""
+        """Seconds in which an engine of `tp` GPUs takes them from its machine's relay,
+        while `engines` there do.
+        """
 
     def copy_s(self) -> float:
-        """Seconds to copy a checkpoint into the host's memory, for which training waits."""
+        """Seconds to copy a checkpoint into the host's memory, for which training
+        waits.
+        """
 
     def checkpoint_s(self) -> float:
         """Seconds to write the copy, for which training does not wait."""
 
     def saved_s(self, *, engines: int) -> float:
-        """Seconds in which an engine loads weights from a checkpoint while `engines` do, itself included."""
+        """Seconds in which an engine loads weights from a checkpoint while `engines`
+        do, itself included.
+        """
 
 
 class TrainerCost:
-    """A trainer sharded over `gpus` GPUs, whose weights leave by `link`. Raises ConfigError where its state does not fit."""
+    """A trainer sharded over `gpus` GPUs, whose weights leave by `link`.
+
+    Raises ConfigError where its state does not fit.
+    """
 
     def __init__(self, *, gpu: Gpu, model: ModelShape, gpus: int, link: Link) -> None:
         state = STATE_BYTES * model.parameters
         needed = math.ceil(state / (gpu.hbm_bytes * MEMORY_FRACTION))
         if gpus < needed:
             need = f"{state / 1e9:.0f} GB of training state"
-            raise ConfigError(f"gpus must be at least {needed} to train {model.name} on {gpu.name} ({need}), got {gpus}")
+            raise ConfigError(
+                f"gpus must be at least {needed} to train {model.name} on "
+                f"{gpu.name} ({need}), got {gpus}"
+            )
         self._gpu, self._model, self._gpus, self._link = gpu, model, gpus, link
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """One optimizer step on `tokens` tokens whose attention spans sum to `context`, gradients reduced and weights updated.
+        """One optimizer step on `tokens` tokens whose attention spans sum to `context`,
+        gradients reduced and weights updated.
 
-        Forward and backward are three times the forward's FLOPs. Model-parallel communication is inside TRAIN_MFU.
+        Forward and backward are three times the forward's FLOPs. Model-parallel
+        communication is inside TRAIN_MFU.
         """
         model = self._model
-        flops = 6 * (model.layer_parameters + model.head_parameters) * tokens + 3 * model.attention_flops * context
+        flops = (
+            6 * (model.layer_parameters + model.head_parameters) * tokens
+            + 3 * model.attention_flops * context
+        )
         computing = flops / (self._gpus * self._gpu.bf16_flops * TRAIN_MFU)
-        update = OPTIMIZER_BYTES * model.parameters / (self._gpus * self._gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
+        update = (
+            OPTIMIZER_BYTES
+            * model.parameters
+            / (self._gpus * self._gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
+        )
         return computing + self._reduce_s() + update
 
     def publish_s(self, *, over: Link | None = None) -> float:
-        """Handing the weights, each GPU a shard, to one machine that passes them on (Laminar §4.2); by the link, or `over`."""
+        """Handing the weights, each GPU a shard, to one machine that passes them on
+        (Laminar §4.2); by the link, or `over`.
+        """
         way = over or self._link
-        return way.latency_s + self._model.weight_bytes / _bytes_per_s(way, min(self._gpus, GPUS_PER_MACHINE))
+        return way.latency_s + self._model.weight_bytes / _bytes_per_s(
+            way, min(self._gpus, GPUS_PER_MACHINE)
+        )
 
     def load_s(self, *, engines: int, tp: int, over: Link | None = None) -> float:
-        """An engine of `tp` GPUs pulls the weights while `engines` do, itself included, from one machine that holds them.
+        """An engine of `tp` GPUs pulls the weights while `engines` do, itself included,
+        from one machine that holds them.
 
-        The slower of what the engine's GPUs receive and what that machine sends. An engine beside a relay pulls `over` PCIe.
+        The slower of what the engine's GPUs receive and what that machine sends. An
+        engine beside a relay pulls `over` PCIe.
         """
         way = over or self._link
         receiving = self._model.weight_bytes / _bytes_per_s(way, tp)
@@ -256,7 +351,9 @@ class TrainerCost:
 
     def hop_s(self, *, share: float) -> float:
         """By the fabric between machines, whatever way weights leave the trainer."""
-        return FABRIC.latency_s + share * self._model.weight_bytes / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)
+        return FABRIC.latency_s + share * self._model.weight_bytes / _bytes_per_s(
+            FABRIC, GPUS_PER_MACHINE
+        )
 
     def lag_s(self) -> float:
         """A chunk of Laminar's (§7)."""
@@ -282,7 +379,9 @@ class TrainerCost:
         return engines * SAVED_WEIGHT_BYTES * self._model.parameters / CHECKPOINT_BYTES_PER_S
 
     def _reduce_s(self) -> float:
-        """A ring all-reduce of bf16 gradients between machines, each of which holds the model once, a share on each GPU."""
+        """A ring all-reduce of bf16 gradients between machines, each of which holds the
+        model once, a share on each GPU.
+        """
         machines = math.ceil(self._gpus / GPUS_PER_MACHINE)
         sent = 2 * (machines - 1) / machines * self._model.weight_bytes
         return 2 * (machines - 1) * FABRIC.latency_s + sent / _bytes_per_s(FABRIC, GPUS_PER_MACHINE)

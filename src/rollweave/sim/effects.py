@@ -1,4 +1,7 @@
-"""What each command of the core does in the simulated world. One line a command, as in `live/effects.py`."""
+"""What each command of the core does in the simulated world.
+
+One line a command, as in `runtime/effects.py`.
+"""
 
 from collections.abc import Callable
 from typing import Protocol, assert_never
@@ -29,7 +32,11 @@ class Listener(Protocol):
 
 
 class Effects:
-    """Executes commands. `finish` is called once, with the error or "", when the core says that the run is over."""
+    """Executes commands.
+
+    `finish` is called once, with the error or "", when the core says that the run is
+    over.
+    """
 
     def __init__(
         self,
@@ -45,9 +52,20 @@ class Effects:
         listener: Listener,
         finish: Callable[[str], None],
     ) -> None:
-        self._clock, self._post, self._rollouts, self._fleet, self._trainer = clock, post, rollouts, fleet, trainer
+        self._clock, self._post, self._rollouts, self._fleet, self._trainer = (
+            clock,
+            post,
+            rollouts,
+            fleet,
+            trainer,
+        )
         self._relays = relays
-        self._predictor, self._limits, self._listener, self._finish = predictor, limits, listener, finish
+        self._predictor, self._limits, self._listener, self._finish = (
+            predictor,
+            limits,
+            listener,
+            finish,
+        )
         self._timer = 0
 
     def execute(self, command: c.Command) -> None:

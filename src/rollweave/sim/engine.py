@@ -1,13 +1,17 @@
-"""A simulated engine that advances in macro-steps, so that its cost grows with what happens and not with tokens.
+"""A simulated engine that advances in macro-steps, so that its cost grows with what
+happens and not with tokens.
 
-It follows the rules of `policy/batching`: slots and KV by rank and arrival, chunked prefill beside all decodes, whole victims,
-prefixes kept for a later turn. Between two events the composition of a step is fixed, so a *run* of steps is planned at once:
-every decoding turn gains a token a step, a heap of finishing steps says which run ends first, and the cost model gives its
-seconds in closed form. A run ends where a turn finishes, a prompt is computed or its chunk changes, or KV runs out; whatever
-arrives in the middle of a step waits for the end of that step, as it does in a real engine.
+It follows the rules of `engine/planner/batching`: slots and KV by rank and arrival,
+chunked prefill beside all decodes, whole victims, prefixes kept for a later turn.
+Between two events the composition of a step is fixed, so a *run* of steps is planned at
+once: every decoding turn gains a token a step, a heap of finishing steps says which run
+ends first, and the cost model gives its seconds in closed form. A run ends where a turn
+finishes, a prompt is computed or its chunk changes, or KV runs out; whatever arrives in
+the middle of a step waits for the end of that step, as it does in a real engine.
 
-Invariants: `_at` is a step's end, and all state is as of then; of the run under way, `_left` steps remain, the last ends at
-`_end`. The engine has no time of its own: `now` never goes back, and what was due before is done before.
+Invariants: `_at` is a step's end, and all state is as of then; of the run under way,
+`_left` steps remain, the last ends at `_end`. The engine has no time of its own: `now`
+never goes back, and what was due before is done before.
 """
 
 import math
@@ -21,7 +25,8 @@ from rollweave.sim.kv import KvCounts, Request, Turn
 
 
 class Done(Noun, frozen=True, kw_only=True):
-    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context. `version_id`: the weights loaded then.
+    """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context.
+    `version_id`: the weights loaded then.
 
     For `queue_s` seconds of its time on the engine it had no slot.
     """
@@ -35,9 +40,11 @@ class Done(Noun, frozen=True, kw_only=True):
 
 
 class SimEngine:
-    """One engine, whose loaded weights are `weights_id` (-1: none yet). Times are virtual seconds, in order of the calls.
+    """One engine, whose loaded weights are `weights_id` (-1: none yet). Times are
+    virtual seconds, in order of the calls.
 
-    `next_at` says when to call `advance`. Figures are as of the last step that had ended at the last `advance`.
+    `next_at` says when to call `advance`. Figures are as of the last step that had
+    ended at the last `advance`.
     """
 
     def __init__(
@@ -50,10 +57,13 @@ class SimEngine:
         prefix_cache: bool,
         kv_tokens: int | None = None,
     ) -> None:
-        """`kv_tokens` is the size of its KV cache in tokens; if unset, as many as the cost model allows."""
+        """`kv_tokens` is the size of its KV cache in tokens; if unset, as many as the
+        cost model allows.
+        """
         if min(slots, chunk_tokens, block_tokens) < 1:
             raise ValueError(
-                f"slots, chunk_tokens and block_tokens must be at least 1, got {slots}, {chunk_tokens} and {block_tokens}"
+                f"slots, chunk_tokens and block_tokens must be at least 1, got {slots}, "
+                f"{chunk_tokens} and {block_tokens}"
             )
         self.cost = cost
         self.weights_id = -1
@@ -61,7 +71,9 @@ class SimEngine:
         self.tokens = self.prefill_tokens = self.recomputed_tokens = 0
         self._chunk_tokens = chunk_tokens
         self.kv_tokens = cost.kv_tokens if kv_tokens is None else kv_tokens
-        kv = KvCounts(total=self.kv_tokens // block_tokens, block_tokens=block_tokens, caching=prefix_cache)
+        kv = KvCounts(
+            total=self.kv_tokens // block_tokens, block_tokens=block_tokens, caching=prefix_cache
+        )
         self._batch = Batch(kv, slots=slots)
         self._live: dict[str, Turn] = {}
         self._arrivals = 0
@@ -97,17 +109,35 @@ class SimEngine:
     # From outside.
 
     def add(self, now: float, request: Request) -> None:
-        """Queue a request. Raises ValueError for a key that is live, bad counts, and what could not run even alone."""
+        """Queue a request.
+
+        Raises ValueError for a key that is live, bad counts, and what could not run
+        even alone.
+        """
         self._run_until(now)
         kv = self._batch.kv
         if request.key in self._live:
             raise ValueError(f"key must be unique among live requests, got {request.key!r} again")
-        if request.output_tokens < 1 or not 0 <= request.shared_tokens <= request.context_tokens or request.context_tokens < 1:
-            raise ValueError(f"context_tokens (shared ones among them) and output_tokens must be at least 1, got {request}")
-        most, capacity = request.context_tokens + request.output_tokens - 1, kv.total * kv.block_tokens
+        if (
+            request.output_tokens < 1
+            or not 0 <= request.shared_tokens <= request.context_tokens
+            or request.context_tokens < 1
+        ):
+            raise ValueError(
+                "context_tokens (shared ones among them) and output_tokens must be "
+                f"at least 1, got {request}"
+            )
+        most, capacity = (
+            request.context_tokens + request.output_tokens - 1,
+            kv.total * kv.block_tokens,
+        )
         if most > capacity:
-            raise ValueError(f"tokens must fit the KV cache ({capacity} tokens), got a request of up to {most}")
-        common = request.shared_tokens // kv.block_tokens if kv.caching and request.shared_key else 0
+            raise ValueError(
+                f"tokens must fit the KV cache ({capacity} tokens), got a request of up to {most}"
+            )
+        common = (
+            request.shared_tokens // kv.block_tokens if kv.caching and request.shared_key else 0
+        )
         turn = Turn(request, arrival=self._arrivals, common=common)
         self._arrivals += 1
         self._live[request.key] = turn
@@ -119,9 +149,11 @@ class SimEngine:
             self._cut(now)
 
     def abort(self, now: float, key: str) -> int | None:
-        """Forget a request: no Done will come of it, and its KV is free as the running step ends.
+        """Forget a request: no Done will come of it, and its KV is free as the running
+        step ends.
 
-        How many tokens it has sampled then, of those to sample; None where it is not live.
+        How many tokens it has sampled then, of those to sample; None where it is not
+        live.
         """
         self._run_until(now)
         turn = self._live.pop(key, None)
@@ -136,7 +168,8 @@ class SimEngine:
         return sampled
 
     def told(self, now: float) -> dict[str, int]:
-        """How many tokens of each live request it had told when it last did: each `TELL_S`, and as it was suspended.
+        """How many tokens of each live request it had told when it last did: each
+        `TELL_S`, and as it was suspended.
 
         Counted back from what is sampled now, at the pace of the step under way.
         """
@@ -146,7 +179,10 @@ class SimEngine:
             context = batch.context + steps * batch.decoding
             step_s = self.cost.decode_s(decode=batch.decoding, decode_context=context, steps=1)
             unsaid = math.ceil(now % TELL_S / step_s)
-        return {key: max(0, self._sampled(turn, steps) - (unsaid if turn.decoding else 0)) for key, turn in self._live.items()}
+        return {
+            key: max(0, self._sampled(turn, steps) - (unsaid if turn.decoding else 0))
+            for key, turn in self._live.items()
+        }
 
     def rerank(self, now: float, key: str, rank: float) -> None:
         """From the next step on. Unknown keys are ignored."""
@@ -157,15 +193,22 @@ class SimEngine:
             self._cut(now)
 
     def export_kv(self, now: float, key: str, shared_key: str) -> int:
-        """Blocks of a trajectory's prefix that another engine can copy: all of a turn that has just been aborted."""
+        """Blocks of a trajectory's prefix that another engine can copy: all of a turn
+        that has just been aborted.
+        """
         self._run_until(now)
         for turn in self._aborted:
             if turn.request.key == key and turn.decoding:
-                return (turn.request.context_tokens + self._sampled(turn, self._left) - 1) // self._batch.kv.block_tokens
+                return (
+                    turn.request.context_tokens + self._sampled(turn, self._left) - 1
+                ) // self._batch.kv.block_tokens
         return self._batch.kv.kept(key, shared_key)
 
     def import_kv(self, now: float, key: str, shared_key: str, blocks: int) -> int:
-        """Keep a prefix that another engine has computed under the same weights. Returns how many blocks found room."""
+        """Keep a prefix that another engine has computed under the same weights.
+
+        Returns how many blocks found room.
+        """
         self._run_until(now)
         return self._batch.kv.insert(key, shared_key, blocks)
 
@@ -177,7 +220,9 @@ class SimEngine:
         return self._end if self._left else now
 
     def load(self, now: float, weights_id: int) -> None:
-        """New weights once the running step has ended: all KV is void, and what is in flight is computed again."""
+        """New weights once the running step has ended: all KV is void, and what is in
+        flight is computed again.
+        """
         self._run_until(now)
         self._loading = weights_id
         if self._left:
@@ -192,7 +237,9 @@ class SimEngine:
             self._at = max(self._at, now)
 
     def next_at(self) -> float | None:
-        """When `advance` next has something to report or to do; None while it is idle or suspended."""
+        """When `advance` next has something to report or to do; None while it is idle
+        or suspended.
+        """
         if self._done:
             return self._done[0].at
         if self._left:
@@ -202,8 +249,8 @@ class SimEngine:
     def advance(self, now: float) -> list[Done]:
         """Everything up to and including `now`, in order.
 
-        A step that would start at `now`, right after a turn has ended, is left for the next call: the turn that follows from
-        this one may be part of it.
+        A step that would start at `now`, right after a turn has ended, is left for the
+        next call: the turn that follows from this one may be part of it.
         """
         while self._left or self._startable(now):
             if not self._left:
@@ -237,7 +284,9 @@ class SimEngine:
             return self._end
         if self._bounds:
             return self._bounds[step - 1]
-        return self._at + self.cost.decode_s(decode=self._batch.decoding, decode_context=self._batch.context, steps=step)
+        return self._at + self.cost.decode_s(
+            decode=self._batch.decoding, decode_context=self._batch.context, steps=step
+        )
 
     def _step_of(self, now: float) -> int:
         """The first step left that ends at or after `now`, of those that are left."""
@@ -245,9 +294,14 @@ class SimEngine:
             return min(bisect_left(self._bounds, now) + 1, self._left)
         low, start, high, end = 0, self._at, self._left, self._end
         tries = 0
-        while high - low > 1:  # the ends are nearly evenly spaced: interpolate, and bisect should that not do
+        # the ends are nearly evenly spaced: interpolate, and bisect should that not do
+        while high - low > 1:
             tries += 1
-            guess = low + math.ceil((now - start) / (end - start) * (high - low)) if tries < 6 else (low + high) // 2
+            guess = (
+                low + math.ceil((now - start) / (end - start) * (high - low))
+                if tries < 6
+                else (low + high) // 2
+            )
             guess = min(max(guess, low + 1), high - 1)
             then = self._step_end(guess)
             if then >= now:
@@ -270,8 +324,16 @@ class SimEngine:
         """Tokens of `turn` once `steps` of the steps left have ended."""
         if turn.decoding:
             return turn.request.output_tokens - (turn.due - self._batch.clock - steps)
-        computes = sum(steps * count for other, count in self._chunk if other is turn) if turn.running else 0
-        return turn.request.output_tokens - turn.left + (computes > 0 and turn.computed + computes == turn.length)
+        computes = (
+            sum(steps * count for other, count in self._chunk if other is turn)
+            if turn.running
+            else 0
+        )
+        return (
+            turn.request.output_tokens
+            - turn.left
+            + (computes > 0 and turn.computed + computes == turn.length)
+        )
 
     def _cut(self, now: float) -> None:
         """End the run under way with the step that is being computed at `now`."""
@@ -295,7 +357,9 @@ class SimEngine:
     # A run of steps.
 
     def _plan(self) -> None:
-        """Settle slots and blocks, and plan the steps that compute the same as the next one."""
+        """Settle slots and blocks, and plan the steps that compute the same as the next
+        one.
+        """
         batch = self._batch
         batch.at = self._at
         batch.settle(self._chunk)
@@ -311,13 +375,21 @@ class SimEngine:
             self._plan_prefill()
         else:
             self._left = batch.steps(None)
-            self._end = self._at + self.cost.decode_s(decode=batch.decoding, decode_context=batch.context, steps=self._left)
+            self._end = self._at + self.cost.decode_s(
+                decode=batch.decoding, decode_context=batch.context, steps=self._left
+            )
 
     def _plan_prefill(self) -> None:
-        """Plan the steps in which the first prompt takes the whole chunk; just one where a prompt ends in it."""
+        """Plan the steps in which the first prompt takes the whole chunk; just one
+        where a prompt ends in it.
+        """
         batch = self._batch
         first, count = self._chunk[0]
-        whole = 1 if batch.learning or count < self._chunk_tokens else (first.length - first.computed) // count
+        whole = (
+            1
+            if batch.learning or count < self._chunk_tokens
+            else (first.length - first.computed) // count
+        )
         self._left = batch.steps(whole)
         tokens = sum(count for _, count in self._chunk)
         spans = sum(count * turn.computed + count * (count + 1) // 2 for turn, count in self._chunk)
@@ -333,7 +405,10 @@ class SimEngine:
         self._end = end
 
     def _compute(self, steps: int, *, more: bool) -> None:
-        """`steps` steps of the run are computed. With `more` the next one is part of the run and has its blocks."""
+        """`steps` steps of the run are computed.
+
+        With `more` the next one is part of the run and has its blocks.
+        """
         self.tokens += steps * self._batch.decoding
         self._batch.advance(steps, more=more)
         for turn, count in self._chunk:
@@ -346,7 +421,9 @@ class SimEngine:
             self._batch.kv.progress(turn)
 
     def _finish(self) -> None:
-        """The run has ended: report who is done, and do what waited for the end of the step."""
+        """The run has ended: report who is done, and do what waited for the end of the
+        step.
+        """
         self._compute(self._left, more=False)
         self.busy_s += self._end - self._at
         self._at = self._end
@@ -390,5 +467,8 @@ class SimEngine:
         self._chunk.clear()
 
     def check(self) -> None:
-        """Assert the invariants of slots and KV, and that no request is lost. For tests."""
+        """Assert the invariants of slots and KV, and that no request is lost.
+
+        For tests.
+        """
         self._batch.check([*self._live.values(), *self._aborted])

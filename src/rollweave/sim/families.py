@@ -1,8 +1,11 @@
-"""Task families: how many turns trajectories of a kind take, how long those are, and how long environments and rewards work.
+"""Task families: how many turns trajectories of a kind take, how long those are, and
+how long environments and rewards work.
 
-Every number is a paper's, derived from a paper's as its sentence says, or marked "assumption". None is fitted to a result that
-a paper reports of its system. Where a figure's values are missing from our copy, the number is an assumption. Failures are
-those of `reset`, which is what RollArt counts; no paper gives a rate for `step`: such faults are injected, not drawn here.
+Every number is a paper's, derived from a paper's as its sentence says, or marked
+"assumption". None is fitted to a result that a paper reports of its system. Where a
+figure's values are missing from our copy, the number is an assumption. Failures are
+those of `reset`, which is what RollArt counts; no paper gives a rate for `step`: such
+faults are injected, not drawn here.
 """
 
 import math
@@ -11,7 +14,9 @@ from rollweave.schema.base import Noun
 
 
 class LogNormal(Noun, frozen=True, kw_only=True):
-    """`exp` of a normal variable with mean `mu` and deviation `sigma`, no more than `high`. `mu = -inf` is always 0."""
+    """`exp` of a normal variable with mean `mu` and deviation `sigma`, no more than
+    `high`. `mu = -inf` is always 0.
+    """
 
     mu: float
     sigma: float
@@ -32,11 +37,14 @@ NOTHING = LogNormal(mu=-math.inf, sigma=0.0, high=0.0)
 
 
 class Family(Noun, frozen=True, kw_only=True):
-    """One kind of task. Lengths are tokens, `turns` the least and the most of a trajectory, evenly spread between them.
+    """One kind of task. Lengths are tokens, `turns` the least and the most of a
+    trajectory, evenly spread between them.
 
-    `prompt` is one draw a task, `init_s` and `reward_s` one an attempt, `output`, `observation` and `env_s` one a turn.
-    `max_context` bounds a trajectory, `max_response` what follows its prompt. With `answers` the last turn is an answer, for
-    which no tool is called. A reset fails at `init_error_rate`, or hangs at `init_hang_rate` until `init_timeout_s`.
+    `prompt` is one draw a task, `init_s` and `reward_s` one an attempt, `output`,
+    `observation` and `env_s` one a turn. `max_context` bounds a trajectory,
+    `max_response` what follows its prompt. With `answers` the last turn is an answer,
+    for which no tool is called. A reset fails at `init_error_rate`, or hangs at
+    `init_hang_rate` until `init_timeout_s`.
     """
 
     name: str
@@ -59,7 +67,9 @@ class Family(Noun, frozen=True, kw_only=True):
 # What the papers state.
 
 TAIL_SIGMA = math.log(10) / 2.326
-"""Laminar §2.2: the 99th percentile of output lengths is ten times the median; 2.326 is that of a normal variable."""
+"""Laminar §2.2: the 99th percentile of output lengths is ten times the median; 2.326 is
+that of a normal variable.
+"""
 
 ROLLART_CONTEXT = 32_768
 """RollArt §7.1: tokens of context."""
@@ -74,25 +84,38 @@ LAMINAR_TOOL_CALLS = 8
 """Laminar §8: tool calls of a trajectory, at most."""
 
 IO_S, IO_MAX_S = 0.02, 1.4
-"""RollArt §7.5: seconds of a call of an environment in another cluster, mean and greatest."""
+"""RollArt §7.5: seconds of a call of an environment in another cluster, mean and
+greatest.
+"""
 
 REWARD_IO_S, REWARD_IO_MAX_S = 0.01, 2.1
 """RollArt §7.5: seconds of a call of a serverless reward, mean and greatest."""
 
-CODING_TOOL_S, SEARCH_TOOL_S, MATH_TOOL_S = (0.46 + 0.41 + 0.45) / 3, (1.42 + 1.41 + 1.43) / 3, (0.051 + 0.046 + 0.054) / 3
+CODING_TOOL_S, SEARCH_TOOL_S, MATH_TOOL_S = (
+    (0.46 + 0.41 + 0.45) / 3,
+    (1.42 + 1.41 + 1.43) / 3,
+    (0.051 + 0.046 + 0.054) / 3,
+)
 """Heddle Table 1: mean seconds of a tool's execution, over its three models."""
 
 SHELL_ACTION_S = 0.42
-"""ProRL Table 3: mean seconds of an action in a software engineering sandbox, full system."""
+"""ProRL Table 3: mean seconds of an action in a software engineering sandbox, full
+system.
+"""
 
 FROZENLAKE_PREFILL = 0.77
-"""ROSE §2.2: share of prefill among all tokens of FrozenLake (8B). We read it as each token counted once."""
+"""ROSE §2.2: share of prefill among all tokens of FrozenLake (8B).
+
+We read it as each token counted once.
+"""
 
 SWE_BATCH = 128
 """RollArt §3.1: trajectories of an iteration in which resets were measured."""
 
 SWE_SLOWEST_INIT_S = 0.15 * 365.7
-"""RollArt Fig. 3: environment initialization is 15 % of an iteration of 365.7 s that has no failures."""
+"""RollArt Fig. 3: environment initialization is 15 % of an iteration of 365.7 s that
+has no failures.
+"""
 
 SWE_INIT_MAX_S = 60.0
 """RollArt §8: more than 99.99 % of the initializations take less than one minute."""
@@ -101,70 +124,121 @@ INIT_ERROR_RATE = 1e-4
 """RollArt §8: more than 99.99 % of the resets succeed. We take the bound."""
 
 SWE_INIT_HANG_RATE = 1 - (1 - 7 / 60) ** (1 / SWE_BATCH)
-"""RollArt §8: long initialization failures in 7 of 60 iterations. Their batch is not given: that of §3.1 (assumption)."""
+"""RollArt §8: long initialization failures in 7 of 60 iterations.
+
+Their batch is not given: that of §3.1 (assumption).
+"""
 
 # Assumptions. No paper, or only a figure that our copy lacks, says these.
 
 LONG_RESPONSE_SHARE = 0.1
-"""Assumption: where agents reason at length, the 99th percentile of the response is at its cap: the median is a tenth of it."""
+"""Assumption: where agents reason at length, the 99th percentile of the response is at
+its cap: the median is a tenth of it.
+"""
 
 IO_SIGMA = 1.07
-"""Assumption: the greatest of about 10⁵ calls is 4.5 deviations out, so that greatest and mean are those of RollArt §7.5."""
+"""Assumption: the greatest of about 10⁵ calls is 4.5 deviations out, so that greatest
+and mean are those of RollArt §7.5.
+"""
 
 TOOL_SIGMA = 1.0
-"""Assumption: tools have a long tail (Heddle Fig. 2, Laminar Fig. 2, RollArt Fig. 5a; values not in text)."""
+"""Assumption: tools have a long tail (Heddle Fig. 2, Laminar Fig. 2, RollArt Fig. 5a;
+values not in text).
+"""
 
 TOOL_MAX_S = 60.0
 """Assumption: a tool is stopped after a minute."""
 
 EVEN_SIGMA, TEXT_SIGMA = 0.2, 0.5
-"""Assumption: spread of lengths that vary little (a rendered board) and moderately (prompts, pages, output of tools)."""
+"""Assumption: spread of lengths that vary little (a rendered board) and moderately
+(prompts, pages, output of tools).
+"""
 
 INIT_SIGMA = 0.5
 """Assumption: spread of initialization times, without failures."""
 
 SLOWEST_OF_BATCH = 2.5
-"""Deviations by which the slowest of `SWE_BATCH` normal variables lies above their median: expected value 2.6, rounded down."""
+"""Deviations by which the slowest of `SWE_BATCH` normal variables lies above their
+median: expected value 2.6, rounded down.
+"""
 
 INIT_TIMEOUT_S = 300.0
-"""Assumption: resets that hang are given up then. RollArt §3.1 only says that the tail reaches hundreds of seconds."""
+"""Assumption: resets that hang are given up then.
+
+RollArt §3.1 only says that the tail reaches hundreds of seconds.
+"""
 
 LIGHT_INIT_S, LIGHT_INIT_MAX_S = 0.5, 10.0
-"""Assumption: mean and greatest seconds until an environment without a container of its own is ready."""
+"""Assumption: mean and greatest seconds until an environment without a container of its
+own is ready.
+"""
 
-SWE_PROMPT, WEB_PROMPT, GAME_PROMPT, MATH_PROMPT, CODING_PROMPT, SEARCH_PROMPT = 3_000, 1_000, 500, 256, 800, 300
-"""Assumption: median prompt tokens, instructions and tools included. RollArt §8: prompts of its production reach 12k."""
+SWE_PROMPT, WEB_PROMPT, GAME_PROMPT, MATH_PROMPT, CODING_PROMPT, SEARCH_PROMPT = (
+    3_000,
+    1_000,
+    500,
+    256,
+    800,
+    300,
+)
+"""Assumption: median prompt tokens, instructions and tools included.
+
+RollArt §8: prompts of its production reach 12k.
+"""
 
 PROMPT_MAX = 12_288
-"""RollArt §8: prompts reach 12k tokens. Assumption: elsewhere too, where nothing else is stated."""
+"""RollArt §8: prompts reach 12k tokens.
+
+Assumption: elsewhere too, where nothing else is stated.
+"""
 
 SWE_OUTPUT, WEB_OUTPUT, FROZENLAKE_OUTPUT, SEARCH_OUTPUT = 150, 120, 64, 150
 """Assumption: mean output tokens of a turn where agents act often and say little."""
 
-SWE_OBSERVATION, WEB_OBSERVATION, CODING_OBSERVATION, SEARCH_OBSERVATION, MATH_OBSERVATION = 300, 600, 300, 800, 150
+SWE_OBSERVATION, WEB_OBSERVATION, CODING_OBSERVATION, SEARCH_OBSERVATION, MATH_OBSERVATION = (
+    300,
+    600,
+    300,
+    800,
+    150,
+)
 """Assumption: mean tokens of an observation."""
 
 FROZENLAKE_OBSERVATION = FROZENLAKE_OUTPUT * FROZENLAKE_PREFILL / (1 - FROZENLAKE_PREFILL)
 """From the assumed output and the share that ROSE states."""
 
 TURN_MAX = 8_192
-"""Assumption: greatest tokens of an observation, and of a turn of an agent that acts often."""
+"""Assumption: greatest tokens of an observation, and of a turn of an agent that acts
+often.
+"""
 
 CODING_TURNS, SEARCH_TURNS, MATH_TURNS = (2, 16), (4, 20), (1, 9)
-"""Assumption. Heddle §7 says that search has shorter sequences and frequent steps; no numbers."""
+"""Assumption.
+
+Heddle §7 says that search has shorter sequences and frequent steps; no numbers.
+"""
 
 WEB_STEP_S = 0.1
-"""Assumption: mean seconds of a shop's page. Games and their boards take none to speak of."""
+"""Assumption: mean seconds of a shop's page.
+
+Games and their boards take none to speak of.
+"""
 
 JUDGE_S, JUDGE_MAX_S = 2.0, 30.0
-"""Assumption: mean and greatest seconds of a verdict of RollArt's 7B reward model on a mathematical answer."""
+"""Assumption: mean and greatest seconds of a verdict of RollArt's 7B reward model on a
+mathematical answer.
+"""
 
 TESTS_S, TESTS_MAX_S = 60.0, 300.0
-"""Assumption: mean and greatest seconds of a test suite; ProRL §3 says several minutes at most."""
+"""Assumption: mean and greatest seconds of a test suite; ProRL §3 says several minutes
+at most.
+"""
 
 
 def _long(cap: int, turns: tuple[int, int]) -> LogNormal:
-    """Output of a turn where agents reason at length: a response's median, shared by the turns of the middle trajectory."""
+    """Output of a turn where agents reason at length: a response's median, shared by
+    the turns of the middle trajectory.
+    """
     return around(cap * LONG_RESPONSE_SHARE / (sum(turns) / 2), sigma=TAIL_SIGMA, high=cap)
 
 
@@ -199,7 +273,11 @@ _ALL = (
         output=_short(SWE_OUTPUT),
         observation=_seen(SWE_OBSERVATION, TOOL_SIGMA),
         env_s=_tool(SHELL_ACTION_S + IO_S),
-        init_s=around(SWE_SLOWEST_INIT_S / math.exp(INIT_SIGMA * SLOWEST_OF_BATCH), sigma=INIT_SIGMA, high=SWE_INIT_MAX_S),
+        init_s=around(
+            SWE_SLOWEST_INIT_S / math.exp(INIT_SIGMA * SLOWEST_OF_BATCH),
+            sigma=INIT_SIGMA,
+            high=SWE_INIT_MAX_S,
+        ),
         reward_s=averaging(TESTS_S, sigma=TEXT_SIGMA, high=TESTS_MAX_S),
         max_context=ROLLART_CONTEXT,
         max_response=ROLLART_CONTEXT,
@@ -240,7 +318,8 @@ _ALL = (
     ),
     Family(
         name="gem-math",
-        source="RollArt Table 1 (under 5 turns), §7.1 (a 7B model judges), §7.5; Heddle Table 1 (math tool)",
+        source="RollArt Table 1 (under 5 turns), §7.1 (a 7B model judges), §7.5; Heddle Table 1 "
+        "(math tool)",
         turns=_MATH_RANGE,
         prompt=_prompt(MATH_PROMPT),
         output=_long(ROLLART_CONTEXT, _MATH_RANGE),
@@ -312,7 +391,8 @@ _ALL = (
     ),
     Family(
         name="dapo-math",
-        source="Laminar §8 (DAPO-Math-17k, 512 prompts of 16 responses, 2K in, 16K out, rule-based reward), §2.2",
+        source="Laminar §8 (DAPO-Math-17k, 512 prompts of 16 responses, 2K in, 16K out, "
+        "rule-based reward), §2.2",
         turns=_ONCE,
         prompt=_prompt(MATH_PROMPT, LAMINAR_PROMPT),
         output=_long(LAMINAR_RESPONSE, _ONCE),
@@ -326,7 +406,8 @@ _ALL = (
     ),
     Family(
         name="tool-calling",
-        source="Laminar §8 (as dapo-math, up to 8 calls of a code sandbox), §2.2; Heddle Table 1 (coding tool)",
+        source="Laminar §8 (as dapo-math, up to 8 calls of a code sandbox), §2.2; Heddle Table 1 "
+        "(coding tool)",
         turns=_TOOL_RANGE,
         prompt=_prompt(MATH_PROMPT, LAMINAR_PROMPT),
         output=_long(LAMINAR_RESPONSE, _TOOL_RANGE),

@@ -1,8 +1,11 @@
-"""Deterministic fault simulation: everything goes wrong, at moments that a seed chooses, and the books must still balance.
+"""Deterministic fault simulation: everything goes wrong, at moments that a seed
+chooses, and the books must still balance.
 
-A seed fixes the scenario (mode, sizes, workload) and every fault. After each event the core's invariants are checked, and
-`sim/books` checks what the trainer is asked for; at the end every started trajectory must be accounted for, and nothing may
-wait for ever. Messages are delayed, doubled, lost and, beyond what a connection does, overtaken by later ones of their sender.
+A seed fixes the scenario (mode, sizes, workload) and every fault. After each event the
+core's invariants are checked, and `sim/books` checks what the trainer is asked for; at
+the end every started trajectory must be accounted for, and nothing may wait for ever.
+Messages are delayed, doubled, lost and, beyond what a connection does, overtaken by
+later ones of their sender.
 """
 
 import random
@@ -20,22 +23,39 @@ from rollweave.record.summary import AccountError, summarize
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import Noun
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.books import Books
-from rollweave.sim.scenarios import FLEET_KINDS, KINDS, LARGEST_FLEET, RELAY_KINDS, STORM_S, Failing, rates, scenario
+from rollweave.sim.scenarios import (
+    FLEET_KINDS,
+    KINDS,
+    LARGEST_FLEET,
+    RELAY_KINDS,
+    STORM_S,
+    Failing,
+    rates,
+    scenario,
+)
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import StuckError, World, workloads_of
 
 EVENTS = 100_000
-"""Events after which a run counts as endless: a scenario of ours has a hundredth of that without faults."""
+"""Events after which a run counts as endless: a scenario of ours has a hundredth of
+that without faults.
+"""
 
 TIMES = 100
-"""How many times as many events as without faults a run of the user's configuration may have."""
+"""How many times as many events as without faults a run of the user's configuration may
+have.
+"""
 
 
 class Report(Noun, frozen=True, kw_only=True):
-    """What a seed came to. `violation` is empty where all held; `error` is the run's own, where faults were too many for it."""
+    """What a seed came to.
+
+    `violation` is empty where all held; `error` is the run's own, where faults were too
+    many for it.
+    """
 
     seed: int
     mode: str
@@ -45,8 +65,11 @@ class Report(Noun, frozen=True, kw_only=True):
     faults: dict[str, int]
 
 
-def search(seed: int, config: RunConfig | None = None, *, make_core: Callable[[RunConfig], Core] = Core) -> Report:
-    """Run the scenario of `seed`, or `config` under the faults of `seed`, and say what broke. Raises ConfigError and DiskError.
+def search(
+    seed: int, config: RunConfig | None = None, *, make_core: Callable[[RunConfig], Core] = Core
+) -> Report:
+    """Run the scenario of `seed`, or `config` under the faults of `seed`, and say what
+    broke. Raises ConfigError and DiskError.
 
     `make_core` stands in for the core under test.
     """
@@ -58,7 +81,14 @@ def search(seed: int, config: RunConfig | None = None, *, make_core: Callable[[R
         quiet.run()
         storm_s, most = 3 * quiet.clock.now, max(EVENTS, TIMES * quiet.events)
     with tempfile.TemporaryDirectory(prefix="rollweave-faults-") as scratch:
-        chaos = Chaos(config, seed, Path(scratch) / "journal.bin", storm_s=storm_s, most=most, core=make_core(config))
+        chaos = Chaos(
+            config,
+            seed,
+            Path(scratch) / "journal.bin",
+            storm_s=storm_s,
+            most=most,
+            core=make_core(config),
+        )
         violation = ""
         try:
             chaos.run()
@@ -82,15 +112,21 @@ def search(seed: int, config: RunConfig | None = None, *, make_core: Callable[[R
 
 
 class Chaos:
-    """One run under faults. Lives of the controller follow each other; the clock goes on."""
+    """One run under faults.
 
-    def __init__(self, config: RunConfig, seed: int, journal: Path, *, storm_s: float, most: int, core: Core) -> None:
+    Lives of the controller follow each other; the clock goes on.
+    """
+
+    def __init__(
+        self, config: RunConfig, seed: int, journal: Path, *, storm_s: float, most: int, core: Core
+    ) -> None:
         self._config, self._path, self._most = config, journal, most
         self._random = random.Random(f"chaos/{seed}")
         self._rates = rates(seed, storm_s=storm_s)
         self.faults: Counter[str] = Counter()
         work: dict[str, Workload] = {
-            name: Failing(found, self._rates.env, self.faults) for name, found in workloads_of(config).items()
+            name: Failing(found, self._rates.env, self.faults)
+            for name, found in workloads_of(config).items()
         }
         self._journal = RunJournal(journal)
         self._ready: dict[str, float] = {}  # sender → when its last message arrives
@@ -105,7 +141,11 @@ class Chaos:
         self._journal.close()
 
     def run(self) -> None:
-        """To the end. Raises AssertionError, AccountError or StuckError for a violation, and whatever a broken core raises."""
+        """To the end.
+
+        Raises AssertionError, AccountError or StuckError for a violation, and whatever
+        a broken core raises.
+        """
         world = self.world
         world.start()
         if self._rates.until_s:
@@ -116,12 +156,17 @@ class Chaos:
             world.step()
             if world.events >= self._most:
                 state = world.core.state
-                raise AssertionError(f"no end after {world.events} events: {state.phase}, step {state.trainer.step}")
+                raise AssertionError(
+                    f"no end after {world.events} events: {state.phase}, step {state.trainer.step}"
+                )
         summary = summarize(world.core, evaluation=None, wall_s=world.clock.now)
-        assert world.over or not world.rollouts.alive, f"{world.rollouts.alive} attempts are left over"
+        assert world.over or not world.rollouts.alive, (
+            f"{world.rollouts.alive} attempts are left over"
+        )
         if not world.over and not self.faults["message lost"]:
             kept = world.rollouts.scored.keys() - world.core.state.trajectories.keys()
-            kept = {found for found in kept if not self._under_way[f"trajectory_id/{found}"]}  # its score came after the end
+            # its score came after the end
+            kept = {found for found in kept if not self._under_way[f"trajectory_id/{found}"]}
             assert not kept, f"the store keeps {sorted(kept)}, which the core has forgotten"
         self._books.close(summary)
         self._replayed()
@@ -140,7 +185,14 @@ class Chaos:
 
         world.post = post  # type: ignore[method-assign]
         world.effects.execute = hooked  # type: ignore[method-assign]
-        for part in (world.fleet, world.relays, world.rollouts, world.trainer, world.predictor, world.effects):
+        for part in (
+            world.fleet,
+            world.relays,
+            world.rollouts,
+            world.trainer,
+            world.predictor,
+            world.effects,
+        ):
             part._post = post
         world.each_event = lambda: world.core.check()
 
@@ -217,7 +269,10 @@ class Chaos:
         return True
 
     def _change_fleet(self, kind: str) -> bool:
-        """Somebody asks for one more engine, or for one less. That may be late, said twice, and refused."""
+        """Somebody asks for one more engine, or for one less.
+
+        That may be late, said twice, and refused.
+        """
         draw, state = self._random, self.world.core.state
         if kind == "engine joins" and len(state.engines) < LARGEST_FLEET:
             group, name = draw.randrange(len(self._config.engines)), next_id(state)
@@ -269,7 +324,9 @@ class Chaos:
         return True
 
     def _restart_controller(self) -> None:
-        """The controller dies between two events and comes back from its journal; now and then the store has lost something."""
+        """The controller dies between two events and comes back from its journal; now
+        and then the store has lost something.
+        """
         world, draw = self.world, self._random
         self._journal.close()
         core = self._replayed()

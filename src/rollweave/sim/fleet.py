@@ -1,6 +1,8 @@
-"""The simulated engines of a run, as processes: they start, answer turns, take weights, are lost, and come back.
+"""The simulated engines of a run, as processes: they start, answer turns, take weights,
+are lost, and come back.
 
-Invariant: commands and answers are those of `live/fleet.py`; what reaches an engine of an earlier epoch changes nothing.
+Invariant: commands and answers are those of `runtime/supervisors/engines.py`; what
+reaches an engine of an earlier epoch changes nothing.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -12,7 +14,7 @@ from rollweave.record.trace import ENGINES, Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
-from rollweave.schema.sections import EngineConfig
+from rollweave.schema.config.sections import EngineConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCosts, TrainerCosts
 from rollweave.sim.engine import Done, SimEngine
@@ -20,10 +22,15 @@ from rollweave.sim.kv import Request
 from rollweave.sim.relays import SimRelays
 
 RESTART_S = 60.0
-"""Seconds until an engine that was started again is ready, without its weights. Assumption: process start and graph capture."""
+"""Seconds until an engine that was started again is ready, without its weights.
+
+Assumption: process start and graph capture.
+"""
 
 PROFILE_CONTEXTS = (1024, 16384)
-"""Tokens of each context in the profile of an engine: about a prompt, and a long trajectory of an agent."""
+"""Tokens of each context in the profile of an engine: about a prompt, and a long
+trajectory of an agent.
+"""
 
 
 @dataclass(slots=True)
@@ -45,9 +52,11 @@ class Node:
 
 
 class SimFleet:
-    """`settings` of each group of engines. `answered(engine_id, version, done)` is told of every finished turn.
+    """`settings` of each group of engines. `answered(engine_id, version, done)` is told
+    of every finished turn.
 
-    `gone(engine_id, told)` is told of every engine that ends, with the tokens that it had told of its turns.
+    `gone(engine_id, told)` is told of every engine that ends, with the tokens that it
+    had told of its turns.
     """
 
     def __init__(
@@ -61,7 +70,13 @@ class SimFleet:
         settings: Callable[[int], EngineConfig],
         trace: Trace | None,
     ) -> None:
-        self._clock, self._post, self._costs, self._trainer, self._settings = clock, post, costs, trainer, settings
+        self._clock, self._post, self._costs, self._trainer, self._settings = (
+            clock,
+            post,
+            costs,
+            trainer,
+            settings,
+        )
         self._relays, self._trace = relays, trace
         self.nodes: dict[EngineId, Node] = {}
         self._changed: dict[EngineId, Node] = {}
@@ -75,7 +90,9 @@ class SimFleet:
     def start(self, seats: Sequence[e.EngineSeat]) -> None:
         """Start engines: at once, since a run's own beginning is not what is studied."""
         for seat in seats:
-            self.nodes[seat.id] = node = Node(id=seat.id, epoch=0, degree=seat.degree, group=seat.group)
+            self.nodes[seat.id] = node = Node(
+                id=seat.id, epoch=0, degree=seat.degree, group=seat.group
+            )
             self._starting(node, 0.0)
 
     def add(self, command: c.StartEngine) -> None:
@@ -85,7 +102,9 @@ class SimFleet:
 
     def restart(self, command: c.RestartEngine) -> None:
         self._drop(self.nodes.get(command.engine_id))
-        node = Node(id=command.engine_id, epoch=command.epoch, degree=command.degree, group=command.group)
+        node = Node(
+            id=command.engine_id, epoch=command.epoch, degree=command.degree, group=command.group
+        )
         self.nodes[command.engine_id] = node
         self._starting(node, RESTART_S)
 
@@ -100,7 +119,9 @@ class SimFleet:
             self._post(e.EngineLost(engine_id=engine_id, epoch=node.epoch, error=error))
 
     def silence(self, engine_id: EngineId) -> None:
-        """The process dies and nobody says so: what is asked of it from now on is not answered."""
+        """The process dies and nobody says so: what is asked of it from now on is not
+        answered.
+        """
         node = self.nodes.get(engine_id)
         if node is not None:
             self._drop(node)
@@ -152,12 +173,19 @@ class SimFleet:
         node.since = self._clock.now
         if command.from_checkpoint is not None:
             readers = sum(other.pulling for other in self.nodes.values())
-            self._later(node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command))
+            self._later(
+                node, self._trainer.saved_s(engines=readers), lambda: self._loaded(node, command)
+            )
             return
         machine = self._relays.machine_of(node.id)
-        together = sum(other.pulling and self._relays.machine_of(other.id) == machine for other in self.nodes.values())
+        together = sum(
+            other.pulling and self._relays.machine_of(other.id) == machine
+            for other in self.nodes.values()
+        )
         cost = self._trainer.load_s if machine is None else self._trainer.beside_s
-        self._later(node, cost(engines=together, tp=node.degree), lambda: self._loaded(node, command))
+        self._later(
+            node, cost(engines=together, tp=node.degree), lambda: self._loaded(node, command)
+        )
 
     def resume(self, command: c.ResumeEngine) -> None:
         node = self.nodes.get(command.engine_id)
@@ -169,7 +197,10 @@ class SimFleet:
     # Turns.
 
     def generate(self, engine_id: EngineId, request: Request) -> bool:
-        """Queue a turn. False where there is no such engine. One that is lost answers nobody: the core will hear of it."""
+        """Queue a turn. False where there is no such engine.
+
+        One that is lost answers nobody: the core will hear of it.
+        """
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
             return node is not None and node.lost
@@ -178,7 +209,9 @@ class SimFleet:
         return True
 
     def abort(self, engine_id: EngineId, key: str) -> int | None:
-        """How many tokens the turn has sampled as the running step ends; None where the engine does not have it."""
+        """How many tokens the turn has sampled as the running step ends; None where the
+        engine does not have it.
+        """
         node = self.nodes.get(engine_id)
         if node is None or node.engine is None:
             return None
@@ -188,7 +221,9 @@ class SimFleet:
     def told(self) -> dict[EngineId, dict[str, int]]:
         """How many tokens engines have told of their turns."""
         nodes = self.nodes.values()
-        return {node.id: node.engine.told(self._clock.now) for node in nodes if node.engine is not None}
+        return {
+            node.id: node.engine.told(self._clock.now) for node in nodes if node.engine is not None
+        }
 
     def rerank(self, engine_id: EngineId, key: str, rank: float) -> None:
         node = self.nodes.get(engine_id)
@@ -197,10 +232,16 @@ class SimFleet:
             self._touch(node)
 
     def migrate(self, command: c.Migrate, key: str, shared_key: str) -> None:
-        """Copy a trajectory's KV between two engines. Whatever changes either one on the way ends it with an error."""
+        """Copy a trajectory's KV between two engines.
+
+        Whatever changes either one on the way ends it with an error.
+        """
         source, target = self.nodes.get(command.source), self.nodes.get(command.target)
         done = e.MigrationDone(
-            number=command.number, trajectory_id=command.trajectory_id, attempt=command.attempt, moved_tokens=0
+            number=command.number,
+            trajectory_id=command.trajectory_id,
+            attempt=command.attempt,
+            moved_tokens=0,
         )
         if source is None or source.engine is None or target is None or target.engine is None:
             self._post(msgspec.structs.replace(done, error="an engine is gone"))
@@ -213,15 +254,23 @@ class SimFleet:
             if source.engine is not reader or target.engine is not writer:
                 self._post(msgspec.structs.replace(done, error="an engine was lost on the way"))
             elif writer.weights_id != weights:
-                self._post(msgspec.structs.replace(done, error="the engines have different weights"))
+                self._post(
+                    msgspec.structs.replace(done, error="the engines have different weights")
+                )
             else:
                 found = writer.import_kv(self._clock.now, key, shared_key, blocks)
-                self._post(msgspec.structs.replace(done, moved_tokens=found * self._settings(target.group).block_tokens))
+                self._post(
+                    msgspec.structs.replace(
+                        done, moved_tokens=found * self._settings(target.group).block_tokens
+                    )
+                )
 
         self._clock.after(reader.cost.move_s(tokens), arrived)
 
     def settle(self) -> None:
-        """Look again at what changed since the last call: once for all the turns that one event gave an engine."""
+        """Look again at what changed since the last call: once for all the turns that
+        one event gave an engine.
+        """
         for node in self._changed.values():
             self._clock.cancel(node.ticket)
             due = node.engine.next_at() if node.engine is not None else None
@@ -270,21 +319,36 @@ class SimFleet:
         node.pulling = False
         assert node.engine is not None, "a lost engine has no ticket"
         step = command.from_checkpoint
-        there = self._relays.serves(node.id, command.weights_id) if step is None else step in self.checkpoints()
+        there = (
+            self._relays.serves(node.id, command.weights_id)
+            if step is None
+            else step in self.checkpoints()
+        )
         error = "" if there else "the weights are not there any more"
         if self.refusals.get(node.id, 0) > 0:
             self.refusals[node.id] -= 1
             error = "the digest differs"
         if error:
-            failed = e.WeightsLoadFailed(engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error=error)
+            failed = e.WeightsLoadFailed(
+                engine_id=node.id, epoch=node.epoch, weights_id=command.weights_id, error=error
+            )
             self._post(failed)
             return
         node.engine.load(self._clock.now, command.weights_id)
         node.version = command.version
         self._touch(node)
         if self._trace is not None:
-            self._trace.span(ENGINES, node.id, f"load v{command.version}", node.since, self._clock.now)
-        self._post(e.WeightsLoaded(engine_id=node.id, epoch=node.epoch, version=command.version, weights_id=command.weights_id))
+            self._trace.span(
+                ENGINES, node.id, f"load v{command.version}", node.since, self._clock.now
+            )
+        self._post(
+            e.WeightsLoaded(
+                engine_id=node.id,
+                epoch=node.epoch,
+                version=command.version,
+                weights_id=command.weights_id,
+            )
+        )
 
     def _later(self, node: Node, seconds: float, action: Callable[[], None]) -> None:
         node.tickets = [self._clock.after(seconds, action)]
@@ -303,19 +367,29 @@ class SimFleet:
 
 
 def kv_room(cost: EngineCosts, settings: EngineConfig) -> int:
-    """Return the size of an engine's KV cache in tokens: what its GPUs can hold, but at most `engines.kv_tokens` if changed.
+    """Return the size of an engine's KV cache in tokens: what its GPUs can hold, but at
+    most `engines.kv_tokens` if changed.
 
-    The default of `engines.kv_tokens` is meant for engines on a CPU and ignored for GPUs.
+    The default of `engines.kv_tokens` is meant for engines on a CPU and ignored for
+    GPUs.
     """
     default = EngineConfig.model_fields["kv_tokens"].default
-    return cost.kv_tokens if settings.kv_tokens == default else min(cost.kv_tokens, settings.kv_tokens)
+    return (
+        cost.kv_tokens if settings.kv_tokens == default else min(cost.kv_tokens, settings.kv_tokens)
+    )
 
 
 def _profile(cost: EngineCosts, slots: int, room: int) -> tuple[e.StepTime, ...]:
-    """What a live engine would have measured of itself: steps that decode 1, 2, 4, … sequences, and as many as it has slots."""
+    """What a live engine would have measured of itself: steps that decode 1, 2, 4, …
+    sequences, and as many as it has slots.
+    """
     batches = sorted({*(1 << power for power in range(slots.bit_length())), slots})
     return tuple(
-        e.StepTime(batch=batch, context=context, seconds=cost.decode_s(decode=batch, decode_context=batch * context, steps=1))
+        e.StepTime(
+            batch=batch,
+            context=context,
+            seconds=cost.decode_s(decode=batch, decode_context=batch * context, steps=1),
+        )
         for context in PROFILE_CONTEXTS
         for batch in batches
         if batch == 1 or batch * context <= room

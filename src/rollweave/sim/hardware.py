@@ -1,9 +1,12 @@
-"""GPUs and links, as their makers publish them; how much of it software reaches is in `sim/cost`.
+"""GPUs and links, as their makers publish them; how much of it software reaches is in
+`sim/cost`.
 
-Sources: RollArt Table 2 for H20 and H800 (dense bf16 FLOP/s, memory, NVLink, relative cost); NVIDIA's data sheets for H100 SXM,
-H200 SXM and A100 SXM 80 GB (bf16 without sparsity). The one measured figure is `matmul_efficiency`, because it differs too
-much between these chips to be one constant: the "Maximum Achievable Matmul FLOPS" table of stas00/ml-engineering for A100
-(86.9 %) and H100 (80.3 %; H800 and H200 have the same compute die), and InferSim (`bench_data/gemm/h20`) for H20 (93 %).
+Sources: RollArt Table 2 for H20 and H800 (dense bf16 FLOP/s, memory, NVLink, relative
+cost); NVIDIA's data sheets for H100 SXM, H200 SXM and A100 SXM 80 GB (bf16 without
+sparsity). The one measured figure is `matmul_efficiency`, because it differs too much
+between these chips to be one constant: the "Maximum Achievable Matmul FLOPS" table of
+stas00/ml-engineering for A100 (86.9 %) and H100 (80.3 %; H800 and H200 have the same
+compute die), and InferSim (`bench_data/gemm/h20`) for H20 (93 %).
 """
 
 import difflib
@@ -15,14 +18,22 @@ from rollweave.schema.errors import ConfigError
 
 GB = 1e9
 GIB = 2.0**30
-"""What a data sheet calls a GB of HBM: an "80 GB" H100 reports 81,559 MiB to nvidia-smi."""
+"""What a data sheet calls a GB of HBM: an "80 GB" H100 reports 81,559 MiB to
+nvidia-smi.
+"""
 
 GPUS_PER_MACHINE = 8
-"""GPUs that share NVLink: every machine of the papers (Laminar §8, RollArt §7.1) and NVIDIA's HGX boards."""
+"""GPUs that share NVLink: every machine of the papers (Laminar §8, RollArt §7.1) and
+NVIDIA's HGX boards.
+"""
 
 
 class Gpu(Noun, frozen=True, kw_only=True):
-    """One accelerator. `nvlink_bytes_per_s` is as published, both directions together; `relative_cost` is of H20 = 1."""
+    """One accelerator.
+
+    `nvlink_bytes_per_s` is as published, both directions together; `relative_cost` is
+    of H20 = 1.
+    """
 
     name: str
     bf16_flops: float
@@ -34,7 +45,10 @@ class Gpu(Noun, frozen=True, kw_only=True):
 
 
 class Link(Noun, frozen=True, kw_only=True):
-    """A way between machines or devices, one direction. `per_gpu`: every GPU has one of its own; otherwise all share one."""
+    """A way between machines or devices, one direction.
+
+    `per_gpu`: every GPU has one of its own; otherwise all share one.
+    """
 
     name: str
     bytes_per_s: float
@@ -95,9 +109,11 @@ LINKS = {
     for link in (
         # NVLink 4, one direction (NVIDIA H100 data sheet: 900 GB/s both).
         Link(name="nvlink", bytes_per_s=450 * GB, latency_s=2e-6, per_gpu=True),
-        # 400 Gb/s InfiniBand, one adapter a GPU (Laminar §8: 8 x 400 Gb/s a machine). Latency: assumption.
+        # 400 Gb/s InfiniBand, one adapter a GPU (Laminar §8: 8 x 400 Gb/s a machine).
+        # Latency: assumption.
         Link(name="rdma", bytes_per_s=50 * GB, latency_s=5e-6, per_gpu=True),
-        # 200 Gb/s between clusters, shared by all who use it (RollArt §7.1, ROSE §6). Latency: assumption, one data centre.
+        # 200 Gb/s between clusters, shared by all who use it (RollArt §7.1, ROSE §6).
+        # Latency: assumption, one data centre.
         Link(name="ethernet", bytes_per_s=25 * GB, latency_s=1e-4, per_gpu=False),
         # Gen5 x16, one direction: 32 GT/s x 16 lanes at 128b/130b. Latency: assumption.
         Link(name="pcie", bytes_per_s=63 * GB, latency_s=5e-6, per_gpu=True),
@@ -118,7 +134,10 @@ def link(name: str) -> Link:
 
 
 def named(field: str, name: str, known: Mapping[str, T]) -> T:
-    """What `known` has under `name`, in any case. Raises ConfigError with `field`, the names that exist and the closest one."""
+    """What `known` has under `name`, in any case.
+
+    Raises ConfigError with `field`, the names that exist and the closest one.
+    """
     found = known.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), list(known), n=1)

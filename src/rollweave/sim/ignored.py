@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from rollweave.schema.config import SIMULATED_CONTEXT, RunConfig
-from rollweave.schema.sections import Section
+from rollweave.schema.config.root import SIMULATED_CONTEXT, RunConfig
+from rollweave.schema.config.sections import Section
 
 ALL = ()
 """Stands for every field of a section."""
@@ -32,20 +32,28 @@ IGNORED: dict[str, tuple[str, ...]] = {
     "sandbox": ALL,
     "serve": ALL,
 }
-"""Section → ignored fields. All others are honored, by the core, which is the real one, or by the cost models."""
+"""Section → ignored fields.
+
+All others are honored, by the core, which is the real one, or by the cost models.
+"""
 
 IGNORED_TASK = ("options", "isolation", "time_s", "warmup_weight")
 IGNORED_ENGINE = ("deterministic",)
 
 
 def ignored(config: RunConfig) -> list[str]:
-    """Return the names of settings that were changed and that a simulation of `config` ignores."""
+    """Return the names of settings that were changed and that a simulation of `config`
+    ignores.
+    """
     scratch = config.model.scratch
     simulated = scratch is not None and scratch.context == SIMULATED_CONTEXT
     found = [] if simulated else ["model"]
     for name, fields in IGNORED.items():
         section = getattr(config, name)
-        found += [f"{name}.{field}" for field in _changed(section, fields or tuple(type(section).model_fields))]
+        found += [
+            f"{name}.{field}"
+            for field in _changed(section, fields or tuple(type(section).model_fields))
+        ]
     for index, task in enumerate(config.tasks):
         found += [f"tasks.{index}.{field}" for field in _changed(task, IGNORED_TASK)]
     for index, group in enumerate(config.engines):

@@ -1,11 +1,15 @@
-"""How many KV blocks of a simulated engine are held, and which finished prefixes can still be hit. Counts only, no contents.
+"""How many KV blocks of a simulated engine are held, and which finished prefixes can
+still be hit. Counts only, no contents.
 
-It stands in for `policy/blocks`, whose keys are digests of real tokens. Here a prefix is known by name: a *segment* is a run of
-blocks that holds the start of one trajectory (its `key`) or the prompt that a group has in common (its `shared_key`).
+It stands in for `engine/planner/blocks`, whose keys are digests of real tokens. Here a
+prefix is known by name: a *segment* is a run of blocks that holds the start of one
+trajectory (its `key`) or the prompt that a group has in common (its `shared_key`).
 
-Invariants: `held` plus the blocks of idle segments is at most `total`; the rest is blank. Blank blocks go first, then
-those of the segment that was released longest ago, its last block first, as the ledger does. Whoever uses a segment holds its
-first blocks; the rest of it is idle. New weights void everything: a segment always stems from the weights that are loaded.
+Invariants: `held` plus the blocks of idle segments is at most `total`; the rest is
+blank. Blank blocks go first, then those of the segment that was released longest ago,
+its last block first, as the ledger does. Whoever uses a segment holds its first blocks;
+the rest of it is idle. New weights void everything: a segment always stems from the
+weights that are loaded.
 """
 
 from collections import OrderedDict
@@ -14,9 +18,11 @@ from rollweave.schema.base import Noun
 
 
 class Request(Noun, frozen=True, kw_only=True):
-    """One turn: `context_tokens` of prompt, of which the engine may know a prefix, and `output_tokens` to sample.
+    """One turn: `context_tokens` of prompt, of which the engine may know a prefix, and
+    `output_tokens` to sample.
 
-    `key` names whose prefix it continues; its first `shared_tokens` are the same for all requests of one `shared_key`.
+    `key` names whose prefix it continues; its first `shared_tokens` are the same for
+    all requests of one `shared_key`.
     """
 
     key: str
@@ -28,9 +34,11 @@ class Request(Noun, frozen=True, kw_only=True):
 
 
 class Segment:
-    """`blocks` blocks of one prefix, after the `start` blocks before it; the first `ready` are computed, `held` are in use.
+    """`blocks` blocks of one prefix, after the `start` blocks before it; the first
+    `ready` are computed, `held` are in use.
 
-    `users` counts the live turns that use that many of its blocks; `owner` is the one that is computing the rest of it, if any.
+    `users` counts the live turns that use that many of its blocks; `owner` is the one
+    that is computing the rest of it, if any.
     """
 
     __slots__ = ("blocks", "held", "name", "owner", "ready", "start", "users")
@@ -45,15 +53,20 @@ class Segment:
 
     def deepest(self, *, without: list[int]) -> int:
         """How many blocks are in use once the users of `without` blocks have left."""
-        return max((depth for depth, count in self.users.items() if count > without.count(depth)), default=0)
+        return max(
+            (depth for depth, count in self.users.items() if count > without.count(depth)),
+            default=0,
+        )
 
 
 class Turn:
     """A request on an engine.
 
-    While it decodes, its length is `base` plus the engine's clock, and it samples its last token as that reaches `due`; the
-    fields `length`, `left` (tokens to sample), `computed` and `own` are kept for the other turns alone.
-    `shared` of its blocks belong to `segment`, `own` to itself alone. `item` sorts turns: higher rank first, then by arrival.
+    While it decodes, its length is `base` plus the engine's clock, and it samples its
+    last token as that reaches `due`; the fields `length`, `left` (tokens to sample),
+    `computed` and `own` are kept for the other turns alone. `shared` of its blocks
+    belong to `segment`, `own` to itself alone. `item` sorts turns: higher rank first,
+    then by arrival.
     """
 
     __slots__ = (
@@ -87,7 +100,9 @@ class Turn:
         self.left = request.output_tokens
         self.computed = 0
         self.reached = 0
-        """The most tokens that were ever computed: what is computed again before that is recomputation."""
+        """The most tokens that were ever computed: what is computed again before that
+        is recomputation.
+        """
         self.cached = -1
         """Tokens that the prefix cache gave at the first admission; -1 before it."""
         self.queued_at = 0.0
@@ -104,7 +119,10 @@ Item = tuple[float, int, Turn]
 
 
 class KvCounts:
-    """`total` blocks of `block_tokens` tokens. With `caching` off nothing is kept, hit or shared."""
+    """`total` blocks of `block_tokens` tokens.
+
+    With `caching` off nothing is kept, hit or shared.
+    """
 
     def __init__(self, *, total: int, block_tokens: int, caching: bool) -> None:
         self.total = total
@@ -125,7 +143,10 @@ class KvCounts:
         return -(-tokens // self.block_tokens)
 
     def allocate(self, count: int) -> None:
-        """Hold `count` more blocks, at most `free`. Idle prefixes shrink where no blank block is left."""
+        """Hold `count` more blocks, at most `free`.
+
+        Idle prefixes shrink where no blank block is left.
+        """
         self.held += count
         over = self.held + self._idle_blocks - self.total
         while over > 0:
@@ -139,8 +160,11 @@ class KvCounts:
                 self._busy(segment)
 
     def match(self, turn: Turn) -> tuple[int, int]:
-        """Blocks that `turn` can start from, and how many more of its group's prompt an earlier turn is computing now."""
-        useful = (turn.length - 1) // self.block_tokens  # the last token is computed anyway: it gives the logits
+        """Blocks that `turn` can start from, and how many more of its group's prompt an
+        earlier turn is computing now.
+        """
+        # the last token is computed anyway: it gives the logits
+        useful = (turn.length - 1) // self.block_tokens
         segment = self._common.get(turn.request.shared_key) if turn.common else None
         hit = min(segment.ready, useful) if segment is not None else 0
         kept = self._kept.get(turn.request.key)
@@ -165,9 +189,11 @@ class KvCounts:
         self.held += turn.own
 
     def extend(self, turn: Turn, *, hit: int) -> None:
-        """Give `turn`, which holds its `hit` blocks, the rest for its whole length; the caller has made room.
+        """Give `turn`, which holds its `hit` blocks, the rest for its whole length; the
+        caller has made room.
 
-        Where nobody before it computes the rest of the group's prompt, `turn` does so for all.
+        Where nobody before it computes the rest of the group's prompt, `turn` does so
+        for all.
         """
         need = self.blocks_for(turn.length) - turn.own - turn.shared
         self.allocate(need)
@@ -176,12 +202,21 @@ class KvCounts:
         turn.own += need
 
     def _compute_for_group(self, turn: Turn) -> int:
-        """Make `turn` the owner of its group's prompt, if that is up to it. Returns how many blocks became the group's."""
+        """Make `turn` the owner of its group's prompt, if that is up to it.
+
+        Returns how many blocks became the group's.
+        """
         segment = self._common.get(turn.request.shared_key)
         if segment is None:
-            segment = self._common[turn.request.shared_key] = Segment(name=turn.request.shared_key, start=0, blocks=0)
+            segment = self._common[turn.request.shared_key] = Segment(
+                name=turn.request.shared_key, start=0, blocks=0
+            )
         old, ready = segment.owner, segment.ready
-        if turn.shared < ready or ready >= turn.common or (old is not None and (old.decoding or old.item < turn.item)):
+        if (
+            turn.shared < ready
+            or ready >= turn.common
+            or (old is not None and (old.decoding or old.item < turn.item))
+        ):
             return 0
         if old is not None:  # it comes later, and computes a copy for itself
             self._move(segment, old, ready)
@@ -195,7 +230,9 @@ class KvCounts:
         return turn.common - ready
 
     def progress(self, turn: Turn) -> None:
-        """More of `turn` was computed: what it computes for its group can be hit from now on."""
+        """More of `turn` was computed: what it computes for its group can be hit from
+        now on.
+        """
         segment = turn.segment
         if segment is not None and segment.owner is turn:
             segment.ready = min(segment.blocks, turn.computed // self.block_tokens)
@@ -203,7 +240,9 @@ class KvCounts:
                 segment.owner = None
 
     def release(self, turn: Turn) -> None:
-        """Take all blocks of `turn`, of which `computed` tokens are computed; full ones stay as idle segments."""
+        """Take all blocks of `turn`, of which `computed` tokens are computed; full ones
+        stay as idle segments.
+        """
         self.held -= turn.own
         if self.caching:
             segment = self._common.get(turn.request.shared_key) if turn.common else None
@@ -212,7 +251,8 @@ class KvCounts:
                 self.held -= segment.blocks - segment.ready
                 segment.blocks = segment.held = segment.ready
                 self._move(segment, turn, segment.ready)
-            # A second copy of the group's blocks is not kept: as in the ledger, only the first one can be hit.
+            # A second copy of the group's blocks is not kept: as in the ledger, only
+            # the first one can be hit.
             rest = turn.computed // self.block_tokens - turn.common
             if rest > 0:
                 kept = Segment(name=turn.request.key, start=turn.common, blocks=rest)
@@ -256,7 +296,9 @@ class KvCounts:
         turn.shared = depth
 
     def _busy(self, segment: Segment) -> None:
-        """No block of `segment` is idle any more; without any block and user it is forgotten."""
+        """No block of `segment` is idle any more; without any block and user it is
+        forgotten.
+        """
         del self._idle[segment]
         if not segment.blocks and not segment.users:
             for names in (self._kept, self._common):
@@ -264,13 +306,21 @@ class KvCounts:
                     del names[segment.name]
 
     def kept(self, key: str, shared_key: str) -> int:
-        """Blocks of the longest prefix of `key`'s trajectory that a turn of it could start from now."""
+        """Blocks of the longest prefix of `key`'s trajectory that a turn of it could
+        start from now.
+        """
         common, own = self._common.get(shared_key), self._kept.get(key)
         ready = common.ready if common is not None else 0
-        return own.start + own.blocks if own is not None and own.start <= ready < own.start + own.blocks else ready
+        return (
+            own.start + own.blocks
+            if own is not None and own.start <= ready < own.start + own.blocks
+            else ready
+        )
 
     def insert(self, key: str, shared_key: str, blocks: int) -> int:
-        """Keep `blocks` blocks of `key`'s prefix that come from another engine, as far as there is room. Returns how many."""
+        """Keep `blocks` blocks of `key`'s prefix that come from another engine, as far
+        as there is room. Returns how many.
+        """
         former = self._kept.pop(key, None)
         if former is not None:
             del self._idle[former]
@@ -286,25 +336,42 @@ class KvCounts:
         return start + max(0, rest)
 
     def void(self) -> None:
-        """New weights: nothing is held or kept any more. The caller resets the turns."""
+        """New weights: nothing is held or kept any more.
+
+        The caller resets the turns.
+        """
         self.held = self._idle_blocks = 0
         self._idle.clear()
         self._kept.clear()
         self._common.clear()
 
     def check(self, turns: list[Turn]) -> None:
-        """Assert the invariants of this module, given all live turns with their `own` up to date."""
+        """Assert the invariants of this module, given all live turns with their `own`
+        up to date.
+        """
         assert self.held >= 0, "more released than held"
         assert self.held + self._idle_blocks <= self.total, "more blocks than there are"
         idle = sum(segment.blocks - segment.held for segment in self._idle)
         assert self._idle_blocks == idle, "idle blocks are miscounted"
         used = {turn.segment: None for turn in turns if turn.segment is not None}
-        assert self.held == sum(turn.own for turn in turns) + sum(segment.held for segment in used), "held is miscounted"
+        assert self.held == sum(turn.own for turn in turns) + sum(
+            segment.held for segment in used
+        ), "held is miscounted"
         for segment in [*self._kept.values(), *self._common.values()]:
             users = sorted(turn.shared for turn in turns if turn.segment is segment)
-            assert users == sorted(depth for depth, count in segment.users.items() for _ in range(count)), "users are wrong"
-            assert segment.held == max(users, default=0), f"{segment.name} is held otherwise than used"
-            assert (segment in self._idle) == (segment.held < segment.blocks), f"{segment.name} is in the wrong state"
-            assert 0 <= segment.ready <= segment.blocks, f"{segment.name} has computed more than its blocks"
-            assert segment.owner is None or segment.owner.segment is segment, f"{segment.name} is computed by a stranger"
+            assert users == sorted(
+                depth for depth, count in segment.users.items() for _ in range(count)
+            ), "users are wrong"
+            assert segment.held == max(users, default=0), (
+                f"{segment.name} is held otherwise than used"
+            )
+            assert (segment in self._idle) == (segment.held < segment.blocks), (
+                f"{segment.name} is in the wrong state"
+            )
+            assert 0 <= segment.ready <= segment.blocks, (
+                f"{segment.name} has computed more than its blocks"
+            )
+            assert segment.owner is None or segment.owner.segment is segment, (
+                f"{segment.name} is computed by a stranger"
+            )
         assert len(self._idle) <= len(self._kept) + len(self._common), "an idle segment has no name"

@@ -1,7 +1,9 @@
-"""What a recorded run took, read from its journal: its pace, and the times of its trainer as costs for a simulation of it.
+"""What a recorded run took, read from its journal: its pace, and the times of its
+trainer as costs for a simulation of it.
 
-Times are the controller's: from the event on which it gave a command to the event that answers it, the waiting for a busy
-controller included. The journals of both worlds are read, and must be whole: no checkpoint has compacted them.
+Times are the controller's: from the event on which it gave a command to the event that
+answers it, the waiting for a busy controller included. The journals of both worlds are
+read, and must be whole: no checkpoint has compacted them.
 """
 
 import statistics
@@ -15,15 +17,17 @@ from rollweave.record.journal import Replay
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """Seconds, in the order of a run. `trained` is tokens and seconds of every (mini-)batch.
+    """Seconds, in the order of a run. `trained` is tokens and seconds of every
+    (mini-)batch.
 
-    `ready_at` is when the first engine had its first weights, `ended_at` when the last step was trained; `tokens` were sampled
-    in between. `prepared` is from each attempt's start of RUN to its first turn.
+    `ready_at` is when the first engine had its first weights, `ended_at` when the last
+    step was trained; `tokens` were sampled in between. `prepared` is from each
+    attempt's start of RUN to its first turn.
     """
 
     ready_at: float | None = None
@@ -51,7 +55,10 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 def read_timings(journal: Path, config: RunConfig) -> Timings:
-    """Read the journal of a run of `config`. Raises ConfigError for one that was compacted, CorruptJournalError."""
+    """Read the journal of a run of `config`.
+
+    Raises ConfigError for one that was compacted, CorruptJournalError.
+    """
     replay, reader = Replay(journal, config, rules=rules_of(config)), _Reader()
     replay.tell(reader)
     reader.timings.events = replay.events
@@ -131,7 +138,9 @@ def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 class MeasuredTrainer:
-    """The trainer of a recorded run: a line through its steps, medians of all else (0 for what it never did)."""
+    """The trainer of a recorded run: a line through its steps, medians of all else (0
+    for what it never did).
+    """
 
     def __init__(self, timings: Timings) -> None:
         """Raises ConfigError where the run has trained nothing."""
@@ -142,7 +151,11 @@ class MeasuredTrainer:
         )
 
     def step_s(self, *, tokens: int, context: int) -> float:
-        """See `TrainerCosts`. Attention is in the price of a token: steps of one run have much the same lengths."""
+        """See `TrainerCosts`.
+
+        Attention is in the price of a token: steps of one run have much the same
+        lengths.
+        """
         del context
         return self.constant + self.per_token * tokens
 

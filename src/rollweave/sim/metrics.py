@@ -1,6 +1,8 @@
-"""`metrics.jsonl` of a simulated run: the lines of a live run, where meaningful, and how full the engines were.
+"""`metrics.jsonl` of a simulated run: the lines of a live run, where meaningful, and
+how full the engines were.
 
-The workload draws rewards and successes at random and nothing is learned, so no line contains them.
+The workload draws rewards and successes at random and nothing is learned, so no line
+contains them.
 """
 
 import json
@@ -9,16 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollweave.codec.disk import AppendFile
+from rollweave.io.disk import AppendFile
 from rollweave.record.steps import Cumulated
 from rollweave.schema import commands as c
 from rollweave.sim.world import World
 
 
 class SimMetrics:
-    """Gathers lines in `lines`, and appends them to `path` where one is given. `watch` the world before it runs."""
+    """Gathers lines in `lines`, and appends them to `path` where one is given.
 
-    def __init__(self, path: Path | None = None, *, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
+    `watch` the world before it runs.
+    """
+
+    def __init__(
+        self, path: Path | None = None, *, tell: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         """`tell` hears every line. Raises DiskError, as all that writes."""
         self._tell = tell
         self._file = AppendFile(path, keep=0) if path is not None else None

@@ -1,6 +1,8 @@
-"""Model shapes: what a model weighs, in parameters and bytes, from the `config.json` that Qwen publishes with its weights.
+"""Model shapes: what a model weighs, in parameters and bytes, from the `config.json`
+that Qwen publishes with its weights.
 
-Weights and KV are bf16. Norms, biases and the query and key norms of Qwen3 are left out: under 0.1 % of any model here.
+Weights and KV are bf16. Norms, biases and the query and key norms of Qwen3 are left
+out: under 0.1 % of any model here.
 """
 
 from rollweave.schema.base import Noun
@@ -11,7 +13,8 @@ BF16 = 2
 
 
 class ModelShape(Noun, frozen=True, kw_only=True):
-    """A decoder with grouped-query attention and gated MLPs; with `experts`, all MLPs are mixtures and `ffn` is unused.
+    """A decoder with grouped-query attention and gated MLPs; with `experts`, all MLPs
+    are mixtures and `ffn` is unused.
 
     `tied`: the output head is the embedding table.
     """
@@ -32,26 +35,38 @@ class ModelShape(Noun, frozen=True, kw_only=True):
     @property
     def parameters(self) -> int:
         """All of them."""
-        return self.dense_parameters + self.expert_parameters + (1 if self.tied else 2) * self.head_parameters
+        return (
+            self.dense_parameters
+            + self.expert_parameters
+            + (1 if self.tied else 2) * self.head_parameters
+        )
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token uses, embedding and head included, as model cards count them."""
+        """Those that one token uses, embedding and head included, as model cards count
+        them.
+        """
         return self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Those of the layers that one token is multiplied with; looking up its embedding multiplies nothing."""
+        """Those of the layers that one token is multiplied with; looking up its
+        embedding multiplies nothing.
+        """
         return self.dense_parameters + self.layers * self.experts_active * self._expert
 
     @property
     def head_parameters(self) -> int:
-        """The output head's, used only where a token is sampled; an embedding table has as many."""
+        """The output head's, used only where a token is sampled; an embedding table has
+        as many.
+        """
         return self.vocab * self.hidden
 
     @property
     def dense_parameters(self) -> int:
-        """Those of the layers that every token uses: attention, and the MLP or the router."""
+        """Those of the layers that every token uses: attention, and the MLP or the
+        router.
+        """
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         mlp = self.hidden * self.experts if self.experts else 3 * self.hidden * self.ffn
         return self.layers * (attention + mlp)
@@ -73,7 +88,9 @@ class ModelShape(Noun, frozen=True, kw_only=True):
 
     @property
     def attention_flops(self) -> int:
-        """FLOPs of one query looking at one position, in all layers: a product with the key and one with the value."""
+        """FLOPs of one query looking at one position, in all layers: a product with the
+        key and one with the value.
+        """
         return 4 * self.layers * self.heads * self.head_dim
 
     @property
@@ -81,7 +98,9 @@ class ModelShape(Noun, frozen=True, kw_only=True):
         return 3 * self.hidden * self.expert_ffn
 
 
-def _qwen25(name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> ModelShape:
+def _qwen25(
+    name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int
+) -> ModelShape:
     return ModelShape(
         name=name,
         layers=layers,
@@ -95,7 +114,9 @@ def _qwen25(name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, f
     )
 
 
-def _qwen3(name: str, *, layers: int, hidden: int, heads: int, kv_heads: int = 8, ffn: int, **experts: int) -> ModelShape:
+def _qwen3(
+    name: str, *, layers: int, hidden: int, heads: int, kv_heads: int = 8, ffn: int, **experts: int
+) -> ModelShape:
     return ModelShape(
         name=name,
         layers=layers,

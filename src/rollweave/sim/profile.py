@@ -1,4 +1,5 @@
-"""The cost of an engine's steps as they were measured: a profile, and the few prices that are fitted to it.
+"""The cost of an engine's steps as they were measured: a profile, and the few prices
+that are fitted to it.
 
 Invariant: a step with more work never costs less, however noisy the samples are.
 """
@@ -30,7 +31,10 @@ class Sample(Noun, frozen=True, kw_only=True):
 
 
 class Profile(Noun, frozen=True, kw_only=True):
-    """A measured engine: the file that `ProfileCost.from_json` reads. `subject` says what was measured, for people."""
+    """A measured engine: the file that `ProfileCost.from_json` reads.
+
+    `subject` says what was measured, for people.
+    """
 
     kv_tokens: int
     samples: tuple[Sample, ...]
@@ -38,10 +42,12 @@ class Profile(Noun, frozen=True, kw_only=True):
 
 
 class ProfileCost:
-    """Step times fitted to measured ones: a constant and a price for each of the four amounts, none negative.
+    """Step times fitted to measured ones: a constant and a price for each of the four
+    amounts, none negative.
 
-    So a step with more work never costs less, however noisy the samples are. The fit minimises relative errors, because most of
-    a run's steps are short ones. Raises ConfigError for samples that cannot be fitted.
+    So a step with more work never costs less, however noisy the samples are. The fit
+    minimises relative errors, because most of a run's steps are short ones. Raises
+    ConfigError for samples that cannot be fitted.
     """
 
     kv_tokens: int
@@ -54,8 +60,13 @@ class ProfileCost:
         for amount in ("prefill_tokens", "decode"):
             values = {getattr(sample, amount) for sample in samples}
             if len(values) < 2:
-                raise ConfigError(f"samples must have at least two different values of {amount}, got {sorted(values)}")
-        rows = [(1, s.prefill_tokens, s.prefill_context, s.decode, s.decode_context) for s in samples]
+                raise ConfigError(
+                    f"samples must have at least two different values of {amount}, "
+                    f"got {sorted(values)}"
+                )
+        rows = [
+            (1, s.prefill_tokens, s.prefill_context, s.decode, s.decode_context) for s in samples
+        ]
         self.kv_tokens = kv_tokens
         self._fixed, *prices = _fit(rows, [s.seconds for s in samples])
         self._prefill_token, self._prefill_pair, self._decode_token, self._decode_pair = prices
@@ -69,17 +80,27 @@ class ProfileCost:
         except OSError as error:
             raise ConfigError(f"{path}: profile must be a readable file: {error}") from error
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: profile must be JSON with kv_tokens and samples: {error}") from error
+            raise ConfigError(
+                f"{path}: profile must be JSON with kv_tokens and samples: {error}"
+            ) from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
-    def step_s(self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int) -> float:
+    def step_s(
+        self, *, prefill_tokens: int, prefill_context: int, decode: int, decode_context: int
+    ) -> float:
         """See `EngineCosts`."""
         prefill = prefill_tokens * self._prefill_token + prefill_context * self._prefill_pair
-        return self._fixed + prefill + decode * self._decode_token + decode_context * self._decode_pair
+        return (
+            self._fixed + prefill + decode * self._decode_token + decode_context * self._decode_pair
+        )
 
     def move_s(self, tokens: int) -> float:
-        """See `EngineCosts`. No profile has it; taken is what it must not exceed to be of use: computing the tokens again."""
+        """See `EngineCosts`.
+
+        No profile has it; taken is what it must not exceed to be of use: computing the
+        tokens again.
+        """
         return tokens * self._prefill_token
 
     def decode_s(self, *, decode: int, decode_context: int, steps: int) -> float:
@@ -91,20 +112,28 @@ class ProfileCost:
 def _check(sample: Sample, index: int) -> None:
     for field in ("prefill_tokens", "prefill_context", "decode", "decode_context"):
         if getattr(sample, field) < 0:
-            raise ConfigError(f"samples[{index}].{field} must be at least 0, got {getattr(sample, field)}")
+            raise ConfigError(
+                f"samples[{index}].{field} must be at least 0, got {getattr(sample, field)}"
+            )
     if not (sample.seconds > 0 and math.isfinite(sample.seconds)):
-        raise ConfigError(f"samples[{index}].seconds must be positive and finite, got {sample.seconds}")
+        raise ConfigError(
+            f"samples[{index}].seconds must be positive and finite, got {sample.seconds}"
+        )
 
 
 FIT_ROUNDS = 8
-"""Of weighing errors by what the round before has fitted: the weights settle within a few."""
+"""Of weighing errors by what the round before has fitted: the weights settle within a
+few.
+"""
 
 
 def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[float]:
-    """The nonnegative prices that minimise the errors of `rows @ prices` against `seconds`, relative to the fitted seconds.
+    """The nonnegative prices that minimise the errors of `rows @ prices` against
+    `seconds`, relative to the fitted seconds.
 
-    Errors relative to the measured seconds would weigh a sample less the slower it came out by chance: noisy samples would be
-    fitted below their mean. They are the first round's.
+    Errors relative to the measured seconds would weigh a sample less the slower it came
+    out by chance: noisy samples would be fitted below their mean. They are the first
+    round's.
     """
     amounts, measured = np.array(rows, dtype=np.float64), np.array(seconds)
     prices = _weighted_fit(amounts, measured, measured)
@@ -114,12 +143,15 @@ def _fit(rows: Sequence[tuple[int, ...]], seconds: Sequence[float]) -> list[floa
 
 
 def _weighted_fit(amounts: Array, measured: Array, scale: Array) -> Array:
-    """The nonnegative prices with the least squared errors, each divided by its `scale`.
+    """The nonnegative prices with the least squared errors, each divided by its
+    `scale`.
 
-    The best fit is the plain least squares fit of the columns that it uses, so with five columns all 32 choices are tried.
+    The best fit is the plain least squares fit of the columns that it uses, so with
+    five columns all 32 choices are tried.
     """
     columns, wanted = amounts / scale[:, None], measured / scale
-    widths = columns.max(axis=0) + (columns.max(axis=0) == 0)  # comparable columns keep the least squares exact
+    # comparable columns keep the least squares exact
+    widths = columns.max(axis=0) + (columns.max(axis=0) == 0)
     columns /= widths
     best, least = np.zeros(len(widths)), math.inf
     for used in itertools.product((False, True), repeat=len(widths)):

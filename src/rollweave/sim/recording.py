@@ -1,30 +1,35 @@
-"""A journal, read as what happened to every training attempt in it: when each of its stages and turns began and ended.
+"""A journal, read as what happened to every training attempt in it: when each of its
+stages and turns began and ended.
 
-Times that no event tells (when INIT and EVAL began) are those of the commands `StartInit` and `StartEval`, which the core
-gives again when it is fed the journal; so reading needs the run's `config.toml` beside the journal, and refuses a journal on
-which today's core decides otherwise. Of a journal that a checkpoint has compacted, attempts that began before it are left out.
+Times that no event tells (when INIT and EVAL began) are those of the commands
+`StartInit` and `StartEval`, which the core gives again when it is fed the journal; so
+reading needs the run's `config.toml` beside the journal, and refuses a journal on which
+today's core decides otherwise. Of a journal that a checkpoint has compacted, attempts
+that began before it are left out.
 """
 
 from pathlib import Path
 
 import msgspec
 
-from rollweave.codec.config import load
 from rollweave.envs.rules import rules_of
 from rollweave.record.journal import Replay
 from rollweave.record.rundir import RunDir
 from rollweave.schema import events as e
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit
+from rollweave.schema.config.loading import load
 from rollweave.schema.errors import ConfigError, CorruptJournalError
 from rollweave.schema.work import Purpose, StopReason
 
 
 class Attempt(msgspec.Struct, kw_only=True):
-    """One attempt. Times are seconds of the run's clock, as the controller saw them; None is what did not happen.
+    """One attempt. Times are seconds of the run's clock, as the controller saw them;
+    None is what did not happen.
 
-    `asked` is time and context tokens of every turn's request, `said` time and output tokens of its answer, `tokens` the
-    length at the end. `stop` is how INIT and RUN ended, `cut` why the attempt was cancelled after that.
+    `asked` is time and context tokens of every turn's request, `said` time and output
+    tokens of its answer, `tokens` the length at the end. `stop` is how INIT and RUN
+    ended, `cut` why the attempt was cancelled after that.
     """
 
     domain: str
@@ -50,17 +55,24 @@ Key = tuple[TrajectoryId, int]
 
 
 def read(path: Path) -> list[Attempt]:
-    """The training attempts of a run directory, or of the journal in it, as they began. Raises ConfigError."""
+    """The training attempts of a run directory, or of the journal in it, as they began.
+
+    Raises ConfigError.
+    """
     journal = RunDir(path).journal if path.is_dir() else path
     if not journal.is_file():
         raise ConfigError(f"workload: {path} must hold a run's {journal.name}, found none")
     config = RunDir(journal.parent).config
     if not config.is_file():
-        raise ConfigError(f"workload: {journal} must have the run's {config.name} beside it, found none")
+        raise ConfigError(
+            f"workload: {journal} must have the run's {config.name} beside it, found none"
+        )
     try:
         return _attempts(journal, config)
     except (CorruptJournalError, msgspec.MsgspecError, OSError) as error:
-        raise ConfigError(f"workload: {journal} must be a whole journal of this version: {error}") from error
+        raise ConfigError(
+            f"workload: {journal} must be a whole journal of this version: {error}"
+        ) from error
 
 
 def _attempts(journal: Path, config: Path) -> list[Attempt]:
@@ -69,7 +81,8 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
     for now, event, commands in replay:
         if replay.differing:
             raise ConfigError(
-                f"workload: {journal} must lead to the decisions recorded in it, event {replay.events} at {now:.3f} s does "
+                f"workload: {journal} must lead to the decisions recorded in it, event "
+                f"{replay.events} at {now:.3f} s does "
                 "not: it was recorded by other code, or with another configuration"
             )
         _take(found, now, event)
@@ -91,7 +104,15 @@ def _attempts(journal: Path, config: Path) -> list[Attempt]:
 
 def _take(found: dict[Key, Attempt], now: float, event: e.Event) -> None:
     """Note the event with the attempt that it is about, if it is about one of ours."""
-    if not isinstance(event, e.EnvReady | e.TurnRequested | e.TurnDone | e.TrajectoryEnded | e.RewardReady | e.RewardFailed):
+    if not isinstance(
+        event,
+        e.EnvReady
+        | e.TurnRequested
+        | e.TurnDone
+        | e.TrajectoryEnded
+        | e.RewardReady
+        | e.RewardFailed,
+    ):
         return
     attempt = found.get((event.trajectory_id, event.attempt))
     if attempt is None:

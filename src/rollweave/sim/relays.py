@@ -1,8 +1,10 @@
-"""The simulated relays: they take weights from each other in the time that the links between their machines need.
+"""The simulated relays: they take weights from each other in the time that the links
+between their machines need.
 
-Invariants: commands and answers are those of `live/relays.py`; a relay is never ahead of the one that it takes from, and ends
-at least a chunk after it (Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is another; a
-relay that hangs does nothing, and nothing comes from it.
+Invariants: commands and answers are those of `runtime/supervisors/relays.py`; a relay
+is never ahead of the one that it takes from, and ends at least a chunk after it
+(Laminar §4.2: a pipeline); what it has got so far is not sent again when its source is
+another; a relay that hangs does nothing, and nothing comes from it.
 """
 
 import math
@@ -17,21 +19,30 @@ from rollweave.sim.clock import Clock
 from rollweave.sim.cost import TrainerCosts
 
 SUSPECT_S = 0.6
-"""Seconds for which a relay may be silent until it is suspected (live/relay_link)."""
+"""Seconds for which a relay may be silent until it is suspected (runtime/links/relay)."""
 
 SILENT_S = 5.0
 """The same, until it counts as lost."""
 
 RESTART_S = 5.0
-"""Seconds until a relay that was started again listens. Assumption: the start of a small process."""
+"""Seconds until a relay that was started again listens.
+
+Assumption: the start of a small process.
+"""
 
 DELTA_SHARE = 108e6 / 14e9
-"""Bytes of a change for a byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about 1 % of whose elements have changed."""
+"""Bytes of a change for a byte of weights: PULSE's 108 MB for a 7B model's 14 GB, about
+1 % of whose elements have changed.
+"""
 
 
 @dataclass(slots=True)
 class Node:
-    """One relay and its machine. Of what it takes, `got` had come at `since`, and the rest takes `seconds` from then on."""
+    """One relay and its machine.
+
+    Of what it takes, `got` had come at `since`, and the rest takes `seconds` from then
+    on.
+    """
 
     id: str
     epoch: int
@@ -52,9 +63,21 @@ class SimRelays:
     """Relays r0, r1, …, one on each of `machines`."""
 
     def __init__(
-        self, *, clock: Clock, post: Callable[[e.Event], None], cost: TrainerCosts, machines: int, trace: Trace | None
+        self,
+        *,
+        clock: Clock,
+        post: Callable[[e.Event], None],
+        cost: TrainerCosts,
+        machines: int,
+        trace: Trace | None,
     ) -> None:
-        self._clock, self._post, self._cost, self._machines, self._trace = clock, post, cost, machines, trace
+        self._clock, self._post, self._cost, self._machines, self._trace = (
+            clock,
+            post,
+            cost,
+            machines,
+            trace,
+        )
         self.nodes: dict[str, Node] = {}
         self.refusals: dict[str, int] = {}  # takes whose bytes are to come broken
 
@@ -80,11 +103,16 @@ class SimRelays:
             self._post(e.RelayLost(relay_id=relay_id, epoch=node.epoch, error=error))
 
     def silence(self, relay_id: str) -> None:
-        """The process dies and nobody says so: what is asked of it from now on is not answered."""
+        """The process dies and nobody says so: what is asked of it from now on is not
+        answered.
+        """
         self._drop(self.nodes.get(relay_id))
 
     def hang(self, relay_id: str, seconds: float) -> None:
-        """The process stands still for so long, or until it counts as lost. What it holds can be read."""
+        """The process stands still for so long, or until it counts as lost.
+
+        What it holds can be read.
+        """
         node = self.nodes.get(relay_id)
         if node is None or not node.up or node.hangs:
             return
@@ -121,7 +149,9 @@ class SimRelays:
         return int(engine_id.removeprefix("e")) % self._machines if self._machines else None
 
     def serves(self, engine_id: EngineId, weights_id: int) -> bool:
-        """The engine can read these weights: from its machine's relay, or without relays from the trainer."""
+        """The engine can read these weights: from its machine's relay, or without
+        relays from the trainer.
+        """
         machine = self.machine_of(engine_id)
         if machine is None:
             return True
@@ -143,7 +173,11 @@ class SimRelays:
         if not goes_on:
             node.began = now
         self._clock.cancel(node.ticket)
-        node.held = {held: since for held, since in node.held.items() if held in command.keep or held == command.base_id}
+        node.held = {
+            held: since
+            for held, since in node.held.items()
+            if held in command.keep or held == command.base_id
+        }
         node.take, node.since, node.waits, node.seconds = command, now, False, math.inf
         self._go_on(node)
 
@@ -154,7 +188,9 @@ class SimRelays:
             node.got, node.since, node.seconds = self._share(node), self._clock.now, math.inf
 
     def _go_on(self, node: Node) -> None:
-        """The rest of what it takes comes from now on, unless it stands still, or its source does."""
+        """The rest of what it takes comes from now on, unless it stands still, or its
+        source does.
+        """
         if node.take is None or node.waits or self._stands_still(node):
             return
         node.since, node.seconds = self._clock.now, (1 - node.got) * self._whole_s(node.take)
@@ -170,17 +206,27 @@ class SimRelays:
                 self._go_on(other)
 
     def _stands_still(self, node: Node) -> bool:
-        source = self.nodes.get(node.take.source) if node.take is not None and node.take.source is not None else None
+        source = (
+            self.nodes.get(node.take.source)
+            if node.take is not None and node.take.source is not None
+            else None
+        )
         return node.hangs or (source is not None and source.hangs)
 
     def _takers(self, source: Node) -> list[Node]:
-        return [node for node in self.nodes.values() if node.take is not None and node.take.source == source.id]
+        return [
+            node
+            for node in self.nodes.values()
+            if node.take is not None and node.take.source == source.id
+        ]
 
     def _still_hangs(self, node: Node) -> bool:
         return node.hangs and self.nodes.get(node.id) is node
 
     def _whole_s(self, command: c.TakeWeights) -> float:
-        """The trainer has handed them to the master already: that is what its publication takes."""
+        """The trainer has handed them to the master already: that is what its
+        publication takes.
+        """
         if command.source is None:
             return 0.0
         return self._cost.hop_s(share=1.0 if command.base_id is None else DELTA_SHARE)
@@ -192,7 +238,10 @@ class SimRelays:
         return min(1.0, node.got + (1 - node.got) * (self._clock.now - node.since) / node.seconds)
 
     def _came(self, node: Node) -> None:
-        """All has come that its source has. Where the source is still taking it too, the rest comes a chunk behind."""
+        """All has come that its source has.
+
+        Where the source is still taking it too, the rest comes a chunk behind.
+        """
         command = node.take
         assert command is not None, "a relay that takes nothing has no ticket"
         if self._stands_still(node):
@@ -208,15 +257,25 @@ class SimRelays:
             self._has(node, command)
         elif source is not None and command.weights_id in source.held:
             since = source.held[command.weights_id]
-            due = since + self._cost.lag_s() if since > node.since else 0.0  # else all of it was there from the start
+            # else all of it was there from the start
+            due = since + self._cost.lag_s() if since > node.since else 0.0
             if self._clock.now < due:
                 node.ticket = self._clock.at(due, lambda: self._came(node))
             else:
                 self._has(node, command)
-        elif source is not None and source.take is not None and source.take.weights_id == command.weights_id:
+        elif (
+            source is not None
+            and source.take is not None
+            and source.take.weights_id == command.weights_id
+        ):
             node.waits = True
         else:
-            self._refuse(node, command, "source", f"{command.source} does not have weights {command.weights_id}")
+            self._refuse(
+                node,
+                command,
+                "source",
+                f"{command.source} does not have weights {command.weights_id}",
+            )
 
     def _has(self, node: Node, command: c.TakeWeights) -> None:
         node.held[command.weights_id] = self._clock.now
@@ -227,7 +286,9 @@ class SimRelays:
         self._post(e.WeightsHeld(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id))
         self._let_go_on(node)
 
-    def _refuse(self, node: Node, command: c.TakeWeights, reason: e.RefusalReason, error: str) -> None:
+    def _refuse(
+        self, node: Node, command: c.TakeWeights, reason: e.RefusalReason, error: str
+    ) -> None:
         node.take = None
         self._post(
             e.WeightsRefused(
@@ -242,7 +303,9 @@ class SimRelays:
         self._let_go_on(node)
 
     def _let_go_on(self, source: Node) -> None:
-        """Whoever waited for this one gets its last chunk next; or learns that it will not come."""
+        """Whoever waited for this one gets its last chunk next; or learns that it will
+        not come.
+        """
         for node in self._takers(source):
             if node.waits:
                 node.waits = False

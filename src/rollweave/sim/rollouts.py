@@ -1,7 +1,9 @@
-"""The simulated pipeline: environments, episodes and rewards of every attempt, as its workload's plan says.
+"""The simulated pipeline: environments, episodes and rewards of every attempt, as its
+workload's plan says.
 
-Invariant: each command is answered as the live pipeline answers it (`rollout/pipeline.py`): by the same kinds of events, with
-the same stop reasons, and with no event of an attempt after its last.
+Invariant: each command is answered as the live pipeline answers it
+(`rollout/pipeline.py`): by the same kinds of events, with the same stop reasons, and
+with no event of an attempt after its last.
 """
 
 import operator
@@ -28,7 +30,10 @@ Key = tuple[TrajectoryId, int]
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt under way. `tokens` is the length of its context, `turn` the turn that is open or comes next."""
+    """One attempt under way.
+
+    `tokens` is the length of its context, `turn` the turn that is open or comes next.
+    """
 
     start: c.StartInit
     plan: Plan
@@ -42,7 +47,9 @@ class Attempt:
     done: e.TurnDone | None = None  # the last answer
     waits: bool = False  # for the open turn to be given to an engine
     kept: int = 0  # tokens of the open turn that its engine goes on from, or its next one can
-    told: int = -1  # tokens of the open turn's try that the core was told of; -1 before it was looked at
+    # tokens of the open turn's try that the core was told of; -1 before it was looked
+    # at
+    told: int = -1
     asked: float = 0.0  # when the open turn was asked for, or the environment's part began
 
 
@@ -76,7 +83,13 @@ class Rollouts:
         """`keeps_turns` as in `rollout/pipeline.py`."""
         self._serverless, self._keeps_turns = serverless, keeps_turns
         self._looking = False
-        self._clock, self._post, self._fleet, self._work, self._seed = clock, post, fleet, work, seed
+        self._clock, self._post, self._fleet, self._work, self._seed = (
+            clock,
+            post,
+            fleet,
+            work,
+            seed,
+        )
         self._trace = trace
         self._attempts: dict[TrajectoryId, Attempt] = {}
         self._by_key: dict[str, Attempt] = {}
@@ -93,14 +106,23 @@ class Rollouts:
     def start_init(self, command: c.StartInit) -> None:
         task = command.task
         plan = _within(
-            self._work[task.tag].plan(index=task.seed, member=command.member, attempt=command.attempt, seed=self._seed),
+            self._work[task.tag].plan(
+                index=task.seed, member=command.member, attempt=command.attempt, seed=self._seed
+            ),
             task.limits,
         )
-        attempt = Attempt(start=command, plan=plan, key=f"{command.trajectory_id}/{command.attempt}", began=self._clock.now)
+        attempt = Attempt(
+            start=command,
+            plan=plan,
+            key=f"{command.trajectory_id}/{command.attempt}",
+            began=self._clock.now,
+        )
         self._attempts[command.trajectory_id] = attempt
         self._by_key[attempt.key] = attempt
         hangs = plan.fails_in == "init" and plan.stop is StopReason.ENV_HANG
-        attempt.ticket = self._clock.after(task.limits.step_s if hangs else plan.init_s, lambda: self._init_over(attempt))
+        attempt.ticket = self._clock.after(
+            task.limits.step_s if hangs else plan.init_s, lambda: self._init_over(attempt)
+        )
 
     def start_run(self, command: c.StartRun) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -117,7 +139,8 @@ class Rollouts:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is None:
             return
-        if command.turn < attempt.turn and attempt.done is not None:  # its answer was given, and has not arrived
+        # its answer was given, and has not arrived
+        if command.turn < attempt.turn and attempt.done is not None:
             self._post(msgspec.structs.replace(attempt.done, try_number=command.try_number))
             if attempt.waits:  # nor has what was asked for since
                 self._ask(attempt)
@@ -143,12 +166,18 @@ class Rollouts:
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None and (attempt.engine, attempt.try_number) == (command.engine_id, command.try_number):
+        if attempt is not None and (attempt.engine, attempt.try_number) == (
+            command.engine_id,
+            command.try_number,
+        ):
             self._left(attempt, self._fleet.abort(command.engine_id, attempt.key))
 
     def rerank(self, command: c.RerankTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None and (attempt.engine, attempt.try_number) == (command.engine_id, command.try_number):
+        if attempt is not None and (attempt.engine, attempt.try_number) == (
+            command.engine_id,
+            command.try_number,
+        ):
             self._fleet.rerank(command.engine_id, attempt.key, command.rank)
 
     def migrate(self, command: c.Migrate) -> None:
@@ -189,7 +218,11 @@ class Rollouts:
         attempt = self._find(command.trajectory_id, command.attempt)
         if attempt is None:
             self._post(
-                e.TrajectoryEnded(trajectory_id=command.trajectory_id, attempt=command.attempt, stop_reason=command.reason)
+                e.TrajectoryEnded(
+                    trajectory_id=command.trajectory_id,
+                    attempt=command.attempt,
+                    stop_reason=command.reason,
+                )
             )
             return
         if attempt.engine is not None:
@@ -201,20 +234,27 @@ class Rollouts:
             self.scored.pop(trajectory_id, None)
 
     def forget_all(self) -> None:
-        """The controller is lost, and with it everything in flight. What was scored is in the store."""
+        """The controller is lost, and with it everything in flight.
+
+        What was scored is in the store.
+        """
         for attempt in list(self._attempts.values()):
             self._forget(attempt)
 
     # Unfinished turns.
 
     def _left(self, attempt: Attempt, sampled: int | None) -> None:
-        """The open turn is with no engine any more, the last of which has sampled so many tokens of it, where that is known.
+        """The open turn is with no engine any more, the last of which has sampled so
+        many tokens of it, where that is known.
 
-        An engine that was stopped as it had sampled the last one would answer it; here that one is sampled again.
+        An engine that was stopped as it had sampled the last one would answer it; here
+        that one is sampled again.
         """
         attempt.engine = None
         if self._keeps_turns and sampled is not None:
-            attempt.kept = min(attempt.kept + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1)
+            attempt.kept = min(
+                attempt.kept + sampled, attempt.plan.turns[attempt.turn].output_tokens - 1
+            )
 
     def _gone(self, engine_id: EngineId, told: Mapping[str, int]) -> None:
         """The engine is lost, and with it what it had not told of its turns."""
@@ -228,7 +268,11 @@ class Rollouts:
         told = self._fleet.told()
         news, self._looking = [], False
         for attempt in self._by_key.values():
-            sampled = told.get(attempt.engine, {}).get(attempt.key) if attempt.engine is not None else None
+            sampled = (
+                told.get(attempt.engine, {}).get(attempt.key)
+                if attempt.engine is not None
+                else None
+            )
             if sampled is None:
                 continue
             self._looking = True
@@ -302,7 +346,9 @@ class Rollouts:
         last = attempt.turn == len(attempt.plan.turns)
         hangs = last and attempt.plan.fails_in == "run" and attempt.plan.stop is StopReason.ENV_HANG
         wait = attempt.start.task.limits.step_s if hangs else plan.env_s
-        attempt.ticket = self._clock.after(wait, lambda: self._env_over(attempt, plan.observation_tokens))
+        attempt.ticket = self._clock.after(
+            wait, lambda: self._env_over(attempt, plan.observation_tokens)
+        )
 
     def _env_over(self, attempt: Attempt, observation_tokens: int) -> None:
         self._span(attempt, "step", attempt.asked)
@@ -312,7 +358,12 @@ class Rollouts:
         elif attempt.plan.fails_in == "run":
             self._end(attempt, attempt.plan.stop, "as its workload says")
         else:
-            self._post(self._ended(attempt, attempt.plan.stop if attempt.plan.fails_in == "" else StopReason.FINISHED))
+            self._post(
+                self._ended(
+                    attempt,
+                    attempt.plan.stop if attempt.plan.fails_in == "" else StopReason.FINISHED,
+                )
+            )
 
     def _eval_over(self, attempt: Attempt) -> None:
         self._span(attempt, "eval", attempt.asked)
@@ -321,7 +372,10 @@ class Rollouts:
         if plan.fails_in == "eval":
             self._post(
                 e.RewardFailed(
-                    trajectory_id=start.trajectory_id, attempt=start.attempt, stop_reason=plan.stop, error="simulated"
+                    trajectory_id=start.trajectory_id,
+                    attempt=start.attempt,
+                    stop_reason=plan.stop,
+                    error="simulated",
                 )
             )
             return
@@ -335,7 +389,12 @@ class Rollouts:
                 success=plan.success,
             )
         self._post(
-            e.RewardReady(trajectory_id=start.trajectory_id, attempt=start.attempt, reward=plan.reward, success=plan.success)
+            e.RewardReady(
+                trajectory_id=start.trajectory_id,
+                attempt=start.attempt,
+                reward=plan.reward,
+                success=plan.success,
+            )
         )
 
     def _end(self, attempt: Attempt, reason: StopReason, error: str = "") -> None:
@@ -375,10 +434,18 @@ def _within(plan: Plan, limits: Limits) -> Plan:
         room = min(limits.max_turn_tokens, limits.max_tokens - tokens)
         if room < 1:
             break
-        turns.append(turn if turn.output_tokens <= room else msgspec.structs.replace(turn, output_tokens=room))
+        turns.append(
+            turn
+            if turn.output_tokens <= room
+            else msgspec.structs.replace(turn, output_tokens=room)
+        )
         tokens += turns[-1].output_tokens + turn.observation_tokens
     if len(turns) == len(plan.turns):
-        return plan if all(map(operator.is_, turns, plan.turns)) else msgspec.structs.replace(plan, turns=tuple(turns))
+        return (
+            plan
+            if all(map(operator.is_, turns, plan.turns))
+            else msgspec.structs.replace(plan, turns=tuple(turns))
+        )
     stop = StopReason.MAX_TURNS if len(turns) == limits.max_turns else StopReason.MAX_TOKENS
     kept = tuple(turns or plan.turns[:1])  # an attempt has at least one turn
     return msgspec.structs.replace(plan, turns=kept, stop=stop, fails_in="")

@@ -12,13 +12,15 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize, write_summary
 from rollweave.record.trace import Trace
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.workload import Workload
 from rollweave.sim.world import Costs, Journal, World, section
 
 SUFFIX = ".sim"
-"""Behind the run's name: a simulation does not take the directory of the run that it stands for."""
+"""Behind the run's name: a simulation does not take the directory of the run that it
+stands for.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class Outcome:
     events: int
     gpus: int
     engine_gpus: int
-    rewards_used: float | None = None  # share of the time of serverless reward instances in which they worked
+    # share of the time of serverless reward instances in which they worked
+    rewards_used: float | None = None
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -38,7 +41,9 @@ class Outcome:
 
     @property
     def step_s(self) -> list[float]:
-        """Seconds between the starts of successive training steps, without the first: it has nothing before it."""
+        """Seconds between the starts of successive training steps, without the first:
+        it has nothing before it.
+        """
         starts = [float(line["at"]) for line in self.steps]
         return [after - before for before, after in itertools.pairwise(starts)]
 
@@ -53,7 +58,9 @@ class Outcome:
 
     @property
     def trained_tokens_per_s(self) -> float:
-        """Tokens of trained trajectories a second, prompts and observations included, from the second step on."""
+        """Tokens of trained trajectories a second, prompts and observations included,
+        from the second step on.
+        """
         tokens = sum(line["batch_tokens"] for line in self.steps[1:])
         return tokens / sum(self.step_s) if self.step_s else 0.0
 
@@ -77,7 +84,8 @@ def simulate(
     work: dict[str, Workload] | None = None,
     watch: Journal | None = None,
 ) -> Outcome:
-    """Simulate `config`; into the directory `run` where one is given, else told to `watch`; `tell` hears every line of metrics.
+    """Simulate `config`; into the directory `run` where one is given, else told to
+    `watch`; `tell` hears every line of metrics.
 
     Raises ConfigError, DiskError, StuckError.
     """
@@ -87,7 +95,9 @@ def simulate(
     config = config.model_copy(update={"eval": config.eval.model_copy(update={"stop_at": None})})
     journal = RunJournal(run.journal) if run is not None else None
     trace = Trace(run.trace) if run is not None else None
-    world = World(config, listener=metrics, journal=journal or watch, trace=trace, costs=costs, work=work)
+    world = World(
+        config, listener=metrics, journal=journal or watch, trace=trace, costs=costs, work=work
+    )
     metrics.watch(world)
     core = world.run()
     summary = summarize(core, evaluation=metrics.final, wall_s=world.clock.now)
@@ -110,10 +120,16 @@ def simulate(
 
 
 def directory_of(config: RunConfig) -> RunDir:
-    """A fresh directory for the simulation of `config`: what a former one left there is replaced."""
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})})
+    """A fresh directory for the simulation of `config`: what a former one left there is
+    replaced.
+    """
+    named = config.model_copy(
+        update={"run": config.run.model_copy(update={"name": config.run.name + SUFFIX})}
+    )
     at = RunDir(Path(config.run.dir) / named.run.name)
-    written = [file.name for file in (at.config, at.identity, at.journal, at.metrics, at.trace, at.summary)]
+    written = [
+        file.name for file in (at.config, at.identity, at.journal, at.metrics, at.trace, at.summary)
+    ]
     run = RunDir.claim(named, resume=False, replace=[*written, "report.html"])
     run.write_config(config)
     write_identity(run.identity, new_identity("simulation"))

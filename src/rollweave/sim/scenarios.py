@@ -1,6 +1,8 @@
-"""What a seed of the fault search stands for: a small run whose every part a fault may meet, and how much goes wrong in it.
+"""What a seed of the fault search stands for: a small run whose every part a fault may
+meet, and how much goes wrong in it.
 
-Invariant: everything here follows from the seed alone, so that the seed is all that is needed to see a failure again.
+Invariant: everything here follows from the seed alone, so that the seed is all that is
+needed to see a failure again.
 """
 
 import random
@@ -10,12 +12,14 @@ from typing import Any
 
 import msgspec
 
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
 from rollweave.sim.workload import Plan, Workload
 
 STORM_S = 900.0
-"""Simulated seconds of faults in a scenario of ours: several times its length without them."""
+"""Simulated seconds of faults in a scenario of ours: several times its length without
+them.
+"""
 
 STRIKES = 22.0
 """Faults of processes in a storm of heat 1: about every 40 s in a scenario of ours."""
@@ -35,12 +39,15 @@ KINDS = {
 }
 """Faults of processes, by weight.
 
-A silent process is gone and nobody says so; of an engine whose heartbeat is lost everybody believes that it is gone, and it
-works on.
+A silent process is gone and nobody says so; of an engine whose heartbeat is lost
+everybody believes that it is gone, and it works on.
 """
 
 FLEET_KINDS = {"engine joins": 2, "engine leaves": 2}
-"""Where no plan decides which engines there are. No faults, but at no better moments."""
+"""Where no plan decides which engines there are.
+
+No faults, but at no better moments.
+"""
 
 RELAY_KINDS = {"relay lost": 4, "relay silent": 2, "relay hangs": 4, "take refused": 3}
 """The same as KINDS, in runs with relays."""
@@ -94,11 +101,21 @@ def scenario(seed: int) -> RunConfig:
             "max_running": draw.choice([4, 12, 32]),
             "dynamic_sampling": draw.random() < 0.2,
         },
-        "engines": {"count": draw.randint(1, 4), "max_slots": draw.choice([2, 8]), "kv_tokens": 65536},
+        "engines": {
+            "count": draw.randint(1, 4),
+            "max_slots": draw.choice([2, 8]),
+            "kv_tokens": 65536,
+        },
         **_scheduling(seed),
         "trainer": {"minibatches": draw.choice([1, 2])},
         "eval": {"every": draw.choice([0, 2]), "episodes": 3, "final_episodes": 2},
-        "watchdog": {"turn_s": 120.0, "weights_s": 90.0, "train_s": 300.0, "start_s": 120.0, "restarts": 100_000},
+        "watchdog": {
+            "turn_s": 120.0,
+            "weights_s": 90.0,
+            "train_s": 300.0,
+            "start_s": 120.0,
+            "restarts": 100_000,
+        },
     }
     data["rollout"] |= data.pop("scheduling")
     if "allocation" in data:
@@ -110,10 +127,15 @@ def scenario(seed: int) -> RunConfig:
 
 
 def _decouple(data: dict[str, Any], draw: random.Random) -> None:
-    """Make it a run in mode decoupled, which leaves no choice in some settings and brings others."""
+    """Make it a run in mode decoupled, which leaves no choice in some settings and
+    brings others.
+    """
     for key in ("placement", "migration", "spare_groups"):
         data["rollout"].pop(key, None)
-    if data["rollout"].pop("scheduling", "turn") == "trajectory" and data["rollout"]["priority"] is None:
+    if (
+        data["rollout"].pop("scheduling", "turn") == "trajectory"
+        and data["rollout"]["priority"] is None
+    ):
         data["rollout"]["priority"] = "longest_first"
     if data.pop("allocation", None) is not None:
         data["engines"]["count"] = draw.randint(1, 4)
@@ -127,19 +149,26 @@ def _decouple(data: dict[str, Any], draw: random.Random) -> None:
 
 
 def _scheduling(seed: int) -> dict[str, Any]:
-    """Half of the runs schedule turns, as a run does by default; the others trajectories, on fleets of any kind."""
+    """Half of the runs schedule turns, as a run does by default; the others
+    trajectories, on fleets of any kind.
+    """
     draw = random.Random(f"scheduling/{seed}")
     if draw.random() < 0.5:
         return {"scheduling": {}}
     chosen = {
         "scheduling": "trajectory",
         "priority": draw.choice([None, "fcfs", "round_robin", "shortest_first"]),
-        "placement": draw.choice([None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"]),
+        "placement": draw.choice(
+            [None, None, "presorted", "pinned", "affinity", "least_load", "hybrid"]
+        ),
     }
     if chosen["placement"] in (None, "presorted"):
         chosen["migration"] = draw.choice([None, "rank", "never"])
     if draw.random() < 0.3:
-        return {"scheduling": chosen, "allocation": {"budget": draw.randint(2, 6), "degrees": [1, 2], "every": 1}}
+        return {
+            "scheduling": chosen,
+            "allocation": {"budget": draw.randint(2, 6), "degrees": [1, 2], "every": 1},
+        }
     return {"scheduling": chosen}
 
 
@@ -166,7 +195,9 @@ def rates(seed: int, *, storm_s: float = STORM_S) -> Rates:
 
 
 class Failing:
-    """A workload whose environments and rewards fail, hang or are slow now and then, the same for the same attempt."""
+    """A workload whose environments and rewards fail, hang or are slow now and then,
+    the same for the same attempt.
+    """
 
     def __init__(self, inner: Workload, rate: float, faults: Counter[str]) -> None:
         self._inner, self._rate, self._faults = inner, rate, faults
@@ -185,7 +216,9 @@ class Failing:
             else (StopReason.ENV_HANG, StopReason.ENV_ERROR)
         )
         hangs = draw.random() < 0.4
-        self._faults[f"{'reward' if where == 'eval' else 'environment'} {'hangs' if hangs else 'fails'}"] += 1
+        self._faults[
+            f"{'reward' if where == 'eval' else 'environment'} {'hangs' if hangs else 'fails'}"
+        ] += 1
         return msgspec.structs.replace(plan, fails_in=where, stop=hang if hangs else raised)
 
     def _slow(self, plan: Plan, draw: random.Random) -> Plan:
@@ -195,5 +228,9 @@ class Failing:
         def slowed(seconds: float) -> float:
             return seconds + draw.expovariate(1 / 20.0)
 
-        turns = tuple(msgspec.structs.replace(turn, env_s=slowed(turn.env_s)) for turn in plan.turns)
-        return msgspec.structs.replace(plan, init_s=slowed(plan.init_s), turns=turns, reward_s=slowed(plan.reward_s))
+        turns = tuple(
+            msgspec.structs.replace(turn, env_s=slowed(turn.env_s)) for turn in plan.turns
+        )
+        return msgspec.structs.replace(
+            plan, init_s=slowed(plan.init_s), turns=turns, reward_s=slowed(plan.reward_s)
+        )

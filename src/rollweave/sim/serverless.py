@@ -1,17 +1,29 @@
-"""Rewards on a serverless platform: instances start at need, serve one call at a time, and stop when they have been idle."""
+"""Rewards on a serverless platform: instances start at need, serve one call at a time,
+and stop when they have been idle.
+"""
 
 COLD_S = 2.7
-"""Seconds that a first call waits for its instance: 2.2 to 3.2 s measured with Ray Serve 2.60 from zero, no model to load."""
+"""Seconds that a first call waits for its instance: 2.2 to 3.2 s measured with Ray
+Serve 2.60 from zero, no model to load.
+"""
 
 WARM_S = 0.0045
-"""Seconds that a call to a running instance takes beyond its work: 4 to 5 ms measured there."""
+"""Seconds that a call to a running instance takes beyond its work: 4 to 5 ms measured
+there.
+"""
 
 KEEP_S = 60.0
-"""Seconds for which an idle instance is kept. Assumption: the shortest that common platforms let one choose."""
+"""Seconds for which an idle instance is kept.
+
+Assumption: the shortest that common platforms let one choose.
+"""
 
 
 class Serverless:
-    """`call` in the order of time. `busy_s` over `alive_s` is how well the instances are used."""
+    """`call` in the order of time.
+
+    `busy_s` over `alive_s` is how well the instances are used.
+    """
 
     def __init__(self) -> None:
         self._idle: list[float] = []  # when each idle instance became so, the latest last
@@ -20,7 +32,10 @@ class Serverless:
         self.cold = self.warm = 0
 
     def call(self, now: float, seconds: float) -> float:
-        """Begin a call that works for `seconds`. Returns the seconds until its answer."""
+        """Begin a call that works for `seconds`.
+
+        Returns the seconds until its answer.
+        """
         for end in [end for end in self._ends if end <= now]:
             self._ends.remove(end)
             self._idle.append(end)
@@ -41,6 +56,8 @@ class Serverless:
         return wait
 
     def utilisation(self) -> float:
-        """Share of the instances' time in which they worked, each kept for `KEEP_S` after its last call."""
+        """Share of the instances' time in which they worked, each kept for `KEEP_S`
+        after its last call.
+        """
         alive = self.alive_s + KEEP_S * (len(self._idle) + len(self._ends))
         return self.busy_s / alive if alive else 0.0

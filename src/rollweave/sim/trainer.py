@@ -1,4 +1,5 @@
-"""The simulated trainer: steps, publications and checkpoints take the time that their cost model says.
+"""The simulated trainer: steps, publications and checkpoints take the time that their
+cost model says.
 
 Invariant: `checkpoints` are the steps that could be read: whole, and not pruned.
 """
@@ -16,13 +17,20 @@ from rollweave.sim.cost import TrainerCosts
 from rollweave.sim.rollouts import Scored
 
 RESTART_S = 120.0
-"""Seconds until a trainer that was started again has its checkpoint. Assumption: process start and reading of the shards."""
+"""Seconds until a trainer that was started again has its checkpoint.
+
+Assumption: process start and reading of the shards.
+"""
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's seconds, those of its forward pass: the backward pass has twice its FLOPs. The update's share is too much."""
+"""Of a step's seconds, those of its forward pass: the backward pass has twice its
+FLOPs. The update's share is too much.
+"""
 
 RATIO_SIGMA = 0.05
-"""Spread of the logarithm of a group's ratio for each version that it is old, and one for the engine's arithmetic. Assumed."""
+"""Spread of the logarithm of a group's ratio for each version that it is old, and one
+for the engine's arithmetic. Assumed.
+"""
 
 
 class SimTrainer:
@@ -37,7 +45,13 @@ class SimTrainer:
         scored: Mapping[TrajectoryId, Scored],
         trace: Trace | None,
     ) -> None:
-        self._clock, self._post, self._cost, self._scored, self._trace = clock, post, cost, scored, trace
+        self._clock, self._post, self._cost, self._scored, self._trace = (
+            clock,
+            post,
+            cost,
+            scored,
+            trace,
+        )
         self.epoch = 0
         self._ticket = self._writing = 0
         self._alive = False
@@ -61,22 +75,37 @@ class SimTrainer:
         seconds = self._step_s(command.groups)
         self.trained(command, seconds)
         done = e.StepTrained(epoch=self.epoch, step=command.step, part=command.part)
-        self._do(f"train {command.step}.{command.part}", seconds, self._refused(command.step) or done)
+        self._do(
+            f"train {command.step}.{command.part}", seconds, self._refused(command.step) or done
+        )
 
     def measure(self, command: c.MeasureRatios) -> None:
         """Ratios are drawn, the farther from 1 the older a group is."""
-        ratios = tuple(e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step)) for group in command.groups)
-        done = e.RatiosMeasured(epoch=self.epoch, step=command.step, part=command.part, ratios=ratios)
+        ratios = tuple(
+            e.GroupRatio(id=group.id, ratio=self._ratio(group, command.step))
+            for group in command.groups
+        )
+        done = e.RatiosMeasured(
+            epoch=self.epoch, step=command.step, part=command.part, ratios=ratios
+        )
         seconds = FORWARD_SHARE * self._step_s(command.groups)
-        self._do(f"measure {command.step}.{command.part}", seconds, self._refused(command.step) or done)
+        self._do(
+            f"measure {command.step}.{command.part}", seconds, self._refused(command.step) or done
+        )
 
     def _step_s(self, groups: tuple[c.GroupRef, ...]) -> float:
-        lengths = [self._scored[member].tokens for group in groups for member in group.trajectory_ids]
-        return self._cost.step_s(tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths))
+        lengths = [
+            self._scored[member].tokens for group in groups for member in group.trajectory_ids
+        ]
+        return self._cost.step_s(
+            tokens=sum(lengths), context=sum(length * (length + 1) // 2 for length in lengths)
+        )
 
     def _ratio(self, group: c.GroupRef, step: int) -> float:
         age = max(abs(step - self._scored[member].initiated) for member in group.trajectory_ids)
-        return math.exp(random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age)))
+        return math.exp(
+            random.Random(f"ratio/{group.id}/{step}").gauss(0.0, RATIO_SIGMA * (1 + age))
+        )
 
     def _refused(self, step: int) -> e.TrainFailed | None:
         """What is said instead of an answer, once, where a fault asks for it."""
@@ -86,16 +115,22 @@ class SimTrainer:
         return e.TrainFailed(epoch=self.epoch, step=step, error="out of memory", nonfinite=False)
 
     def publish(self, command: c.PublishWeights) -> None:
-        done = e.WeightsPublished(epoch=self.epoch, version=command.version, weights_id=command.weights_id)
+        done = e.WeightsPublished(
+            epoch=self.epoch, version=command.version, weights_id=command.weights_id
+        )
         self._do(f"publish v{command.version}", self._cost.publish_s(), done)
 
     def save(self, command: c.SaveCheckpoint) -> None:
         saved: e.Event = e.CheckpointSaved(epoch=self.epoch, step=command.step)
         if self.refuse_save:
             self.refuse_save = False
-            saved = e.CheckpointFailed(epoch=self.epoch, step=command.step, error="the disk is full")
+            saved = e.CheckpointFailed(
+                epoch=self.epoch, step=command.step, error="the disk is full"
+            )
         taken = e.CheckpointTaken(epoch=self.epoch, step=command.step)
-        self._do(f"copy {command.step}", self._cost.copy_s(), taken, lambda: self._write(command, saved))
+        self._do(
+            f"copy {command.step}", self._cost.copy_s(), taken, lambda: self._write(command, saved)
+        )
 
     def _write(self, command: c.SaveCheckpoint, event: e.Event) -> None:
         """Write the checkpoint while the trainer does other work."""
@@ -103,7 +138,9 @@ class SimTrainer:
 
         def done() -> None:
             if self._trace is not None:
-                self._trace.span(TRAINER, "checkpoint", f"save {command.step}", start, self._clock.now)
+                self._trace.span(
+                    TRAINER, "checkpoint", f"save {command.step}", start, self._clock.now
+                )
             self._saved(command, event)
             self._post(event)
 
@@ -111,7 +148,9 @@ class SimTrainer:
 
     def _saved(self, command: c.SaveCheckpoint, event: e.Event) -> None:
         if isinstance(event, e.CheckpointSaved):
-            self.checkpoints = {step for step in self.checkpoints if step in command.keep} | {command.step}
+            self.checkpoints = {step for step in self.checkpoints if step in command.keep} | {
+                command.step
+            }
 
     def lose(self, error: str) -> None:
         """The process dies with whatever it was doing."""
@@ -130,7 +169,9 @@ class SimTrainer:
         self.epoch, self._alive = ready.epoch, True
         self._do("start", seconds, ready)
 
-    def _do(self, name: str, seconds: float, event: e.Event, then: Callable[[], None] = lambda: None) -> None:
+    def _do(
+        self, name: str, seconds: float, event: e.Event, then: Callable[[], None] = lambda: None
+    ) -> None:
         if not self._alive:
             return  # nobody is there to hear the command
         start = self._clock.now

@@ -1,8 +1,11 @@
-"""What trajectories do in a simulated world: the plan of every attempt, before any scheduling.
+"""What trajectories do in a simulated world: the plan of every attempt, before any
+scheduling.
 
-A workload is a family of tasks (`sim/families.py`), a JSONL trace, or a live run, of which the journal is read
-(`sim/recording.py`). Invariant: a plan depends on nothing but its arguments, so the order in which plans are asked for changes
-nothing. What scheduling decides is not in a plan: queueing, generation time, weight versions, cancellations.
+A workload is a family of tasks (`sim/families.py`), a JSONL trace, or a live run, of
+which the journal is read (`sim/recording.py`). Invariant: a plan depends on nothing but
+its arguments, so the order in which plans are asked for changes nothing. What
+scheduling decides is not in a plan: queueing, generation time, weight versions,
+cancellations.
 """
 
 import difflib
@@ -29,7 +32,9 @@ REWARD_FAILURES = frozenset({StopReason.REWARD_ERROR, StopReason.REWARD_HANG})
 
 
 class TurnPlan(Noun, frozen=True, kw_only=True):
-    """The agent says `output_tokens`, then the environment works for `env_s` seconds and says `observation_tokens`."""
+    """The agent says `output_tokens`, then the environment works for `env_s` seconds
+    and says `observation_tokens`.
+    """
 
     output_tokens: int
     observation_tokens: int
@@ -37,10 +42,12 @@ class TurnPlan(Noun, frozen=True, kw_only=True):
 
 
 class Plan(Noun, frozen=True, kw_only=True):
-    """One attempt. `fails_in` is the stage in which environment or reward fail, with reason `stop`; "" where they do not.
+    """One attempt. `fails_in` is the stage in which environment or reward fail, with
+    reason `stop`; "" where they do not.
 
-    A stage that fails takes the seconds that it would have taken: `init_s`, the last turn's `env_s`, or `reward_s`. A plan that
-    fails in "init" has no turns, every other one has at least one. What fails in "eval" has ended its turns as "finished".
+    A stage that fails takes the seconds that it would have taken: `init_s`, the last
+    turn's `env_s`, or `reward_s`. A plan that fails in "init" has no turns, every other
+    one has at least one. What fails in "eval" has ended its turns as "finished".
     """
 
     prompt_tokens: int
@@ -57,11 +64,14 @@ class Workload(Protocol):
     """Where plans come from."""
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
-        """Attempt `attempt` of member `member` of the group of task `index`, in a run of seed `seed`."""
+        """Attempt `attempt` of member `member` of the group of task `index`, in a run
+        of seed `seed`.
+        """
 
 
 def workload(name_or_path: str, *, domain: str | None = None) -> Workload:
-    """A family by its name, a `.jsonl` trace, or a run directory or the journal in it. Raises ConfigError.
+    """A family by its name, a `.jsonl` trace, or a run directory or the journal in it.
+    Raises ConfigError.
 
     Of a run of several task domains `domain` says which one.
     """
@@ -70,21 +80,24 @@ def workload(name_or_path: str, *, domain: str | None = None) -> Workload:
     path = Path(name_or_path)
     if path.suffix == ".jsonl":
         return read_trace(path)
-    if name_or_path and os.path.exists(path):  # which is False, where Path.exists raises, for what can be no path
+    # which is False, where Path.exists raises, for what can be no path
+    if name_or_path and os.path.exists(path):
         return read_run(path, domain=domain)
     near = difflib.get_close_matches(name_or_path, FAMILIES, n=1)
     raise ConfigError(
-        f"workload must be one of {', '.join(FAMILIES)}, a .jsonl trace or a run directory, got {name_or_path!r}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
+        f"workload must be one of {', '.join(FAMILIES)}, a .jsonl trace or a run directory, got "
+        f"{name_or_path!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     )
 
 
 # Families.
 
 TASK_SHARE, MEMBER_SHARE = 0.5, 0.25
-"""Assumption: of a log length's variance half is the task's difficulty and a quarter the attempt's; the rest is the turn's.
+"""Assumption: of a log length's variance half is the task's difficulty and a quarter
+the attempt's; the rest is the turn's.
 
-Heddle §4.1 says that lengths diverge within a group; the values of its Fig. 5 are not in our copy.
+Heddle §4.1 says that lengths diverge within a group; the values of its Fig. 5 are not
+in our copy.
 """
 
 SUCCESS_RATE = 0.5
@@ -92,7 +105,11 @@ SUCCESS_RATE = 0.5
 
 
 class Drawn:
-    """Plans drawn from a family. A task's difficulty is that of all members: hard ones are longer and fail more often."""
+    """Plans drawn from a family.
+
+    A task's difficulty is that of all members: hard ones are longer and fail more
+    often.
+    """
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -102,7 +119,12 @@ class Drawn:
         difficulty, prompt_z = _task(family.name, seed, index)
         rng = random.Random(f"{family.name}/{seed}/{index}/{member}/{attempt}")
         rest_z = rng.gauss(0.0, 1.0)
-        prompt = max(1, round(min(family.prompt.high, math.exp(family.prompt.mu + family.prompt.sigma * prompt_z))))
+        prompt = max(
+            1,
+            round(
+                min(family.prompt.high, math.exp(family.prompt.mu + family.prompt.sigma * prompt_z))
+            ),
+        )
         chance = rng.random()
         if chance < family.init_error_rate + family.init_hang_rate:
             hangs = chance < family.init_hang_rate
@@ -135,11 +157,19 @@ class Drawn:
         )
 
 
-def _turns(family: Family, rng: random.Random, count: int, room: int, level: float) -> tuple[tuple[TurnPlan, ...], bool]:
-    """At most `count` turns within `room` tokens, and whether the tokens ran out. `level` moves the length of all outputs."""
+def _turns(
+    family: Family, rng: random.Random, count: int, room: int, level: float
+) -> tuple[tuple[TurnPlan, ...], bool]:
+    """At most `count` turns within `room` tokens, and whether the tokens ran out.
+
+    `level` moves the length of all outputs.
+    """
     gauss, exp = rng.gauss, math.exp
     out, seen, env = family.output, family.observation, family.env_s
-    out_mu, out_sigma = out.mu + out.sigma * level, out.sigma * math.sqrt(1 - TASK_SHARE - MEMBER_SHARE)
+    out_mu, out_sigma = (
+        out.mu + out.sigma * level,
+        out.sigma * math.sqrt(1 - TASK_SHARE - MEMBER_SHARE),
+    )
     out_high, env_mu, env_sigma, env_high = out.high, env.mu, env.sigma, env.high
     last = count - 1
     turns: list[TurnPlan] = []
@@ -164,7 +194,9 @@ def _turns(family: Family, rng: random.Random, count: int, room: int, level: flo
 
 @functools.lru_cache(4096)
 def _task(name: str, seed: int, index: int) -> tuple[float, float]:
-    """What the members of a task share: its difficulty, and how long its prompt is, both as a standard normal variable."""
+    """What the members of a task share: its difficulty, and how long its prompt is,
+    both as a standard normal variable.
+    """
     rng = random.Random(f"{name}/{seed}/{index}")
     return rng.gauss(0.0, 1.0), rng.gauss(0.0, 1.0)
 
@@ -182,7 +214,11 @@ def _below(z: float) -> float:
 
 
 class Recorded:
-    """Plans that happened. `groups[g][m]` are the attempts of a member in their order; task, member and attempt wrap around."""
+    """Plans that happened.
+
+    `groups[g][m]` are the attempts of a member in their order; task, member and attempt
+    wrap around.
+    """
 
     def __init__(self, groups: list[list[list[Plan]]]) -> None:
         self.groups = groups
@@ -195,12 +231,19 @@ class Recorded:
 
 
 class Ungrouped:
-    """Plans of which nobody knows what belongs together. Members of a task are taken far apart, so that all are used evenly."""
+    """Plans of which nobody knows what belongs together.
+
+    Members of a task are taken far apart, so that all are used evenly.
+    """
 
     def __init__(self, plans: list[Plan]) -> None:
         self.plans = plans
         count = len(plans)
-        near = (step for step in range(max(1, round(count * (math.sqrt(5) - 1) / 2)), count + 1) if math.gcd(step, count) == 1)
+        near = (
+            step
+            for step in range(max(1, round(count * (math.sqrt(5) - 1) / 2)), count + 1)
+            if math.gcd(step, count) == 1
+        )
         self._step = next(near, 1)  # the golden section leaves no two members close to each other
 
     def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
@@ -211,14 +254,17 @@ class Ungrouped:
 def read_run(path: Path, *, domain: str | None = None) -> Recorded:
     """The training attempts of a live run. Raises ConfigError.
 
-    Attempts that the run cut off (surplus, stale, out of active time, lost with a process, under way at the end) are left out:
-    nobody knows how they would have gone on. Cutting off meets long trajectories more often than short ones.
+    Attempts that the run cut off (surplus, stale, out of active time, lost with a
+    process, under way at the end) are left out: nobody knows how they would have gone
+    on. Cutting off meets long trajectories more often than short ones.
     """
     attempts = recording.read(path)
     domains = dict.fromkeys(attempt.domain for attempt in attempts)
     if len(domains) > 1:
         if domain not in domains:
-            raise ConfigError(f"workload: domain must be one of {', '.join(domains)} of {path}, got {domain!r}")
+            raise ConfigError(
+                f"workload: domain must be one of {', '.join(domains)} of {path}, got {domain!r}"
+            )
         attempts = [attempt for attempt in attempts if attempt.domain == domain]
     groups: dict[str, dict[int, list[Plan]]] = {}
     for attempt in attempts:
@@ -227,10 +273,13 @@ def read_run(path: Path, *, domain: str | None = None) -> Recorded:
             groups.setdefault(attempt.group, {}).setdefault(attempt.member, []).append(plan)
     if not groups:
         raise ConfigError(
-            f"workload: {path} must hold training trajectories that ended by themselves, none in {len(attempts)} attempts "
+            f"workload: {path} must hold training trajectories that ended by themselves, none in "
+            f"{len(attempts)} attempts "
             "that began after the journal was last compacted"
         )
-    return Recorded([[members[member] for member in sorted(members)] for members in groups.values()])
+    return Recorded(
+        [[members[member] for member in sorted(members)] for members in groups.values()]
+    )
 
 
 def _plan_of(attempt: recording.Attempt) -> Plan | None:
@@ -265,8 +314,14 @@ def _plan_of(attempt: recording.Attempt) -> Plan | None:
         prompt_tokens=attempt.asked[0][1],
         init_s=attempt.ready - attempt.begun,
         turns=tuple(
-            TurnPlan(output_tokens=output, observation_tokens=max(0, length - context - output), env_s=max(0.0, at - answered))
-            for ((_, context), (at, length)), (answered, output) in zip(pairwise(follows), said, strict=True)
+            TurnPlan(
+                output_tokens=output,
+                observation_tokens=max(0, length - context - output),
+                env_s=max(0.0, at - answered),
+            )
+            for ((_, context), (at, length)), (answered, output) in zip(
+                pairwise(follows), said, strict=True
+            )
         ),
         reward_s=reward_s,
         reward=reward,
@@ -281,19 +336,35 @@ Rule = tuple[Callable[[Any], bool], str]
 
 
 def _whole(least: int) -> Rule:
-    return lambda value: type(value) is int and least <= value <= 10**9, f"must be a whole number from {least} to 10^9"
+    return (
+        lambda value: type(value) is int and least <= value <= 10**9,
+        f"must be a whole number from {least} to 10^9",
+    )
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and -1e300 <= value <= 1e300  # not NaN, and no whole number that is no float
+    # not NaN, and no whole number that is no float
+    return type(value) in (int, float) and -1e300 <= value <= 1e300
 
 
-SECONDS: Rule = (lambda value: _number(value) and value >= 0, "must be a number of seconds, at least 0")
-STOPS = (StopReason.FINISHED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS, *sorted(ENV_FAILURES), *sorted(REWARD_FAILURES))
+SECONDS: Rule = (
+    lambda value: _number(value) and value >= 0,
+    "must be a number of seconds, at least 0",
+)
+STOPS = (
+    StopReason.FINISHED,
+    StopReason.MAX_TURNS,
+    StopReason.MAX_TOKENS,
+    *sorted(ENV_FAILURES),
+    *sorted(REWARD_FAILURES),
+)
 FIELDS: Mapping[str, Rule] = {
     "prompt_tokens": _whole(1),
     "init_s": SECONDS,
-    "turns": (lambda value: isinstance(value, list), "must be a list of [output tokens, observation tokens, seconds]"),
+    "turns": (
+        lambda value: isinstance(value, list),
+        "must be a list of [output tokens, observation tokens, seconds]",
+    ),
     "reward_s": SECONDS,
     "reward": (_number, "must be a finite number"),
     "success": (lambda value: isinstance(value, bool), "must be true or false"),
@@ -302,15 +373,21 @@ FIELDS: Mapping[str, Rule] = {
     "member": _whole(0),
 }
 OPTIONAL = ("success", "stop", "group", "member")
-TURN: Mapping[str, Rule] = {"output tokens": _whole(1), "observation tokens": _whole(0), "seconds": SECONDS}
+TURN: Mapping[str, Rule] = {
+    "output tokens": _whole(1),
+    "observation tokens": _whole(0),
+    "seconds": SECONDS,
+}
 
 
 def read_trace(path: Path) -> Workload:
-    """A trace: one JSON object a line, as `FIELDS` says; those of `OPTIONAL` may be missing. Raises ConfigError.
+    """A trace: one JSON object a line, as `FIELDS` says; those of `OPTIONAL` may be
+    missing. Raises ConfigError.
 
-    Lines of one `group` are the members of a group, those of one `member` of it its attempts. `success` is by default whether
-    the reward is positive, `stop` "finished". With the stop reason of an environment's failure the last turn fails, without
-    turns the start does; with a reward's failure the reward fails.
+    Lines of one `group` are the members of a group, those of one `member` of it its
+    attempts. `success` is by default whether the reward is positive, `stop` "finished".
+    With the stop reason of an environment's failure the last turn fails, without turns
+    the start does; with a reward's failure the reward fails.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -325,17 +402,27 @@ def read_trace(path: Path) -> Workload:
         found = _fields(line, where)
         plan, group = _plan_from(found, where), found.get("group")
         if "member" in found and group is None:
-            raise ConfigError(f"{where}: group must be given where member is, got member {found['member']}")
+            raise ConfigError(
+                f"{where}: group must be given where member is, got member {found['member']}"
+            )
         if loose if group is not None else groups:
-            raise ConfigError(f"{where}: group must be given in every line or in none, got {group!r}")
+            raise ConfigError(
+                f"{where}: group must be given in every line or in none, got {group!r}"
+            )
         if group is None:
             loose.append(plan)
         else:
             members = groups.setdefault(group, {})
-            members.setdefault(str(found["member"]) if "member" in found else f"line {number}", []).append(plan)
+            members.setdefault(
+                str(found["member"]) if "member" in found else f"line {number}", []
+            ).append(plan)
     if not loose and not groups:
         raise ConfigError(f"workload: {path} must have a line for each trajectory, has none")
-    return Ungrouped(loose) if loose else Recorded([list(members.values()) for members in groups.values()])
+    return (
+        Ungrouped(loose)
+        if loose
+        else Recorded([list(members.values()) for members in groups.values()])
+    )
 
 
 def _fields(line: str, where: str) -> dict[str, Any]:
@@ -343,12 +430,17 @@ def _fields(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: line must be a JSON object: {error}, got {line:.60}") from error
+        raise ConfigError(
+            f"{where}: line must be a JSON object: {error}, got {line:.60}"
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where}: line must be a JSON object, got {line:.60}")
     for name, value in found.items():
         if name not in FIELDS:
-            raise ConfigError(f"{where}: {name} is not a field, it must be one of {', '.join(FIELDS)}; got {value!r:.60}")
+            raise ConfigError(
+                f"{where}: {name} is not a field, it must be one of "
+                f"{', '.join(FIELDS)}; got {value!r:.60}"
+            )
         _obey(FIELDS[name], value, f"{where}: {name}")
     for name in FIELDS:
         if name not in found and name not in OPTIONAL:
@@ -376,7 +468,10 @@ def _plan_from(found: Mapping[str, Any], where: str) -> Plan:
     elif stop in REWARD_FAILURES:
         fails_in = "eval"
     if not found["turns"] and fails_in != "init":
-        raise ConfigError(f"{where}: turns must have at least one turn unless the environment fails to start, got []")
+        raise ConfigError(
+            f"{where}: turns must have at least one turn unless the environment "
+            "fails to start, got []"
+        )
     reward = float(found["reward"])
     return Plan(
         prompt_tokens=found["prompt_tokens"],

@@ -1,7 +1,9 @@
-"""The simulated world: a virtual clock and a heap of what happens later drive the core, and its commands fill the heap again.
+"""The simulated world: a virtual clock and a heap of what happens later drive the core,
+and its commands fill the heap again.
 
-Invariants: the core is the production core, unchanged; the same configuration and seed give the same events at the same times,
-so that two journals are equal to the byte. No wall clock, no threads, no torch.
+Invariants: the core is the production core, unchanged; the same configuration and seed
+give the same events at the same times, so that two journals are equal to the byte. No
+wall clock, no threads, no torch.
 """
 
 from collections import deque
@@ -16,9 +18,9 @@ from rollweave.envs.rules import rules_of
 from rollweave.record.trace import Trace
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModeName, SimConfig
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.sections import ModeName, SimConfig
 from rollweave.sim.clock import Clock
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost, TrainerCosts
 from rollweave.sim.effects import Effects, Listener
@@ -35,7 +37,10 @@ from rollweave.sim.workload import Workload, workload
 
 
 class StuckError(RollweaveError):
-    """Nothing will ever happen again, and the run is not over: the core waits for ever. A bug of ours."""
+    """Nothing will ever happen again, and the run is not over: the core waits for ever.
+
+    A bug of ours.
+    """
 
 
 class Journal(Protocol):
@@ -50,7 +55,8 @@ Costs = tuple[Mapping[int, EngineCosts], TrainerCosts]
 
 
 class World:
-    """One simulated run. `run()` to the end, or `step()` by event; `core` and the parts may be looked at in between.
+    """One simulated run. `run()` to the end, or `step()` by event; `core` and the parts
+    may be looked at in between.
 
     Raises ConfigError for hardware, models, workloads or placements that cannot be.
     """
@@ -79,7 +85,11 @@ class World:
         engine_costs, trainer_cost = costs if costs is not None else costs_of(config)
         limits = {task.name: task.limits for task in config.tasks}
         self.relays = SimRelays(
-            clock=self.clock, post=self.post, cost=trainer_cost, machines=config.weights.relays, trace=trace
+            clock=self.clock,
+            post=self.post,
+            cost=trainer_cost,
+            machines=config.weights.relays,
+            trace=trace,
         )
         self.fleet = SimFleet(
             clock=self.clock,
@@ -101,9 +111,17 @@ class World:
             serverless=self.serverless,
             keeps_turns=keeps_turns or config.rollout.mode is ModeName.DECOUPLED,
         )
-        self.trainer = SimTrainer(clock=self.clock, post=self.post, cost=trainer_cost, scored=self.rollouts.scored, trace=trace)
+        self.trainer = SimTrainer(
+            clock=self.clock,
+            post=self.post,
+            cost=trainer_cost,
+            scored=self.rollouts.scored,
+            trace=trace,
+        )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
-        self.predictor = SimPredictor(clock=self.clock, post=self.post, name=config.rollout.predictor)
+        self.predictor = SimPredictor(
+            clock=self.clock, post=self.post, name=config.rollout.predictor
+        )
         self.effects = Effects(
             clock=self.clock,
             post=self.post,
@@ -130,12 +148,20 @@ class World:
         self.trainer.start()
 
     def revive(self, core: Core, journal: Journal) -> None:
-        """Restart the world after its controller was lost: only the store survives (docs/decisions/0007)."""
+        """Restart the world after its controller was lost: only the store survives
+        (docs/decisions/0007).
+        """
         self.core, self._journal = core, journal
-        known = [trajectory.id for trajectory in core.state.trajectories.values() if trajectory.stage is Stage.SCORED]
+        known = [
+            trajectory.id
+            for trajectory in core.state.trajectories.values()
+            if trajectory.stage is Stage.SCORED
+        ]
         store = self.rollouts.scored
         missing = [trajectory_id for trajectory_id in known if trajectory_id not in store]
-        self.rollouts.evict(c.Evict(trajectory_ids=tuple(store.keys() - set(known)), reason="world_lost"))
+        self.rollouts.evict(
+            c.Evict(trajectory_ids=tuple(store.keys() - set(known)), reason="world_lost")
+        )
         self.inbox.clear()
         self.fleet.drop_all()
         self.relays.drop_all()
@@ -145,7 +171,11 @@ class World:
         self.seats = begun_with(self.config, core.state)
         self.fleet.start(self.seats)
         self.relays.start()
-        self.post(e.WorldLost(engines=self.seats, missing=tuple(missing), relays=self.config.weights.relays))
+        self.post(
+            e.WorldLost(
+                engines=self.seats, missing=tuple(missing), relays=self.config.weights.relays
+            )
+        )
 
     def run(self) -> Core:
         """To the end. Raises StuckError."""
@@ -164,7 +194,9 @@ class World:
             self.clock.after(self._controller_s, self._served)
         self.fleet.settle()
         if not self.clock.step():
-            raise StuckError(f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over")
+            raise StuckError(
+                f"nothing is left to happen at {self.clock.now:.1f} s, and the run is not over"
+            )
 
     def _served(self) -> None:
         self._serving = False
@@ -188,31 +220,56 @@ class World:
 def section(config: RunConfig) -> SimConfig:
     """The [sim] section. Raises ConfigError where there is none."""
     if config.sim is None:
-        raise ConfigError("sim must be given for a simulation ([sim] with at least `model`), got none")
+        raise ConfigError(
+            "sim must be given for a simulation ([sim] with at least `model`), got none"
+        )
     return config.sim
 
 
 def costs_of(config: RunConfig) -> Costs:
     """What engines and trainer cost. Raises ConfigError."""
     sim = section(config)
-    degrees = config.allocation.degrees if config.allocation is not None else [group.degree for group in config.engines]
+    degrees = (
+        config.allocation.degrees
+        if config.allocation is not None
+        else [group.degree for group in config.engines]
+    )
     with _told_as("model", "sim.model"):
         shape = model(sim.model)
     engines: dict[int, EngineCosts] = {}
     if sim.profile is not None:
         if len(set(degrees)) > 1:
-            raise ConfigError(f"sim.profile must stand for engines of one degree, got degrees {sorted(set(degrees))}")
+            raise ConfigError(
+                "sim.profile must stand for engines of one degree, got degrees "
+                f"{sorted(set(degrees))}"
+            )
         engines[degrees[0]] = ProfileCost.from_json(sim.profile)
     else:
         key = "allocation.degrees" if config.allocation is not None else "engines.degree"
         with _told_as("tp", key), _told_as("gpu", "sim.gpu"), _told_as("model", "sim.model"):
-            engines |= {degree: EngineCost(gpu=gpu(sim.gpu), model=shape, tp=degree) for degree in degrees}
-    longest, room = max(task.max_tokens for task in config.tasks), min(engine.kv_tokens for engine in engines.values())
+            engines |= {
+                degree: EngineCost(gpu=gpu(sim.gpu), model=shape, tp=degree) for degree in degrees
+            }
+    longest, room = (
+        max(task.max_tokens for task in config.tasks),
+        min(engine.kv_tokens for engine in engines.values()),
+    )
     if longest > room:
-        raise ConfigError(f"tasks.max_tokens must fit the KV cache of an engine ({room} tokens), got {longest}")
+        raise ConfigError(
+            f"tasks.max_tokens must fit the KV cache of an engine ({room} tokens), got {longest}"
+        )
     trainer_gpu = "sim.trainer_gpu" if sim.trainer_gpu else "sim.gpu"
-    with _told_as("gpus", "sim.trainer_gpus"), _told_as("gpu", trainer_gpu), _told_as("link", "sim.link"):
-        trainer = TrainerCost(gpu=gpu(sim.trainer_gpu or sim.gpu), model=shape, gpus=sim.trainer_gpus, link=link(sim.link))
+    with (
+        _told_as("gpus", "sim.trainer_gpus"),
+        _told_as("gpu", trainer_gpu),
+        _told_as("link", "sim.link"),
+    ):
+        trainer = TrainerCost(
+            gpu=gpu(sim.trainer_gpu or sim.gpu),
+            model=shape,
+            gpus=sim.trainer_gpus,
+            link=link(sim.link),
+        )
     return engines, trainer
 
 
@@ -223,7 +280,9 @@ def _told_as(name: str, key: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         rest = str(error).removeprefix(f"{name} must")
-        raise (error if rest == str(error) else ConfigError(f"{key} must{rest}")) from error.__cause__
+        raise (
+            error if rest == str(error) else ConfigError(f"{key} must{rest}")
+        ) from error.__cause__
 
 
 def workloads_of(config: RunConfig) -> dict[str, Workload]:
@@ -235,7 +294,11 @@ def workloads_of(config: RunConfig) -> dict[str, Workload]:
         raise ConfigError(f"sim.workloads must name task domains ({names}), got {unknown[0]!r}")
     found = {}
     for task in config.tasks:
-        key = f"sim.workloads.{task.name}" if task.name in sim.workloads else f"tasks ({task.name}).env, the workload,"
+        key = (
+            f"sim.workloads.{task.name}"
+            if task.name in sim.workloads
+            else f"tasks ({task.name}).env, the workload,"
+        )
         with _told_as("workload", key):
             found[task.name] = workload(sim.workloads.get(task.name, task.env), domain=task.name)
     return found

@@ -1,8 +1,10 @@
-"""Advantages: how much better each output token's choice was than what the group makes one expect.
+"""Advantages: how much better each output token's choice was than what the group makes
+one expect.
 
-Invariants: every output token of a trajectory gets a finite number and every other token 0; a group whose values are all
-equal gives zeros, never NaN; a trajectory's `reward` is its total, the sum of its turns' rewards plus what an evaluation
-at the end added, and that addition counts as reward of the last turn.
+Invariants: every output token of a trajectory gets a finite number and every other
+token 0; a group whose values are all equal gives zeros, never NaN; a trajectory's
+`reward` is its total, the sum of its turns' rewards plus what an evaluation at the end
+added, and that addition counts as reward of the last turn.
 """
 
 import math
@@ -10,24 +12,32 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, Trajectory, TurnSpan
 
 FLAT = 1e-6
-"""A standard deviation below this (rewards are of order one) is rounding: the values count as equal."""
+"""A standard deviation below this (rewards are of order one) is rounding: the values
+count as equal.
+"""
 
 
-def token_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) -> list[list[torch.Tensor]]:
-    """Per trajectory (in the order of `groups`) and sequence, advantages [T] in float32, 0 outside output tokens.
+def token_advantages(
+    groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig
+) -> list[list[torch.Tensor]]:
+    """Per trajectory (in the order of `groups`) and sequence, advantages [T] in
+    float32, 0 outside output tokens.
 
-    - `grpo` (DeepSeekMath §4.1): (reward - group mean) / group standard deviation (of the population, as printed).
+    - `grpo` (DeepSeekMath §4.1): (reward - group mean) / group standard deviation (of
+      the population, as printed).
     - `grpo_no_std` (Dr. GRPO): reward - group mean.
     - `rloo`: reward - mean of the group's other members.
-    - `reinforce_pp`: (reward - batch mean) / batch standard deviation, no group baseline.
-    - `gigpo` (GiGPO §4, its step level alone): per turn. G_t = r_t + γ G_{t+1}; the advantage of all tokens of turn t is
-      (G_t - mean of G over the group's turns with the same `state_key`) / standard deviation of G over all turns of the
-      group. A turn whose key no other turn shares gets 0; turns without a key share one baseline. A sequence without
-      turns is one turn.
+    - `reinforce_pp`: (reward - batch mean) / batch standard deviation, no group
+      baseline.
+    - `gigpo` (GiGPO §4, its step level alone): per turn. G_t = r_t + γ G_{t+1}; the
+      advantage of all tokens of turn t is (G_t - mean of G over the group's turns with
+      the same `state_key`) / standard deviation of G over all turns of the group. A
+      turn whose key no other turn shares gets 0; turns without a key share one
+      baseline. A sequence without turns is one turn.
     - `gigpo_no_std`: the same without the division.
 
     Raises `ValueError` for a trajectory without a reward.
@@ -35,17 +45,23 @@ def token_advantages(groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig) 
     for group in groups:
         for trajectory in group.trajectories:
             if trajectory.reward is None:
-                raise ValueError(f"trajectory {trajectory.id} of group {group.id} has no reward to train on")
+                raise ValueError(
+                    f"trajectory {trajectory.id} of group {group.id} has no reward to train on"
+                )
     if algorithm.advantage in ("gigpo", "gigpo_no_std"):
         scaled = algorithm.advantage == "gigpo"
-        return [found for group in groups for found in _gigpo(group, algorithm.gamma, scaled=scaled)]
+        return [
+            found for group in groups for found in _gigpo(group, algorithm.gamma, scaled=scaled)
+        ]
     rewards = [[_reward(trajectory) for trajectory in group.trajectories] for group in groups]
     if algorithm.advantage == "reinforce_pp":
         values = _standardized([reward for row in rewards for reward in row])
     else:
         values = [value for row in rewards for value in _relative(row, algorithm.advantage)]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return [_constant(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)]
+    return [
+        _constant(trajectory, value) for trajectory, value in zip(trajectories, values, strict=True)
+    ]
 
 
 def _relative(rewards: Sequence[float], estimator: str) -> list[float]:
@@ -65,7 +81,10 @@ def _standardized(values: Sequence[float]) -> list[float]:
 
 def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch.Tensor]]:
     turns = [_turns(trajectory) for trajectory in group.trajectories]
-    returns = [_returns(trajectory, spans, gamma) for trajectory, spans in zip(group.trajectories, turns, strict=True)]
+    returns = [
+        _returns(trajectory, spans, gamma)
+        for trajectory, spans in zip(group.trajectories, turns, strict=True)
+    ]
     by_key: dict[str, list[float]] = {}
     for spans, values in zip(turns, returns, strict=True):
         for (_, span), value in zip(spans, values, strict=True):
@@ -78,8 +97,13 @@ def _gigpo(group: ScoredGroup, gamma: float, *, scaled: bool) -> list[list[torch
         if deviation > FLAT:
             for (index, span), value in zip(spans, values, strict=True):
                 scale = deviation if scaled else 1.0
-                advantages[index][span.start : span.end] = (value - baseline[span.state_key]) / scale
-        masks = [torch.tensor(sequence.output_mask(), dtype=torch.bool) for sequence in trajectory.sequences]
+                advantages[index][span.start : span.end] = (
+                    value - baseline[span.state_key]
+                ) / scale
+        masks = [
+            torch.tensor(sequence.output_mask(), dtype=torch.bool)
+            for sequence in trajectory.sequences
+        ]
         found.append([values * mask for values, mask in zip(advantages, masks, strict=True)])
     return found
 
@@ -93,7 +117,9 @@ def _turns(trajectory: Trajectory) -> list[tuple[int, TurnSpan]]:
     return found
 
 
-def _returns(trajectory: Trajectory, spans: Sequence[tuple[int, TurnSpan]], gamma: float) -> list[float]:
+def _returns(
+    trajectory: Trajectory, spans: Sequence[tuple[int, TurnSpan]], gamma: float
+) -> list[float]:
     rewards = [span.reward for _, span in spans]
     if rewards:
         rewards[-1] += _reward(trajectory) - math.fsum(rewards)
@@ -106,7 +132,10 @@ def _returns(trajectory: Trajectory, spans: Sequence[tuple[int, TurnSpan]], gamm
 
 
 def _constant(trajectory: Trajectory, value: float) -> list[torch.Tensor]:
-    return [torch.tensor(sequence.output_mask(), dtype=torch.float32) * value for sequence in trajectory.sequences]
+    return [
+        torch.tensor(sequence.output_mask(), dtype=torch.float32) * value
+        for sequence in trajectory.sequences
+    ]
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -120,4 +149,5 @@ def _mean(values: Sequence[float]) -> float:
 
 def _deviation(values: Sequence[float]) -> float:
     mean = _mean(values)
-    return math.hypot(*(value - mean for value in values)) / math.sqrt(max(1, len(values)))  # no square that overflows
+    # no square that overflows
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(max(1, len(values)))

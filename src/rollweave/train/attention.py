@@ -1,9 +1,12 @@
-"""Causal attention of grouped queries with gradients, for sequences side by side in a grid.
+"""Causal attention of grouped queries with gradients, for sequences side by side in a
+grid.
 
-Invariants: a query sees the keys at its own and earlier places, exactly; nothing depends on the padding behind a sequence.
-On a CPU small heads are bound by the passes over the scores, so there are few: future keys of whole blocks of queries are
-never computed, the shift of the exponential is left out where the scores are known to be small, and a column of ones
-beside the values sums the weights in the same matrix product.
+Invariants: a query sees the keys at its own and earlier places, exactly; nothing
+depends on the padding behind a sequence. On a CPU small heads are bound by the passes
+over the scores, so there are few: future keys of whole blocks of queries are never
+computed, the shift of the exponential is left out where the scores are known to be
+small, and a column of ones beside the values sums the weights in the same matrix
+product.
 """
 
 from collections.abc import Callable
@@ -14,33 +17,48 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MAX_SCORES = 1 << 26
-"""Attention scores held at once (elements, 256 MB in fp32); larger attention goes through torch's own kernels."""
+"""Attention scores held at once (elements, 256 MB in fp32); larger attention goes
+through torch's own kernels.
+"""
 
 SAFE_SCORE = 30.0
 """exp(±30) is far from float32's ends, so that scores known to be within need no shift."""
 
 LOWEST_SCORE = -40.0
-"""Shifted scores are cut here: exp(-40) vanishes in the rounding of a sum that holds a 1, while exponentials below -87 are
-denormal and 20 to 150 times slower."""
+"""Shifted scores are cut here: exp(-40) vanishes in the rounding of a sum that holds a
+1, while exponentials below -87 are denormal and 20 to 150 times slower.
+"""
 
 BLOCKS = 4
-"""Blocks of queries, each with the keys up to its end: 5/8 of the scores are computed. More blocks cost more calls."""
+"""Blocks of queries, each with the keys up to its end: 5/8 of the scores are computed.
+
+More blocks cost more calls.
+"""
 
 SHORTEST_BLOCK = 32
 """Queries; shorter blocks save less than their calls cost."""
 
 
 class _Attend(torch.autograd.Function):
-    """q [G, R, W, D], k and v [G, T, D]; visible [G, 1, W, T] of 0 and 1, or None where query w is at place w."""
+    """q [G, R, W, D], k and v [G, T, D]; visible [G, 1, W, T] of 0 and 1, or None where
+    query w is at place w.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, scale: float
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        visible: torch.Tensor | None,
+        scale: float,
     ) -> torch.Tensor:
         dim = q.shape[-1]
         summing = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
         q = q * scale
-        norms = torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
+        norms = (
+            torch.linalg.vector_norm(q, dim=-1).amax() * torch.linalg.vector_norm(k, dim=-1).amax()
+        )
         small = bool(norms < SAFE_SCORE)
         out = torch.empty_like(q)
         kept = []
@@ -53,7 +71,9 @@ class _Attend(torch.autograd.Function):
                 scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=LOWEST_SCORE)
             scores.exp_()
             masked.mul_(seen)
-            result = torch.bmm(scores.flatten(1, 2), summing[:, :length]).view(*rows.shape[:-1], dim + 1)
+            result = torch.bmm(scores.flatten(1, 2), summing[:, :length]).view(
+                *rows.shape[:-1], dim + 1
+            )
             total = result[..., dim:]
             torch.div(result[..., :dim], total, out=out[:, :, start:end])
             kept.extend([scores, total])
@@ -64,20 +84,27 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         q, k, summing, out, *kept = ctx.saved_tensors
         dim = q.shape[-1]
         d_q = torch.empty_like(q)
         d_k, d_v = torch.zeros_like(k), torch.zeros_like(k)
-        for (start, end, length), scores, total in zip(ctx.blocks, kept[::2], kept[1::2], strict=True):
+        for (start, end, length), scores, total in zip(
+            ctx.blocks, kept[::2], kept[1::2], strict=True
+        ):
             rows = grad[:, :, start:end] / total
             along = torch.linalg.vecdot(rows, out[:, :, start:end], dim=-1).neg_().unsqueeze(-1)
-            # With the column of ones, the product with the values subtracts each row's mean at no cost.
+            # With the column of ones, the product with the values subtracts each row's
+            # mean at no cost.
             rows = torch.cat([rows, along], -1).flatten(1, 2)
             weights = scores.flatten(1, 2)
             d_v[:, :length] += torch.bmm(weights.mT, rows[..., :dim])
             d_scores = torch.bmm(rows, summing[:, :length].mT).mul_(weights)
-            d_q[:, :, start:end] = torch.bmm(d_scores, k[:, :length]).view(*grad.shape[:2], end - start, dim)
+            d_q[:, :, start:end] = torch.bmm(d_scores, k[:, :length]).view(
+                *grad.shape[:2], end - start, dim
+            )
             d_k[:, :length] += torch.bmm(d_scores.mT, q[:, :, start:end].flatten(1, 2))
         return d_q.mul_(ctx.scale), d_k, d_v, None, None
 
@@ -86,17 +113,29 @@ _apply_attend = cast(Callable[..., torch.Tensor], _Attend.apply)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor | None, *, max_scores: int = MAX_SCORES
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    places: torch.Tensor | None,
+    *,
+    max_scores: int = MAX_SCORES,
 ) -> torch.Tensor:
-    """Queries [B, W, heads, D], keys and values [B, T, groups, D] to outputs [B, W, heads, D].
+    """Queries [B, W, heads, D], keys and values [B, T, groups, D] to outputs [B, W,
+    heads, D].
 
-    Query w of row b stands at `places[b, w]`, or at w without `places` (then W = T), and sees keys up to there. The heads
-    of a group follow each other.
+    Query w of row b stands at `places[b, w]`, or at w without `places` (then W = T),
+    and sees keys up to there. The heads of a group follow each other.
     """
     batch, width, heads, dim = q.shape
     length, groups = k.shape[1], k.shape[2]
-    visible = None if places is None else torch.arange(length, device=q.device) <= places[:, :, None]
-    if q.device.type != "cpu" or q.dtype != torch.float32 or batch * heads * width * length > max_scores:
+    visible = (
+        None if places is None else torch.arange(length, device=q.device) <= places[:, :, None]
+    )
+    if (
+        q.device.type != "cpu"
+        or q.dtype != torch.float32
+        or batch * heads * width * length > max_scores
+    ):
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -115,16 +154,23 @@ def attend(
     return out.view(batch, groups, heads // groups, width, dim).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None) -> list[tuple[int, int, int]]:
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None
+) -> list[tuple[int, int, int]]:
     """Queries `[start, end)` with the number of keys that any of them may see."""
     width, length = q.shape[2], k.shape[1]
     if visible is not None:
         return [(0, width, length)]
     size = max(SHORTEST_BLOCK, -(-width // BLOCKS))
-    return [(start, min(start + size, width), min(start + size, width)) for start in range(0, width, size)]
+    return [
+        (start, min(start + size, width), min(start + size, width))
+        for start in range(0, width, size)
+    ]
 
 
-def _mask(scores: torch.Tensor, start: int, visible: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _mask(
+    scores: torch.Tensor, start: int, visible: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Zeros and ones, and the part of the scores [G, R, W, T] that they are for."""
     if visible is not None:
         return visible, scores

@@ -1,9 +1,10 @@
 """Checkpoints of the trainer: complete, or recognisably not one.
 
-A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`, `rng.safetensors`, `state.json`, where there
-is a reference `reference.safetensors`, and `digests.json`, written last, with size and xxh3-128 of each. Invariants: it
-gets its name only when all of it is on disk; what does not match its digests is refused; files of others beside these are
-left alone.
+A checkpoint is a directory with `model.safetensors`, `optimizer.safetensors`,
+`rng.safetensors`, `state.json`, where there is a reference `reference.safetensors`, and
+`digests.json`, written last, with size and xxh3-128 of each. Invariants: it gets its
+name only when all of it is on disk; what does not match its digests is refused; files
+of others beside these are left alone.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from rollweave.codec.disk import file_digest
+from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
 from rollweave.train.files import PARTIAL, new_directory
 from rollweave.weights.saved import DIGESTS, FORMAT, MODEL, STATE
@@ -37,7 +38,10 @@ TOKENIZER_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """All that a trainer needs to go on after `step` completed steps. Tensors are whole, on the CPU."""
+    """All that a trainer needs to go on after `step` completed steps.
+
+    Tensors are whole, on the CPU.
+    """
 
     step: int
     model: Mapping[str, torch.Tensor]
@@ -46,13 +50,24 @@ class Checkpoint:
     reference: Mapping[str, torch.Tensor] | None = None
 
 
-def save(path: Path, checkpoint: Checkpoint, *, export_from: Path | None = None, export_dtype: torch.dtype) -> None:
-    """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a Hugging Face checkpoint in `path/hf`.
+def save(
+    path: Path,
+    checkpoint: Checkpoint,
+    *,
+    export_from: Path | None = None,
+    export_dtype: torch.dtype,
+) -> None:
+    """Write `checkpoint` to directory `path`, atomically; with `export_from`, also a
+    Hugging Face checkpoint in `path/hf`.
 
     Raises OSError (no space left, for one) and leaves whatever `path` was before.
     """
     with new_directory(path) as directory:
-        parts = {"model": checkpoint.model, "optimizer": checkpoint.optimizer, "rng": checkpoint.rng}
+        parts = {
+            "model": checkpoint.model,
+            "optimizer": checkpoint.optimizer,
+            "rng": checkpoint.rng,
+        }
         if checkpoint.reference is not None:
             parts["reference"] = checkpoint.reference
         for name, tensors in parts.items():
@@ -61,12 +76,16 @@ def save(path: Path, checkpoint: Checkpoint, *, export_from: Path | None = None,
         if export_from is not None:
             export(directory / EXPORT, checkpoint.model, source=export_from, dtype=export_dtype)
         files = sorted(file for file in directory.rglob("*") if file.is_file())
-        digests = {str(file.relative_to(directory)): [file.stat().st_size, file_digest(file)] for file in files}
+        digests = {
+            str(file.relative_to(directory)): [file.stat().st_size, file_digest(file)]
+            for file in files
+        }
         (directory / DIGESTS).write_text(json.dumps(digests, indent=1))
 
 
 def load(path: Path) -> Checkpoint:
-    """Read the checkpoint at `path`, or the newest complete one in `path` where that holds checkpoints itself.
+    """Read the checkpoint at `path`, or the newest complete one in `path` where that
+    holds checkpoints itself.
 
     Raises `TrainerError` that names what is torn, missing or unknown.
     """
@@ -90,7 +109,9 @@ def load(path: Path) -> Checkpoint:
 
 
 def latest(directory: Path) -> Path | None:
-    """The complete checkpoint in `directory` with the most steps; torn ones are passed over."""
+    """The complete checkpoint in `directory` with the most steps; torn ones are passed
+    over.
+    """
     found: list[tuple[int, Path]] = []
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
         try:
@@ -102,7 +123,10 @@ def latest(directory: Path) -> Path | None:
 
 
 def verify(path: Path) -> int:
-    """The step of the checkpoint at `path`, after comparing every file with its digest. Raises `TrainerError`."""
+    """The step of the checkpoint at `path`, after comparing every file with its digest.
+
+    Raises `TrainerError`.
+    """
     try:
         digests = json.loads((path / DIGESTS).read_text())
         for name, (size, digest) in digests.items():
@@ -111,14 +135,20 @@ def verify(path: Path) -> int:
                 raise TrainerError(f"checkpoint {path} is torn: {name} does not match its digest")
         state = json.loads((path / STATE).read_text())
         if state["format"] != FORMAT:
-            raise TrainerError(f"checkpoint {path} has format {state['format']}, this version reads {FORMAT}")
+            raise TrainerError(
+                f"checkpoint {path} has format {state['format']}, this version reads {FORMAT}"
+            )
         return int(state["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TrainerError(f"checkpoint {path} is torn or none: {error}") from error
 
 
-def export(path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face checkpoint of `model`: config and tokenizer from `source`, weights in `dtype`."""
+def export(
+    path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype: torch.dtype
+) -> None:
+    """Write a Hugging Face checkpoint of `model`: config and tokenizer from `source`,
+    weights in `dtype`.
+    """
     path.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
@@ -132,6 +162,10 @@ def export(path: Path, model: Mapping[str, torch.Tensor], *, source: Path, dtype
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     except SafetensorError as error:  # how the library words a failed write
         raise OSError(f"cannot write {path.name}: {error}") from error

@@ -1,7 +1,8 @@
 """Directories that appear complete or not at all.
 
-Invariant: `new_directory` either renames a fully written and synced directory to its name, or leaves nothing and
-whatever had that name before untouched. Unfinished ones carry the suffix `.partial-…` and are cleared by the next writer.
+Invariant: `new_directory` either renames a fully written and synced directory to its
+name, or leaves nothing and whatever had that name before untouched. Unfinished ones
+carry the suffix `.partial-…` and are cleared by the next writer.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory to fill; on success it becomes `path`, replacing a former one. OSErrors pass through."""
+    """Yield an empty directory to fill; on success it becomes `path`, replacing a
+    former one. OSErrors pass through.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     for sibling in path.parent.iterdir():
         if sibling.name.startswith(path.name + PARTIAL):
@@ -41,7 +44,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two directories' names in one step, so that at every instant a complete one has each name."""
+    """Swap two directories' names in one step, so that at every instant a complete one
+    has each name.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
         code = ctypes.get_errno()

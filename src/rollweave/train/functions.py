@@ -1,7 +1,8 @@
-"""Differentiable functions with fewer passes over memory than their composition from torch's operators.
+"""Differentiable functions with fewer passes over memory than their composition from
+torch's operators.
 
-On a CPU a small model is bound by memory and by operator count, not by arithmetic. Each function is checked against its
-plain definition, gradients included.
+On a CPU a small model is bound by memory and by operator count, not by arithmetic. Each
+function is checked against its plain definition, gradients included.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 LOWEST_LOGIT = -60.0
-"""Below the greatest logit, in nats. Exponentials below -87 are denormal: 20 to 150 times slower, and so is what uses them."""
+"""Below the greatest logit, in nats.
+
+Exponentials below -87 are denormal: 20 to 150 times slower, and so is what uses them.
+"""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -72,7 +76,9 @@ class _SwiGlu(torch.autograd.Function):
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         chosen = logits.gather(1, labels[:, None]).squeeze(1)
         top = logits.amax(-1, keepdim=True)
         shifted = (logits - top).clamp_(min=LOWEST_LOGIT)
@@ -87,9 +93,12 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_chosen: torch.Tensor, d_entropy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(
+        ctx: Any, d_chosen: torch.Tensor, d_entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         probabilities, logprobs, entropy, labels = ctx.saved_tensors
-        # d entropy / d logit_i = -p_i (log p_i + H);  d chosen / d logit_i = [i = label] - p_i
+        # d entropy / d logit_i = -p_i (log p_i + H);  d chosen / d logit_i = [i =
+        # label] - p_i
         slope = (d_entropy * entropy + d_chosen).unsqueeze(1)
         d_logits = torch.addcmul(slope, logprobs, d_entropy.unsqueeze(1)).mul_(probabilities).neg_()
         return d_logits.scatter_add_(1, labels[:, None], d_chosen.unsqueeze(1)), None
@@ -102,23 +111,31 @@ _apply_swiglu = cast(Callable[..., torch.Tensor], _SwiGlu.apply)
 
 
 def token_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of `labels` [M] under `logits` [M, V] (float32), and the entropy, both [M].
+    """Log-prob of `labels` [M] under `logits` [M, V] (float32), and the entropy, both
+    [M].
 
-    Tokens less probable than exp(-60) of the likeliest count as that in the entropy, which no float32 sum can tell.
+    Tokens less probable than exp(-60) of the likeliest count as that in the entropy,
+    which no float32 sum can tell.
     """
     return _apply_tokenlogprobs(logits, labels)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., D] over its root mean square along the last axis, times weight: [D], or [heads, D] for x [..., heads, D]."""
+    """x [..., D] over its root mean square along the last axis, times weight: [D], or
+    [heads, D] for x [..., heads, D].
+    """
     return _apply_rmsnorm(x, weight, eps)
 
 
 def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) as complex numbers by `turns` [..., D / 2], which is broadcast, constant."""
+    """Turn the pairs (x[..., 2i], x[..., 2i + 1]) as complex numbers by `turns` [..., D
+    / 2], which is broadcast, constant.
+    """
     return _apply_rotate(x, turns)
 
 
 def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up, where `both` [..., 2F] is gate and up side by side; returns [..., F]."""
+    """silu(gate) · up, where `both` [..., 2F] is gate and up side by side; returns
+    [..., F].
+    """
     return _apply_swiglu(both)

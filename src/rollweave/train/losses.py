@@ -1,23 +1,28 @@
 """The policy loss, token by token, as a sum whose weights make it the wanted mean.
 
-Invariants: the loss of a minibatch is the sum over its micro-batches and ranks, because every token's weight already
-knows the whole minibatch; only output tokens come here; log-probs are at the sampling temperature on all sides.
+Invariants: the loss of a minibatch is the sum over its micro-batches and ranks, because
+every token's weight already knows the whole minibatch; only output tokens come here;
+log-probs are at the sampling temperature on all sides.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios beyond ±20 are cut: the exponential would overflow or drown the batch, and the sign alone matters there."""
+"""Log-ratios beyond ±20 are cut: the exponential would overflow or drown the batch, and
+the sign alone matters there.
+"""
 
 
 def token_weights(lengths: Sequence[int], aggregate: str) -> list[float]:
-    """The weight of each token of sequences with these numbers of output tokens; over all tokens they sum to 1.
+    """The weight of each token of sequences with these numbers of output tokens; over
+    all tokens they sum to 1.
 
-    `token_mean`: every token of the minibatch counts the same. `sequence_mean`: every sequence does.
+    `token_mean`: every token of the minibatch counts the same. `sequence_mean`: every
+    sequence does.
     """
     if aggregate == "token_mean":
         total = sum(lengths)
@@ -37,16 +42,22 @@ def policy_loss(
     kl: float,
     algorithm: AlgorithmConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all inputs are [M], M output tokens.
+    """The weighted loss (a scalar) and the sums of `metrics.TOKEN_SUMS`; all inputs are
+    [M], M output tokens.
 
-    With ratio ρ = exp(logprobs - old), PPO-clip is -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A), where
+    With ratio ρ = exp(logprobs - old), PPO-clip is -min(ρ A, clip(ρ, 1 - clip_low, 1 +
+    clip_high) A), where
 
-    - `bypass`: old = behaviour, the log-probs of the engine (the clip bounds the whole way from the rollout);
-    - `decoupled` (AReaL §5.2): old = proximal, recomputed when the step began; the loss is weighted by
-      exp(proximal - behaviour), and tokens whose weight exceeds `is_cap` are dropped;
-    - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is dropped.
+    - `bypass`: old = behaviour, the log-probs of the engine (the clip bounds the whole
+      way from the rollout);
+    - `decoupled` (AReaL §5.2): old = proximal, recomputed when the step began; the loss
+      is weighted by exp(proximal - behaviour), and tokens whose weight exceeds `is_cap`
+      are dropped;
+    - `tis`: as decoupled, but the weight is truncated to `is_cap` and no token is
+      dropped.
 
-    To this come `kl` times each token's `divergence` from the reference, and minus `entropy` times the entropy.
+    To this come `kl` times each token's `divergence` from the reference, and minus
+    `entropy` times the entropy.
     """
     with torch.no_grad():
         to_behaviour = (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -96,7 +107,9 @@ def _importance(
 
 
 def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> float:
-    """`kl` at training step `step` of `steps`: constant, then falling linearly to 0 at the share `kl_until` of the run."""
+    """`kl` at training step `step` of `steps`: constant, then falling linearly to 0 at
+    the share `kl_until` of the run.
+    """
     if algorithm.kl_until >= 1:
         return algorithm.kl
     left = 1 - step / max(1.0, algorithm.kl_until * steps)
@@ -104,6 +117,8 @@ def kl_coefficient(algorithm: AlgorithmConfig, *, step: int, steps: int) -> floa
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:
-    """KL(policy, reference) from log(reference / policy) of sampled tokens: Schulman's never negative exp(d) - d - 1."""
+    """KL(policy, reference) from log(reference / policy) of sampled tokens: Schulman's
+    never negative exp(d) - d - 1.
+    """
     bounded = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return bounded.exp() - bounded - 1

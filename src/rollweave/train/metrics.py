@@ -1,7 +1,8 @@
 """The names of what a training step reports, and how per-token sums become figures.
 
-Names are stable: dashboards and tests read them. Token figures are means over the output tokens that went through the
-model, over all passes of the batch; figures that do not apply to a step are absent.
+Names are stable: dashboards and tests read them. Token figures are means over the
+output tokens that went through the model, over all passes of the batch; figures that do
+not apply to a step are absent.
 
 | name | meaning |
 |---|---|
@@ -68,7 +69,9 @@ def from_sums(sums: torch.Tensor, *, with_reference: bool) -> dict[str, float]:
 
 
 class GapMeter:
-    """Train-inference gap: |trainer's - engine's log-prob| of tokens that the very same weights sampled, by engine."""
+    """Train-inference gap: |trainer's - engine's log-prob| of tokens that the very same
+    weights sampled, by engine.
+    """
 
     def __init__(self, engines: Sequence[str]) -> None:
         self._engines = list(engines)

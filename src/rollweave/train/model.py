@@ -1,8 +1,10 @@
-"""A decoder-only transformer (Llama, Qwen2, Qwen3) for training: packed inputs in, hidden states of the predicting rows out.
+"""A decoder-only transformer (Llama, Qwen2, Qwen3) for training: packed inputs in,
+hidden states of the predicting rows out.
 
-Parameters carry transformers' names, so weights travel between checkpoints, engines and this model unchanged;
-transformers' own forward is the oracle of the tests. Two things make it quicker: rows are packed without padding, and
-the last layer computes keys and values for all rows but everything else only for the rows that predict something.
+Parameters carry transformers' names, so weights travel between checkpoints, engines and
+this model unchanged; transformers' own forward is the oracle of the tests. Two things
+make it quicker: rows are packed without padding, and the last layer computes keys and
+values for all rows but everything else only for the rows that predict something.
 """
 
 import dataclasses
@@ -66,13 +68,17 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = None
 
     def forward(self, x: torch.Tensor, packed: Packed, shared: Shared, last: bool) -> torch.Tensor:
-        """x [N, H] to the attention's output: [N, H], or [M, H] for the predicting rows in the `last` layer."""
+        """x [N, H] to the attention's output: [N, H], or [M, H] for the predicting rows
+        in the `last` layer.
+        """
         keys, queries = packed.keys, packed.queries if last else packed.keys
         device, dim = x.device, self.head_dim
         key_value = [(self.k_proj, _pairs(self.kv_heads, dim, device)), (self.v_proj, None)]
         if last:
             query = [(self.q_proj, _pairs(self.heads, dim, device))]
-            q = _to_grid(_joined(x.index_select(0, packed.predicting), query), queries, packed.predicting)
+            q = _to_grid(
+                _joined(x.index_select(0, packed.predicting), query), queries, packed.predicting
+            )
             q = self._placed(torch.unflatten(q, -1, (-1, dim)), self.heads, shared.query_turns)
             kv = torch.unflatten(_to_grid(_joined(x, key_value), keys, None), -1, (-1, dim))
             k = self._placed(kv[:, :, : self.kv_heads], 0, shared.turns)
@@ -82,20 +88,27 @@ class Attention(nn.Module):
             qk = self._placed(kv[:, :, : self.heads + self.kv_heads], self.heads, shared.turns)
             q, k = qk[:, :, : self.heads], qk[:, :, self.heads :]
         places = queries.positions if last else None
-        out = attend(q, k, kv[:, :, -self.kv_heads :], places, max_scores=self.max_scores).reshape(len(q) * q.shape[1], -1)
+        out = attend(q, k, kv[:, :, -self.kv_heads :], places, max_scores=self.max_scores).reshape(
+            len(q) * q.shape[1], -1
+        )
         if not queries.dense:
             out = out.index_select(0, queries.flat)
         return _joined(out, [(self.o_proj, None)])
 
     def _placed(self, x: torch.Tensor, queries: int, turns: torch.Tensor) -> torch.Tensor:
-        """Heads [B, W, heads, D], in pairs, of which `queries` are queries and the others keys.
+        """Heads [B, W, heads, D], in pairs, of which `queries` are queries and the
+        others keys.
 
-        They are normalised where the architecture does, and turned to their position by `turns` [1 or B, W, D / 2].
+        They are normalised where the architecture does, and turned to their position by
+        `turns` [1 or B, W, D / 2].
         """
         heads = x.shape[-2]
         if self.q_norm is not None and self.k_norm is not None:
             order = _pairs(1, self.head_dim, x.device)
-            rows = [self.q_norm.weight[order].expand(queries, -1), self.k_norm.weight[order].expand(heads - queries, -1)]
+            rows = [
+                self.q_norm.weight[order].expand(queries, -1),
+                self.k_norm.weight[order].expand(heads - queries, -1),
+            ]
             x = rms_norm(x.float(), torch.cat(rows).float(), self.q_norm.eps).to(x.dtype)
         # Tables as wide as the rows let one loop run over all heads.
         turned = rotate(x.float().flatten(-2), turns.repeat(1, 1, heads))
@@ -113,7 +126,10 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _joined(swiglu(_joined(x, [(self.gate_proj, None), (self.up_proj, None)])), [(self.down_proj, None)])
+        return _joined(
+            swiglu(_joined(x, [(self.gate_proj, None), (self.up_proj, None)])),
+            [(self.down_proj, None)],
+        )
 
 
 class Layer(nn.Module):
@@ -134,7 +150,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The stack below the head. `forward` returns hidden states of the predicting rows, [M, H]."""
+    """The stack below the head.
+
+    `forward` returns hidden states of the predicting rows, [M, H].
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -144,7 +163,10 @@ class Decoder(nn.Module):
 
 
 class Scores(NamedTuple):
-    """What a pass gives for its M labels, each [M] in float32. `divergence` is KL(reference, policy), 0 without reference."""
+    """What a pass gives for its M labels, each [M] in float32.
+
+    `divergence` is KL(reference, policy), 0 without reference.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -152,14 +174,18 @@ class Scores(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Another policy at the same M labels: its last hidden states [M, H] and its output weights [V, H]. Both constant."""
+    """Another policy at the same M labels: its last hidden states [M, H] and its output
+    weights [V, H]. Both constant.
+    """
 
     hidden: torch.Tensor
     head: torch.Tensor
 
 
 class Model(nn.Module):
-    """A causal language model whose forward gives log-probs of the labels, so that no more logits exist than needed."""
+    """A causal language model whose forward gives log-probs of the labels, so that no
+    more logits exist than needed.
+    """
 
     def __init__(self, shape: ModelShape, compute_dtype: torch.dtype) -> None:
         super().__init__()
@@ -171,30 +197,50 @@ class Model(nn.Module):
         if shape.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, packed: Packed, temperature: float, reference: Reference | None = None) -> Scores:
-        """Log-probs of `packed.labels` at `temperature`, the policy's entropy there, and how far it is from `reference`."""
+    def forward(
+        self, packed: Packed, temperature: float, reference: Reference | None = None
+    ) -> Scores:
+        """Log-probs of `packed.labels` at `temperature`, the policy's entropy there,
+        and how far it is from `reference`.
+        """
         x = self.hidden(packed)
         rows = max(1, self.max_logits // self.lm_head.out_features)
         if len(x) <= rows:
             return self._head(x, packed.labels, temperature, reference)
-        # More logits than that are made, and made again for the gradient, a part at a time.
+        # More logits than that are made, and made again for the gradient, a part at a
+        # time.
         parts = []
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
-            beside = None if reference is None else Reference(reference.hidden[part], reference.head)
-            parts.append(checkpoint(self._head, x[part], packed.labels[part], temperature, beside, use_reentrant=False))
+            beside = (
+                None if reference is None else Reference(reference.hidden[part], reference.head)
+            )
+            parts.append(
+                checkpoint(
+                    self._head,
+                    x[part],
+                    packed.labels[part],
+                    temperature,
+                    beside,
+                    use_reentrant=False,
+                )
+            )
         return Scores(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
     def hidden(self, packed: Packed) -> torch.Tensor:
         """The last hidden states at the labels, [M, H]."""
-        x = functional.embedding(packed.tokens, self.model.embed_tokens.weight).to(self.compute_dtype)
+        x = functional.embedding(packed.tokens, self.model.embed_tokens.weight).to(
+            self.compute_dtype
+        )
         shared = self._shared(packed, x)
         final = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             x = layer(x, packed, shared, index == final)
         return cast(torch.Tensor, self.model.norm(x))
 
-    def _head(self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None) -> Scores:
+    def _head(
+        self, x: torch.Tensor, labels: torch.Tensor, temperature: float, reference: Reference | None
+    ) -> Scores:
         logits = _joined(x, [(self.lm_head, None)]).float() / temperature
         logprobs, entropy = token_logprobs(logits, labels)
         if reference is None:
@@ -212,9 +258,11 @@ class Model(nn.Module):
 
 
 def load_model(path: Path, *, dtype: str, device: str) -> Model:
-    """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is that of the computation.
+    """Read a Hugging Face checkpoint directory. Weights are kept in float32; `dtype` is
+    that of the computation.
 
-    Raises `TrainerError` for an architecture that this model does not cover, and for tensors that are missing or misshapen.
+    Raises `TrainerError` for an architecture that this model does not cover, and for
+    tensors that are missing or misshapen.
     """
     try:
         shape = read_shape(path)
@@ -224,7 +272,9 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
         raise TrainerError(f"{path}: {error}") from error
     with torch.device("meta"):
         model = Model(shape, getattr(torch, dtype))
-    model.load_state_dict({name: tensors[name] for name in shape.tensors()}, assign=True, strict=False)
+    model.load_state_dict(
+        {name: tensors[name] for name in shape.tensors()}, assign=True, strict=False
+    )
     if shape.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     for parameter in model.parameters():
@@ -232,28 +282,43 @@ def load_model(path: Path, *, dtype: str, device: str) -> Model:
     return model.to(device)
 
 
-def _joined(x: torch.Tensor, layers: Sequence[tuple[nn.Linear, torch.Tensor | None]]) -> torch.Tensor:
-    """Several linear layers of the same input as one product, each with its outputs in the given order: [N, sum of outs]."""
-    weights = [layer.weight if order is None else layer.weight.index_select(0, order) for layer, order in layers]
+def _joined(
+    x: torch.Tensor, layers: Sequence[tuple[nn.Linear, torch.Tensor | None]]
+) -> torch.Tensor:
+    """Several linear layers of the same input as one product, each with its outputs in
+    the given order: [N, sum of outs].
+    """
+    weights = [
+        layer.weight if order is None else layer.weight.index_select(0, order)
+        for layer, order in layers
+    ]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     if layers[0][0].bias is None:
         return functional.linear(x, weight.to(x.dtype))
-    biases = [layer.bias if order is None else layer.bias.index_select(0, order) for layer, order in layers]
+    biases = [
+        layer.bias if order is None else layer.bias.index_select(0, order)
+        for layer, order in layers
+    ]
     return functional.linear(x, weight.to(x.dtype), torch.cat(biases).to(x.dtype))
 
 
 @functools.cache
 def _pairs(heads: int, head_dim: int, device: torch.device) -> torch.Tensor:
-    """The order of a projection's outputs that puts the two numbers which a rotation mixes side by side.
+    """The order of a projection's outputs that puts the two numbers which a rotation
+    mixes side by side.
 
-    Checkpoints hold them half a head apart. Queries and keys in the same order have the same products.
+    Checkpoints hold them half a head apart. Queries and keys in the same order have the
+    same products.
     """
     one = torch.arange(head_dim).view(2, -1).t().flatten()
     return (torch.arange(heads)[:, None] * head_dim + one).flatten().to(device)
 
 
 def _to_grid(x: torch.Tensor, grid: Grid, packed_rows: torch.Tensor | None) -> torch.Tensor:
-    """Arrange rows of x by sequence: [B, W, C]. `packed_rows` says that x holds only those packed rows, in grid order."""
+    """Arrange rows of x by sequence: [B, W, C].
+
+    `packed_rows` says that x holds only those packed rows, in grid order.
+    """
     batch, width = grid.positions.shape
     if grid.dense:
         return x.view(batch, width, -1)

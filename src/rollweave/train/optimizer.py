@@ -1,6 +1,8 @@
-"""AdamW with warm-up and linear decay, gradient clipping, and a state that can be named, saved and put back.
+"""AdamW with warm-up and linear decay, gradient clipping, and a state that can be
+named, saved and put back.
 
-Invariants: the learning rate is a function of the step alone; `Snapshot` restores weights and optimizer to the bit.
+Invariants: the learning rate is a function of the step alone; `Snapshot` restores
+weights and optimizer to the bit.
 """
 
 import dataclasses
@@ -10,19 +12,25 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from rollweave.schema.sections import TrainerConfig
+from rollweave.schema.config.sections import TrainerConfig
 from rollweave.train.ranks import full, is_sharded, like, local
 
 BETA1 = 0.9
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def new_optimizer(model: nn.Module, *, lr: float, beta2: float, weight_decay: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(BETA1, beta2), weight_decay=weight_decay, fused=True)
+def new_optimizer(
+    model: nn.Module, *, lr: float, beta2: float, weight_decay: float
+) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(BETA1, beta2), weight_decay=weight_decay, fused=True
+    )
 
 
 def learning_rate(trainer: TrainerConfig, *, step: int, steps: int) -> float:
-    """At training step `step` of `steps`, from 0: up linearly over `warmup_steps`, then linearly to `final_lr` at the last."""
+    """At training step `step` of `steps`, from 0: up linearly over `warmup_steps`, then
+    linearly to `final_lr` at the last.
+    """
     if step < trainer.warmup_steps:
         return trainer.lr * (step + 1) / trainer.warmup_steps
     span = steps - 1 - trainer.warmup_steps
@@ -36,7 +44,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients down to `max_norm` (over all ranks); return the norm before. Gradients that are not finite stay."""
+    """Scale gradients down to `max_norm` (over all ranks); return the norm before.
+
+    Gradients that are not finite stay.
+    """
     parameters = list(model.parameters())
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
     if is_sharded(norm):
@@ -59,12 +70,17 @@ class Snapshot:
         parameters = list(model.parameters())
         return cls(
             weights=[_copy(parameter) for parameter in parameters],
-            moments=[{key: _copy(value) for key, value in optimizer.state.get(p, {}).items()} for p in parameters],
+            moments=[
+                {key: _copy(value) for key, value in optimizer.state.get(p, {}).items()}
+                for p in parameters
+            ],
         )
 
     @torch.no_grad()
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        for parameter, weight, moments in zip(model.parameters(), self.weights, self.moments, strict=True):
+        for parameter, weight, moments in zip(
+            model.parameters(), self.weights, self.moments, strict=True
+        ):
             local(parameter).copy_(weight)
             if not moments:
                 optimizer.state.pop(parameter, None)
@@ -72,8 +88,12 @@ class Snapshot:
                 local(optimizer.state[parameter][key]).copy_(value)
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Copies of the optimizer's state by `<moment>.<parameter>` and `step.<parameter>`, gathered from all ranks."""
+def optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's state by `<moment>.<parameter>` and `step.<parameter>`,
+    gathered from all ranks.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
@@ -82,8 +102,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return found
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `optimizer_tensors` gave. A parameter without state loses the state that it has."""
+def load_optimizer_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Put back what `optimizer_tensors` gave.
+
+    A parameter without state loses the state that it has.
+    """
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:

@@ -1,7 +1,9 @@
-"""Forward and backward passes over examples, cut into micro-batches and shared among ranks.
+"""Forward and backward passes over examples, cut into micro-batches and shared among
+ranks.
 
-Invariants: all ranks make the same number of passes (their collectives must meet), so a rank without work repeats an
-example and drops the result; what an example contributes does not depend on how the examples were cut.
+Invariants: all ranks make the same number of passes (their collectives must meet), so a
+rank without work repeats an example and drops the result; what an example contributes
+does not depend on how the examples were cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +16,32 @@ from rollweave.train.ranks import Ranks, sync_gradients
 from rollweave.train.rows import balanced
 
 CACHE_TOKENS = 2048
-"""Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the cache (1.6 times slower at 16384)."""
+"""Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the
+cache (1.6 times slower at 16384).
+"""
 
 LossOf = Callable[[list[int], Scores], torch.Tensor]
-"""From indices of examples, and the scores of their targets, laid end to end, to their loss."""
+"""From indices of examples, and the scores of their targets, laid end to end, to their
+loss.
+"""
 
 ReferenceOf = Callable[[list[int]], Reference]
 """From indices of examples to the reference at their targets, laid end to end."""
 
 
 class Passes:
-    """Runs a model over examples. `micro_tokens` bounds one pass, unless a single example is longer."""
+    """Runs a model over examples.
+
+    `micro_tokens` bounds one pass, unless a single example is longer.
+    """
 
     def __init__(self, model: Model, ranks: Ranks, *, micro_tokens: int) -> None:
         self.model = model
         self.ranks = ranks
         self.device = next(model.parameters()).device
-        self._micro_tokens = min(micro_tokens, CACHE_TOKENS) if self.device.type == "cpu" else micro_tokens
+        self._micro_tokens = (
+            min(micro_tokens, CACHE_TOKENS) if self.device.type == "cpu" else micro_tokens
+        )
 
     def backward(
         self,
@@ -41,13 +52,17 @@ class Passes:
         loss_of: LossOf,
         reference_of: ReferenceOf | None = None,
     ) -> float:
-        """Add the gradient of the summed loss of `chosen` examples; return that loss, summed over ranks."""
+        """Add the gradient of the summed loss of `chosen` examples; return that loss,
+        summed over ranks.
+        """
         loss_sum = 0.0
         plan, work = self._plan(examples, chosen)
         for number, indices in enumerate(plan):
             sync_gradients(self.model, number == len(plan) - 1)
             packed = pack([examples[index] for index in indices]).to(self.device)
-            scores = self.model(packed, temperature, reference_of(indices) if reference_of is not None else None)
+            scores = self.model(
+                packed, temperature, reference_of(indices) if reference_of is not None else None
+            )
             if number < work:
                 loss = loss_of(indices, scores)
                 loss_sum += loss.item()
@@ -58,11 +73,17 @@ class Passes:
         return float(self.ranks.total(torch.tensor(loss_sum, dtype=torch.float64)))
 
     @torch.no_grad()
-    def logprobs(self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float) -> dict[int, torch.Tensor]:
+    def logprobs(
+        self, examples: Sequence[Example], chosen: Sequence[int], *, temperature: float
+    ) -> dict[int, torch.Tensor]:
         """Log-probs [M] of the targets of each chosen example, by index, on every rank."""
         plan, work = self._plan(examples, chosen)
         sizes = [len(examples[index].targets) for index in chosen]
-        found = dict(zip(chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True))
+        found = dict(
+            zip(
+                chosen, torch.split(torch.zeros(sum(sizes), device=self.device), sizes), strict=True
+            )
+        )
         for number, indices in enumerate(plan):
             packed = pack([examples[index] for index in indices]).to(self.device)
             values = self.model(packed, temperature).logprobs
@@ -77,16 +98,24 @@ class Passes:
 
     @torch.no_grad()
     def hidden(self, examples: Sequence[Example], chosen: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The last hidden states [M, H] at the targets of each chosen example, by index. For a single rank."""
+        """The last hidden states [M, H] at the targets of each chosen example, by
+        index. For a single rank.
+        """
         found: dict[int, torch.Tensor] = {}
         for indices in self._plan(examples, chosen)[0]:
             packed = pack([examples[index] for index in indices]).to(self.device)
-            parts = torch.split(self.model.hidden(packed), [len(examples[index].targets) for index in indices])
+            parts = torch.split(
+                self.model.hidden(packed), [len(examples[index].targets) for index in indices]
+            )
             found.update(zip(indices, parts, strict=True))
         return found
 
-    def _plan(self, examples: Sequence[Example], chosen: Sequence[int]) -> tuple[list[list[int]], int]:
-        """This rank's micro-batches, padded to the longest plan of any rank, and how many of them are its work."""
+    def _plan(
+        self, examples: Sequence[Example], chosen: Sequence[int]
+    ) -> tuple[list[list[int]], int]:
+        """This rank's micro-batches, padded to the longest plan of any rank, and how
+        many of them are its work.
+        """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []
         for share in balanced(lengths, self.ranks.world):

@@ -1,8 +1,11 @@
-"""Publishing: each rank writes the slices that it alone has into one payload, and nobody gathers the model (ROSE §4.2).
+"""Publishing: each rank writes the slices that it alone has into one payload, and
+nobody gathers the model (ROSE §4.2).
 
-Invariants: rank 0 owns the payload, the ranks beside it on this host write into it; every byte is written once; either all
-ranks get the manifest or all raise the same `TrainerError`, and then versions published before serve on. A rank that cannot
-reach the payload, on another machine, say, makes all gather instead, tensor by tensor, and rank 0 write.
+Invariants: rank 0 owns the payload, the ranks beside it on this host write into it;
+every byte is written once; either all ranks get the manifest or all raise the same
+`TrainerError`, and then versions published before serve on. A rank that cannot reach
+the payload, on another machine, say, makes all gather instead, tensor by tensor, and
+rank 0 write.
 """
 
 import logging
@@ -25,9 +28,20 @@ _log = logging.getLogger(__name__)
 
 
 class Outlet:
-    """Where this rank's weights go out, as `dtype`. Every rank calls `publish` for every version."""
+    """Where this rank's weights go out, as `dtype`.
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, dtype: torch.dtype, device: torch.device, directory: Path) -> None:
+    Every rank calls `publish` for every version.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        directory: Path,
+    ) -> None:
         self._parameters = dict(model.named_parameters())
         self._ranks = ranks
         self._dtype = dtype
@@ -36,8 +50,13 @@ class Outlet:
         self._warned = False
 
     def publish(self, command: Publish) -> tuple[WeightManifest, bool]:
-        """The manifest, and whether the ranks had to gather. Raises `TrainerError`, on all ranks or none."""
-        metas = lay_out((name, self._dtype, parameter.shape) for name, parameter in self._parameters.items())
+        """The manifest, and whether the ranks had to gather.
+
+        Raises `TrainerError`, on all ranks or none.
+        """
+        metas = lay_out(
+            (name, self._dtype, parameter.shape) for name, parameter in self._parameters.items()
+        )
         draft, error = self._drafted(metas, command)
         try:
             offer = self._ranks.from_first(draft.offer if draft is not None else None)
@@ -65,15 +84,21 @@ class Outlet:
         if self._publisher is None:
             return None, ""
         try:
-            return self._publisher.draft(metas, version=command.version, weights_id=command.weights_id), ""
+            return self._publisher.draft(
+                metas, version=command.version, weights_id=command.weights_id
+            ), ""
         except RollweaveError as error:
             return None, str(error)
 
-    def _written(self, metas: tuple[TensorMeta, ...], draft: Draft | None, offer: Offer) -> tuple[bool, str]:
+    def _written(
+        self, metas: tuple[TensorMeta, ...], draft: Draft | None, offer: Offer
+    ) -> tuple[bool, str]:
         """Whether the ranks had to gather, and what went wrong on this one."""
         slices = draft.slices if draft is not None else Slices.of(offer)
         try:
-            far = [rank for rank, near in enumerate(self._ranks.each(slices is not None)) if not near]
+            far = [
+                rank for rank, near in enumerate(self._ranks.each(slices is not None)) if not near
+            ]
             if not far:
                 assert slices is not None
                 return False, self._write(slices, self._own(metas))
@@ -102,17 +127,25 @@ class Outlet:
             for offset, data in self._staging.drain(tensors, self._dtype):
                 slices.write(offset, data)
         except (OSError, RuntimeError) as error:
-            return f"{type(error).__name__}: {error}" if isinstance(error, RuntimeError) else str(error)
+            return (
+                f"{type(error).__name__}: {error}"
+                if isinstance(error, RuntimeError)
+                else str(error)
+            )
         return ""
 
     def _own(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """What this rank has, and the others do not: contiguous slices with their offsets."""
+        """What this rank has, and the others do not: contiguous slices with their
+        offsets.
+        """
         model = Model(metas, heads=1, kv_heads=1)  # FSDP does not ask for heads
         shard = Fsdp(self._ranks.world).shard(model, self._ranks.rank)
         places = {meta.name: meta for meta in metas}
         for piece in shard.pieces:
             tensor, meta = local(self._parameters[piece.tensor]), places[piece.tensor]
-            assert tensor.shape == piece.size, f"{piece.tensor} is sharded as {tuple(tensor.shape)}, not {piece.size}"
+            assert tensor.shape == piece.size, (
+                f"{piece.tensor} is sharded as {tuple(tensor.shape)}, not {piece.size}"
+            )
             ((first, _),) = runs(meta.shape, piece.start, piece.size)
             yield meta.offset + first * self._dtype.itemsize, tensor
 
@@ -125,11 +158,15 @@ class Outlet:
         for rank, said in enumerate(self._ranks.each(error)):
             if said:
                 where = f"cannot publish weights version {command.version}"
-                raise TrainerError(said if said.startswith(where) else f"{where}: trainer rank {rank}: {said}")
+                raise TrainerError(
+                    said if said.startswith(where) else f"{where}: trainer rank {rank}: {said}"
+                )
 
     def _warn(self, far: list[int]) -> None:
         if self._ranks.first and not self._warned:
             self._warned = True
             _log.warning(
-                "trainer ranks %s cannot reach the memory of rank 0 (another machine?): weights are gathered to publish", far
+                "trainer ranks %s cannot reach the memory of rank 0 (another machine?): weights "
+                "are gathered to publish",
+                far,
             )

@@ -1,7 +1,8 @@
 """The trainer's ranks: sharding with FSDP2, and the few collectives around it.
 
-Invariants: with one rank nothing here touches torch.distributed; every rank makes the same calls in the same order. FSDP2 and
-distributed tensors are imported only where there are several ranks: they take seconds, which a laptop's run would wait for.
+Invariants: with one rank nothing here touches torch.distributed; every rank makes the
+same calls in the same order. FSDP2 and distributed tensors are imported only where
+there are several ranks: they take seconds, which a laptop's run would wait for.
 """
 
 import dataclasses
@@ -63,12 +64,19 @@ class Ranks:
 
 
 def join(rank: int, world: int, device: torch.device) -> Ranks:
-    """Meet the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract). Raises `ValueError` where these are not set."""
+    """Meet the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract).
+
+    Raises `ValueError` where these are not set.
+    """
     if world > 1 and not dist.is_initialized():
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ValueError(f"{world} trainer ranks need the environment variables {' and '.join(missing)}")
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world)
+            raise ValueError(
+                f"{world} trainer ranks need the environment variables {' and '.join(missing)}"
+            )
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world
+        )
     return Ranks(rank=rank, world=world)
 
 
@@ -78,25 +86,35 @@ def leave(ranks: Ranks) -> None:
 
 
 def shard(model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks) -> None:
-    """Shard parameters over the ranks, layer by layer (FSDP2). Nothing happens with one rank."""
+    """Shard parameters over the ranks, layer by layer (FSDP2).
+
+    Nothing happens with one rank.
+    """
     if ranks.world > 1:
         from torch.distributed.fsdp import fully_shard
 
         for layer in layers:
             fully_shard(layer)
-        # Without resharding the root would keep its gathered weights from one forward to the next, whatever was written.
+        # Without resharding the root would keep its gathered weights from one forward
+        # to the next, whatever was written.
         fully_shard(model, reshard_after_forward=True)
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients over ranks; off for all micro-batches but the last."""
-    set_sync = getattr(model, "set_requires_gradient_sync", None)  # FSDP2's, where the model is sharded
+    """Whether the next backward reduces gradients over ranks; off for all micro-batches
+    but the last.
+    """
+    # FSDP2's, where the model is sharded
+    set_sync = getattr(model, "set_requires_gradient_sync", None)
     if set_sync is not None:
         set_sync(enabled)
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeIs[DTensor]":
-    """Whether this is a distributed tensor. None can exist before their module is imported."""
+    """Whether this is a distributed tensor.
+
+    None can exist before their module is imported.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -1,6 +1,8 @@
-"""How far the current policy is from the one that sampled a group: a number a group, by which a buffer may choose.
+"""How far the current policy is from the one that sampled a group: a number a group, by
+which a buffer may choose.
 
-Invariants: nothing is trained; a ratio is above 0 and finite, and the same on every rank.
+Invariants: nothing is trained; a ratio is above 0 and finite, and the same on every
+rank.
 """
 
 import math
@@ -18,13 +20,19 @@ from rollweave.train.rows import Row
 def group_ratios(
     passes: Passes, rows: Sequence[Row], groups: Sequence[ScoredGroup], *, temperature: float
 ) -> tuple[float, ...]:
-    """Of each group exp(mean over its output tokens of current log-prob - the rollout's); 1 where it has none.
+    """Of each group exp(mean over its output tokens of current log-prob - the
+    rollout's); 1 where it has none.
 
-    That is the geometric mean of the tokens' importance ratios, each cut as in the loss. `rows` are those of all groups, in
-    their order. Raises `NonFiniteLossError` for a log-prob that is no number.
+    That is the geometric mean of the tokens' importance ratios, each cut as in the
+    loss. `rows` are those of all groups, in their order. Raises `NonFiniteLossError`
+    for a log-prob that is no number.
     """
     chosen = range(len(rows))
-    current = passes.logprobs([row.example for row in rows], chosen, temperature=temperature) if rows else {}
+    current = (
+        passes.logprobs([row.example for row in rows], chosen, temperature=temperature)
+        if rows
+        else {}
+    )
     owners = [place for place, group in enumerate(groups) for _ in group.trajectories]
     gaps: list[list[torch.Tensor]] = [[] for _ in groups]
     for index, row in enumerate(rows):
@@ -33,5 +41,7 @@ def group_ratios(
     means = [float(torch.cat(found).mean()) if found else 0.0 for found in gaps]
     for group, mean in zip(groups, means, strict=True):
         if not math.isfinite(mean):
-            raise NonFiniteLossError(f"log-probs of group {group.id}: their mean difference to the rollout's is {mean}")
+            raise NonFiniteLossError(
+                f"log-probs of group {group.id}: their mean difference to the rollout's is {mean}"
+            )
     return tuple(map(math.exp, means))

@@ -1,8 +1,9 @@
-"""A checkpoint's log-probs of tokens that an engine sampled: the program `python -m rollweave.train.rescoring`.
+"""A checkpoint's log-probs of tokens that an engine sampled: the program `python -m
+rollweave.train.rescoring`.
 
-It reads one JSON object, `{"path": …, "prompt": […], "tokens": […]}`, from standard input and prints the log-probs of
-`tokens` at temperature 1, computed in float32 on the CPU. It is a separate process, so that torch and the weights leave
-memory afterwards.
+It reads one JSON object, `{"path": …, "prompt": […], "tokens": […]}`, from standard
+input and prints the log-probs of `tokens` at temperature 1, computed in float32 on the
+CPU. It is a separate process, so that torch and the weights leave memory afterwards.
 """
 
 import json
@@ -12,17 +13,22 @@ from pathlib import Path
 
 import torch
 
-from rollweave.inherited import reset_signals
+from rollweave.io.inherited import reset_signals
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
 
 
 def rescored(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
-    """Return log-probs of `tokens` after `prompt`. Raises TrainerError if the trainer does not support the checkpoint."""
+    """Return log-probs of `tokens` after `prompt`.
+
+    Raises TrainerError if the trainer does not support the checkpoint.
+    """
     model = load_model(path, dtype="float32", device="cpu")
     places = torch.arange(len(prompt), len(prompt) + len(tokens))
     with torch.no_grad():
-        scores = model(pack([Example(tokens=torch.tensor([*prompt, *tokens]), targets=places)]), 1.0)
+        scores = model(
+            pack([Example(tokens=torch.tensor([*prompt, *tokens]), targets=places)]), 1.0
+        )
     return [float(value) for value in scores.logprobs]
 
 

@@ -1,7 +1,8 @@
-"""From a batch of scored groups to rows of tensors, and rows to minibatches, ranks and micro-batches.
+"""From a batch of scored groups to rows of tensors, and rows to minibatches, ranks and
+micro-batches.
 
-Invariants: a trajectory is never cut between minibatches; all ranks compute the same split without talking; the split
-depends on the seed, the step and the pass alone.
+Invariants: a trajectory is never cut between minibatches; all ranks compute the same
+split without talking; the split depends on the seed, the step and the pass alone.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.sections import AlgorithmConfig
+from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, SegmentKind, TokenSequence
 from rollweave.train.advantages import token_advantages
 from rollweave.train.packing import Example
@@ -18,7 +19,9 @@ from rollweave.train.packing import Example
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a trajectory, with one entry per output token (M) in all but `example.tokens`."""
+    """One sequence of a trajectory, with one entry per output token (M) in all but
+    `example.tokens`.
+    """
 
     example: Example
     behaviour: torch.Tensor  # [M] float32, log-probs of the engine
@@ -37,7 +40,10 @@ class Row:
 
 
 def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
-    """Rows of all sequences with output, in the batch's order. Raises `ValueError` for a trajectory without a reward."""
+    """Rows of all sequences with output, in the batch's order.
+
+    Raises `ValueError` for a trajectory without a reward.
+    """
     advantages = token_advantages(batch.groups, algorithm)
     rows: list[Row] = []
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
@@ -60,14 +66,17 @@ def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
 
 
 def output_positions(sequence: TokenSequence) -> torch.Tensor:
-    """Positions of output tokens, int64; without the first position, which nothing predicts."""
+    """Positions of output tokens, int64; without the first position, which nothing
+    predicts.
+    """
     mask = torch.tensor(sequence.output_mask(), dtype=torch.bool)
     mask[:1] = False
     return mask.nonzero().flatten()
 
 
 def minibatches(rows: Sequence[Row], *, parts: int, seed: str) -> list[list[int]]:
-    """Indices of rows by minibatch: whole trajectories, shuffled by `seed`, with about equal numbers of tokens.
+    """Indices of rows by minibatch: whole trajectories, shuffled by `seed`, with about
+    equal numbers of tokens.
 
     Fewer than `parts` where there are fewer trajectories.
     """
@@ -84,7 +93,9 @@ def minibatches(rows: Sequence[Row], *, parts: int, seed: str) -> list[list[int]
 
 
 def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Indices of `sizes` in `bins` bins of about equal sums: the largest first, each into the bin that holds least."""
+    """Indices of `sizes` in `bins` bins of about equal sums: the largest first, each
+    into the bin that holds least.
+    """
     filled: list[list[int]] = [[] for _ in range(bins)]
     totals = [0] * bins
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

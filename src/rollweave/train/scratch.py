@@ -1,8 +1,11 @@
-"""A Hugging Face checkpoint directory from random weights, with a word-level tokenizer of the tasks' own words.
+"""A Hugging Face checkpoint directory from random weights, with a word-level tokenizer
+of the tasks' own words.
 
-Invariants: text of printable ASCII, tabs and newlines survives encode and decode unchanged; a whole word is one token
-wherever it stands by itself, the longest word wins, and everything else falls to single characters; the same arguments
-give the same bytes. Torch is imported where weights are drawn: a dry run asks for the tokenizer alone.
+Invariants: text of printable ASCII, tabs and newlines survives encode and decode
+unchanged; a whole word is one token wherever it stands by itself, the longest word
+wins, and everything else falls to single characters; the same arguments give the same
+bytes. Torch is imported where weights are drawn: a dry run asks for the tokenizer
+alone.
 """
 
 import json
@@ -14,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from rollweave.schema.sections import ScratchModel
+from rollweave.schema.config.sections import ScratchModel
 from rollweave.train.files import new_directory
 from rollweave.weights.checkpoint import ModelShape, read_shape
 
@@ -36,7 +39,8 @@ CHAT_TEMPLATE = (
 
 
 def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str], seed: int) -> None:
-    """Write config, random weights (drawn from `seed`) and tokenizer to directory `path`, atomically.
+    """Write config, random weights (drawn from `seed`) and tokenizer to directory
+    `path`, atomically.
 
     Raises `ValueError` for a word that cannot be a token.
     """
@@ -49,7 +53,9 @@ def build_checkpoint(path: Path, *, scratch: ScratchModel, words: Sequence[str],
         tensors = _random_weights(read_shape(directory), init_std=scratch.init_std, seed=seed)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(directory / "tokenizer.json"))
-        (directory / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(scratch.context), indent=2))
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(_tokenizer_config(scratch.context), indent=2)
+        )
 
 
 def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, object]:
@@ -78,18 +84,25 @@ def _model_config(scratch: ScratchModel, tokenizer: Tokenizer) -> dict[str, obje
 
 
 def _random_weights(shape: ModelShape, *, init_std: float, seed: int) -> "dict[str, torch.Tensor]":
-    """As transformers initialises: norms are 1, everything else is normal; this architecture has no biases."""
+    """As transformers initialises: norms are 1, everything else is normal; this
+    architecture has no biases.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.ones(size) if name.endswith("norm.weight") else init_std * torch.randn(size, generator=generator)
+        name: torch.ones(size)
+        if name.endswith("norm.weight")
+        else init_std * torch.randn(size, generator=generator)
         for name, size in shape.tensors().items()
     }
 
 
 def build_tokenizer(words: Iterable[str]) -> Tokenizer:
-    """Printable characters, turn markers, role names and `words`. Ids: specials, characters, then words as given."""
+    """Printable characters, turn markers, role names and `words`.
+
+    Ids: specials, characters, then words as given.
+    """
     whole = list(dict.fromkeys([*ROLES, *words]))
     for word in whole:
         if not word or any(special in word for special in SPECIALS):
@@ -97,7 +110,9 @@ def build_tokenizer(words: Iterable[str]) -> Tokenizer:
     whole = [word for word in whole if word not in CHARACTERS]
     vocabulary = {token: index for index, token in enumerate([*SPECIALS, *CHARACTERS, *whole])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     longest_first = sorted(whole, key=len, reverse=True)
     pattern = "|".join([*map(_standing_alone, longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -106,7 +121,9 @@ def build_tokenizer(words: Iterable[str]) -> Tokenizer:
 
 
 def _standing_alone(word: str) -> str:
-    """A pattern for `word` that does not match inside a longer run of letters or digits (` at=a1` is not in ` at=a12`)."""
+    """A pattern for `word` that does not match inside a longer run of letters or digits
+    (` at=a1` is not in ` at=a12`).
+    """
     before = r"(?<![A-Za-z0-9_])" if re.match(r"\w", word[0], re.ASCII) else ""
     after = r"(?![A-Za-z0-9_])" if re.match(r"\w", word[-1], re.ASCII) else ""
     return before + re.escape(word) + after

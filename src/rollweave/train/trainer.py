@@ -1,8 +1,9 @@
 """The trainer: one command in, one reply out.
 
-Invariants: `handle` raises for nobody's data, it answers; a step that fails leaves weights, optimizer and step as they were;
-the version of the weights is the controller's business, the trainer only counts completed steps; with several ranks every
-rank gets every command and gives the same reply.
+Invariants: `handle` raises for nobody's data, it answers; a step that fails leaves
+weights, optimizer and step as they were; the version of the weights is the controller's
+business, the trainer only counts completed steps; with several ranks every rank gets
+every command and gives the same reply.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
     Copied,
@@ -39,7 +40,12 @@ from rollweave.schema.training import (
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
 from rollweave.train.model import load_model
-from rollweave.train.optimizer import Snapshot, load_optimizer_tensors, new_optimizer, optimizer_tensors
+from rollweave.train.optimizer import (
+    Snapshot,
+    load_optimizer_tensors,
+    new_optimizer,
+    optimizer_tensors,
+)
 from rollweave.train.passes import Passes
 from rollweave.train.publishing import Outlet
 from rollweave.train.ranks import join, leave, shard
@@ -50,14 +56,24 @@ from rollweave.train.warmup import warm_up
 from rollweave.train.weights import copies, named, put_named, swapped
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
-"""What data, disks and devices raise; anything else is a bug of ours and ends the process."""
+"""What data, disks and devices raise; anything else is a bug of ours and ends the
+process.
+"""
 
 
 class Trainer:
-    """Holds the model, the optimizer and the step. `handle` is the whole interface of a run; `warm_up` comes before it."""
+    """Holds the model, the optimizer and the step.
 
-    def __init__(self, config: RunConfig, model_dir: Path, run_dir: Path, *, rank: int = 0, world: int = 1) -> None:
-        """Load `model_dir` and, with several ranks, meet the others. Raises `TrainerError` for a model it cannot train."""
+    `handle` is the whole interface of a run; `warm_up` comes before it.
+    """
+
+    def __init__(
+        self, config: RunConfig, model_dir: Path, run_dir: Path, *, rank: int = 0, world: int = 1
+    ) -> None:
+        """Load `model_dir` and, with several ranks, meet the others.
+
+        Raises `TrainerError` for a model it cannot train.
+        """
         torch.set_num_threads(config.trainer.threads)
         self._config = config
         self._model_dir = model_dir
@@ -67,11 +83,15 @@ class Trainer:
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
         shard(self._model, list(self._model.model.layers), self._ranks)
         trainer = config.trainer
-        self._optimizer = new_optimizer(self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
+        self._optimizer = new_optimizer(
+            self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
+        )
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
         published: torch.dtype = getattr(torch, config.published_dtype)
-        self._outlet = Outlet(self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights")
+        self._outlet = Outlet(
+            self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"
+        )
         self._reference: list[torch.Tensor] | None = None
         self._step = 0
         self._parts_done = 0
@@ -87,11 +107,17 @@ class Trainer:
         return TrainerReady(parameters=self._parameters)
 
     def warm_up(self, transcripts: Iterator[TokenSequence]) -> list[float]:
-        """Supervised warm-up as `[warmup]` says, before step 0; every rank is given the same transcripts. See `warmup`."""
+        """Supervised warm-up as `[warmup]` says, before step 0; every rank is given the
+        same transcripts. See `warmup`.
+        """
         return warm_up(self._passes, transcripts, self._config.warmup, trainer=self._config.trainer)
 
     def handle(self, command: TrainerCommand) -> TrainerReply | None:
-        """Execute one command. Every command is answered but `StopTrainer`, after which this object is of no use."""
+        """Execute one command.
+
+        Every command is answered but `StopTrainer`, after which this object is of no
+        use.
+        """
         match command:
             case TrainOn():
                 return self._answered(lambda: self._train(command.batch), command.batch)
@@ -112,13 +138,17 @@ class Trainer:
                 return None
 
     def close(self) -> None:
-        """Release published weights and the other ranks, once a checkpoint under way is written."""
+        """Release published weights and the other ranks, once a checkpoint under way is
+        written.
+        """
         if self._writer is not None:
             self._writer.join()
         self._outlet.close()
         leave(self._ranks)
 
-    def _answered(self, execute: Callable[[], TrainerReply], batch: Batch | None = None) -> TrainerReply:
+    def _answered(
+        self, execute: Callable[[], TrainerReply], batch: Batch | None = None
+    ) -> TrainerReply:
         groups = tuple(str(group.id) for group in batch.groups) if batch is not None else ()
         try:
             return execute()
@@ -132,42 +162,67 @@ class Trainer:
         rows = self._rows(batch)
         if self._config.algorithm.kl and self._reference is None:
             self._reference = copies(self._model)
-        update = Update(self._config, self._passes, self._optimizer, batch=batch, rows=rows, reference=self._reference)
+        update = Update(
+            self._config,
+            self._passes,
+            self._optimizer,
+            batch=batch,
+            rows=rows,
+            reference=self._reference,
+        )
         with self._unchanged_on_failure():
             values = update.run()
         train_s = time.perf_counter() - began
-        rewards = [t.reward for group in batch.groups for t in group.trajectories if t.reward is not None]
+        rewards = [
+            t.reward for group in batch.groups for t in group.trajectories if t.reward is not None
+        ]
         mean = math.fsum(rewards) / max(1, len(rewards))
         values["reward_mean"] = mean
-        values["reward_std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(max(1, len(rewards)))
+        values["reward_std"] = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(
+            max(1, len(rewards))
+        )
         values["tokens_per_s"] = values["input_tokens"] * self._config.trainer.epochs / train_s
         self._parts_done += 1
         if self._parts_done >= batch.parts:
             self._step, self._parts_done = self._step + 1, 0
-        metrics = TrainMetrics(values=values, tokens=sum(row.tokens for row in rows), train_s=train_s)
+        metrics = TrainMetrics(
+            values=values, tokens=sum(row.tokens for row in rows), train_s=train_s
+        )
         return Trained(step=batch.step, part=batch.part, metrics=metrics)
 
     def _measure(self, batch: Batch) -> Measured:
         """A forward pass without gradients over all of it."""
-        ratios = group_ratios(self._passes, self._rows(batch), batch.groups, temperature=self._config.rollout.temperature)
+        ratios = group_ratios(
+            self._passes,
+            self._rows(batch),
+            batch.groups,
+            temperature=self._config.rollout.temperature,
+        )
         return Measured(ratios=ratios)
 
     def _rows(self, batch: Batch) -> list[Row]:
-        """Raises `TrainerError` for a batch that is not the next, or of another vocabulary."""
+        """Raises `TrainerError` for a batch that is not the next, or of another
+        vocabulary.
+        """
         if (batch.step, batch.part) != (self._step, self._parts_done):
             raise TrainerError(
-                f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of step {batch.step}"
+                f"expected part {self._parts_done} of step {self._step}, got part {batch.part} of "
+                f"step {batch.step}"
             )
         rows = batch_rows(batch, self._config.algorithm)
         vocabulary = self._model.shape.vocab
         for row in rows:
             if not 0 <= int(row.example.tokens.min()) <= int(row.example.tokens.max()) < vocabulary:
-                raise TrainerError(f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}")
+                raise TrainerError(
+                    f"token ids must be in [0, {vocabulary}), got {row.example.tokens.tolist()}"
+                )
         return rows
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
-        """A failing minibatch has changed nothing itself, but those before it have: only then is a copy kept."""
+        """A failing minibatch has changed nothing itself, but those before it have:
+        only then is a copy kept.
+        """
         several = self._config.trainer.epochs * self._config.trainer.minibatches > 1
         before = Snapshot.take(self._model, self._optimizer) if several else None
         try:
@@ -181,13 +236,17 @@ class Trainer:
     def _publish(self, command: Publish) -> Published:
         began = time.perf_counter()
         manifest, gathered = self._outlet.publish(command)
-        return Published(manifest=manifest, publish_s=time.perf_counter() - began, gathered=gathered)
+        return Published(
+            manifest=manifest, publish_s=time.perf_counter() - began, gathered=gathered
+        )
 
     def _save(self, command: Save) -> Copied | Saved:
         """Copy the checkpoint, and write it, or leave that to `write`."""
         began = time.perf_counter()
         if self._parts_done:
-            raise TrainerError(f"step {self._step} is in the middle: {self._parts_done} parts are trained")
+            raise TrainerError(
+                f"step {self._step} is in the middle: {self._parts_done} parts are trained"
+            )
         if self._writer is not None and self._writer.is_alive():
             raise TrainerError("the previous checkpoint is still being written")
         state = checkpoint.Checkpoint(
@@ -206,14 +265,23 @@ class Trainer:
         return Saved(path=command.path, save_s=time.perf_counter() - began)
 
     def write(self, later: Callable[[TrainerReply], None]) -> None:
-        """Write the copy on another thread, which then calls `later`. Only the first rank writes."""
+        """Write the copy on another thread, which then calls `later`.
+
+        Only the first rank writes.
+        """
         copy, self._copy = self._copy, None
         if copy is not None and self._ranks.first:
-            self._writer = threading.Thread(target=self._write_beside, args=(*copy, later), name="checkpoint", daemon=True)
+            self._writer = threading.Thread(
+                target=self._write_beside, args=(*copy, later), name="checkpoint", daemon=True
+            )
             self._writer.start()
 
     def _write_beside(
-        self, command: Save, state: checkpoint.Checkpoint, began: float, later: Callable[[TrainerReply], None]
+        self,
+        command: Save,
+        state: checkpoint.Checkpoint,
+        began: float,
+        later: Callable[[TrainerReply], None],
     ) -> None:
         if error := self._write(command, state):
             later(SaveFailed(path=command.path, error=error))

@@ -1,7 +1,9 @@
-"""One batch's optimizer steps: epochs, minibatches, corrections, and what they add up to.
+"""One batch's optimizer steps: epochs, minibatches, corrections, and what they add up
+to.
 
-Invariants: group advantages exist before anything is split; proximal and reference log-probs are computed once a batch,
-before the first update; a minibatch whose loss or gradient norm is not finite raises before its optimizer step.
+Invariants: group advantages exist before anything is split; proximal and reference
+log-probs are computed once a batch, before the first update; a minibatch whose loss or
+gradient norm is not finite raises before its optimizer step.
 """
 
 import math
@@ -9,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.schema.config import RunConfig
+from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import NonFiniteLossError
 from rollweave.schema.work import Batch
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
@@ -42,10 +44,13 @@ class Update:
         self._examples = [row.example for row in rows]
         self._reference_weights = reference
         self._proximal: dict[int, torch.Tensor] = {}
-        self._reference: dict[int, torch.Tensor] = {}  # log-probs, or hidden states for the forward divergence
-        self._head: torch.Tensor | None = None  # the reference's output weights, for the forward divergence
+        # log-probs, or hidden states for the forward divergence
+        self._reference: dict[int, torch.Tensor] = {}
+        # the reference's output weights, for the forward divergence
+        self._head: torch.Tensor | None = None
         self._kl = kl_coefficient(config.algorithm, step=batch.step, steps=config.run.steps)
-        # Without entropy bonus and KL, a row without advantage cannot move the weights, and needs no pass.
+        # Without entropy bonus and KL, a row without advantage cannot move the weights,
+        # and needs no pass.
         always = bool(config.algorithm.entropy or self._kl)
         self._needed = [always or bool(row.advantages.any()) for row in rows]
         self._gap = GapMeter(sorted({row.engine for row in rows}))
@@ -54,7 +59,10 @@ class Update:
         self._norms: list[float] = []
 
     def run(self) -> dict[str, float]:
-        """Take all optimizer steps and return figures (see `metrics`). Raises `NonFiniteLossError` before a bad step."""
+        """Take all optimizer steps and return figures (see `metrics`).
+
+        Raises `NonFiniteLossError` before a bad step.
+        """
         trainer, batch = self._config.trainer, self._batch
         lr = learning_rate(trainer, step=batch.step, steps=self._config.run.steps)
         set_learning_rate(self._optimizer, lr)
@@ -66,7 +74,9 @@ class Update:
         return self._figures() | {"lr": lr}
 
     def _fix_logprobs(self) -> None:
-        """Log-probs that stay constant during the batch: of the weights that it starts from, and of the reference."""
+        """Log-probs that stay constant during the batch: of the weights that it starts
+        from, and of the reference.
+        """
         chosen = [index for index, needed in enumerate(self._needed) if needed]
         temperature = self._config.rollout.temperature
         if chosen and self._config.algorithm.correction != "bypass":
@@ -77,11 +87,16 @@ class Update:
                     self._head = self._passes.model.lm_head.weight.detach().clone()
                     self._reference = self._passes.hidden(self._examples, chosen)
                 else:
-                    self._reference = self._passes.logprobs(self._examples, chosen, temperature=temperature)
+                    self._reference = self._passes.logprobs(
+                        self._examples, chosen, temperature=temperature
+                    )
 
     def _minibatch(self, chosen: Sequence[int]) -> None:
-        # Weights know all rows of the minibatch; rows without advantage add nothing, and need no pass.
-        weights = token_weights([self._rows[index].outputs for index in chosen], self._config.algorithm.aggregate)
+        # Weights know all rows of the minibatch; rows without advantage add nothing,
+        # and need no pass.
+        weights = token_weights(
+            [self._rows[index].outputs for index in chosen], self._config.algorithm.aggregate
+        )
         weight_of = dict(zip(chosen, weights, strict=True))
         needed = [index for index in chosen if self._needed[index]]
         if not needed:
@@ -95,7 +110,11 @@ class Update:
             loss_of=lambda indices, scores: self._loss(indices, scores, weight_of, measure),
             reference_of=self._reference_of if self._head is not None else None,
         )
-        norm = clip_gradients(self._passes.model, self._config.trainer.max_grad_norm) if math.isfinite(loss) else math.nan
+        norm = (
+            clip_gradients(self._passes.model, self._config.trainer.max_grad_norm)
+            if math.isfinite(loss)
+            else math.nan
+        )
         if not math.isfinite(norm):
             raise NonFiniteLossError(f"step {self._batch.step}: loss {loss}, gradient norm {norm}")
         self._optimizer.step()
@@ -108,33 +127,43 @@ class Update:
         return Reference(torch.cat([self._reference[index] for index in indices]), self._head)
 
     def _divergence(self, indices: Sequence[int], scores: Scores) -> torch.Tensor | None:
-        """Each token's KL to the reference, in the direction asked for; None without KL."""
+        """Each token's KL to the reference, in the direction asked for; None without
+        KL.
+        """
         if self._head is not None:
             return scores.divergence
         if not self._reference:
             return None
         return k3(torch.cat([self._reference[index] for index in indices]) - scores.logprobs)
 
-    def _loss(self, indices: Sequence[int], scores: Scores, weight_of: dict[int, float], measure: bool) -> torch.Tensor:
+    def _loss(
+        self, indices: Sequence[int], scores: Scores, weight_of: dict[int, float], measure: bool
+    ) -> torch.Tensor:
         rows = [self._rows[index] for index in indices]
         logprobs = scores.logprobs
         device = logprobs.device
         behaviour = torch.cat([row.behaviour for row in rows]).to(device)
-        weights = torch.cat([torch.full((row.outputs,), weight_of[i]) for row, i in zip(rows, indices, strict=True)])
+        weights = torch.cat(
+            [torch.full((row.outputs,), weight_of[i]) for row, i in zip(rows, indices, strict=True)]
+        )
         loss, sums = policy_loss(
             logprobs=logprobs,
             entropy=scores.entropy,
             behaviour=behaviour,
             advantages=torch.cat([row.advantages for row in rows]).to(device),
             weights=weights.to(device),
-            proximal=torch.cat([self._proximal[index] for index in indices]) if self._proximal else None,
+            proximal=torch.cat([self._proximal[index] for index in indices])
+            if self._proximal
+            else None,
             divergence=self._divergence(indices, scores),
             kl=self._kl,
             algorithm=self._config.algorithm,
         )
         self._sums += sums
         if measure:
-            gaps = torch.split((logprobs.detach() - behaviour).abs().cpu(), [row.outputs for row in rows])
+            gaps = torch.split(
+                (logprobs.detach() - behaviour).abs().cpu(), [row.outputs for row in rows]
+            )
             for row, gap in zip(rows, gaps, strict=True):
                 self._gap.add(row.engine, gap[row.current])
         return loss
@@ -144,7 +173,9 @@ class Update:
         figures = from_sums(ranks.total(self._sums).cpu(), with_reference=bool(self._kl))
         figures |= self._gap.figures(ranks)
         outputs = sum(row.outputs for row in self._rows)
-        skipped = sum(row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed)
+        skipped = sum(
+            row.outputs for row, needed in zip(self._rows, self._needed, strict=True) if not needed
+        )
         return figures | {
             "loss": math.fsum(self._losses) / max(1, len(self._losses)),
             "grad_norm": math.fsum(self._norms) / max(1, len(self._norms)),

@@ -1,6 +1,8 @@
-"""Supervised warm-up: a model from random weights learns the format from scripted transcripts before reinforcement learning.
+"""Supervised warm-up: a model from random weights learns the format from scripted
+transcripts before reinforcement learning.
 
-Invariants: every token that is learned counts the same within a step; the optimizer's state ends with the warm-up.
+Invariants: every token that is learned counts the same within a step; the optimizer's
+state ends with the warm-up.
 """
 
 import itertools
@@ -9,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from rollweave.schema.config.sections import TrainerConfig, WarmupConfig
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
-from rollweave.schema.sections import TrainerConfig, WarmupConfig
 from rollweave.schema.work import SegmentKind, TokenSequence
 from rollweave.train.optimizer import clip_gradients, new_optimizer, set_learning_rate
 from rollweave.train.packing import Example
@@ -21,21 +23,33 @@ FINAL_SHARE = 0.1
 
 
 def warm_up(
-    passes: Passes, transcripts: Iterator[TokenSequence], warmup: WarmupConfig, *, trainer: TrainerConfig
+    passes: Passes,
+    transcripts: Iterator[TokenSequence],
+    warmup: WarmupConfig,
+    *,
+    trainer: TrainerConfig,
 ) -> list[float]:
-    """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return the loss (nats a token) of each.
+    """Take `warmup.steps` optimizer steps of `warmup.batch` transcripts each; return
+    the loss (nats a token) of each.
 
-    Learns the output tokens, with `warmup.observations` prompt and observation tokens too. Raises `TrainerError` where
-    transcripts run out, and `NonFiniteLossError`.
+    Learns the output tokens, with `warmup.observations` prompt and observation tokens
+    too. Raises `TrainerError` where transcripts run out, and `NonFiniteLossError`.
     """
-    optimizer = new_optimizer(passes.model, lr=warmup.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay)
+    optimizer = new_optimizer(
+        passes.model, lr=warmup.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
+    )
     losses = []
     for step in range(warmup.steps):
-        examples = [example(sequence, observations=warmup.observations) for sequence in _take(transcripts, warmup.batch)]
+        examples = [
+            example(sequence, observations=warmup.observations)
+            for sequence in _take(transcripts, warmup.batch)
+        ]
         examples = [found for found in examples if len(found.targets)]
         if not examples:
             raise TrainerError("warm-up needs transcripts with output tokens")
-        set_learning_rate(optimizer, warmup.lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1)))
+        set_learning_rate(
+            optimizer, warmup.lr * (1 - (1 - FINAL_SHARE) * step / max(1, warmup.steps - 1))
+        )
         optimizer.zero_grad(set_to_none=True)
         weight = 1 / sum(len(found.targets) for found in examples)
         loss = passes.backward(
@@ -46,7 +60,10 @@ def warm_up(
         )
         norm = clip_gradients(passes.model, trainer.max_grad_norm)
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise NonFiniteLossError(f"warm-up step {step}: loss {loss:g}, gradient norm {norm:g}; warmup.lr is {warmup.lr:g}")
+            raise NonFiniteLossError(
+                f"warm-up step {step}: loss {loss:g}, gradient norm "
+                f"{norm:g}; warmup.lr is {warmup.lr:g}"
+            )
         optimizer.step()
         losses.append(loss)
     optimizer.zero_grad(set_to_none=True)
@@ -54,7 +71,9 @@ def warm_up(
 
 
 def example(sequence: TokenSequence, *, observations: bool) -> Example:
-    """What to learn of a transcript: its output tokens, or with `observations` all tokens but the first."""
+    """What to learn of a transcript: its output tokens, or with `observations` all
+    tokens but the first.
+    """
     mask = torch.zeros(len(sequence.tokens), dtype=torch.bool)
     for segment in sequence.segments:
         if observations or segment.kind is SegmentKind.OUTPUT:

@@ -1,4 +1,6 @@
-"""The model's weights as values: take them out, put them in, lend the model others for a while."""
+"""The model's weights as values: take them out, put them in, lend the model others for
+a while.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +13,9 @@ from rollweave.train.ranks import full, like, local
 
 
 def copies(model: nn.Module) -> list[torch.Tensor]:
-    """A copy of every parameter (of this rank's shard), in the order of `model.parameters()`, on its device."""
+    """A copy of every parameter (of this rank's shard), in the order of
+    `model.parameters()`, on its device.
+    """
     return [local(parameter).clone() for parameter in model.parameters()]
 
 
@@ -24,7 +28,10 @@ def put(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def swapped(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Run with other weights. Costs a copy of the model instead of a second one for ever."""
+    """Run with other weights.
+
+    Costs a copy of the model instead of a second one for ever.
+    """
     own = copies(model)
     put(model, values)
     try:
@@ -34,18 +41,31 @@ def swapped(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def named(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Copies of the whole tensors by transformers' names, on the CPU; a tied head appears once, as the embedding."""
-    return {name: full(parameter).to("cpu", dtype, copy=True) for name, parameter in model.named_parameters()}
+    """Copies of the whole tensors by transformers' names, on the CPU; a tied head
+    appears once, as the embedding.
+    """
+    return {
+        name: full(parameter).to("cpu", dtype, copy=True)
+        for name, parameter in model.named_parameters()
+    }
 
 
 @torch.no_grad()
 def put_named(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load what `named` gave. Raises `TrainerError` where names or shapes differ, before anything has changed."""
+    """Load what `named` gave.
+
+    Raises `TrainerError` where names or shapes differ, before anything has changed.
+    """
     parameters = dict(model.named_parameters())
     if tensors.keys() != parameters.keys():
-        raise TrainerError(f"weights of another model: {sorted(tensors.keys() ^ parameters.keys())[:3]} differ")
+        raise TrainerError(
+            f"weights of another model: {sorted(tensors.keys() ^ parameters.keys())[:3]} differ"
+        )
     for name, parameter in parameters.items():
         if tensors[name].shape != parameter.shape:
-            raise TrainerError(f"weight {name} must have shape {tuple(parameter.shape)}, got {tuple(tensors[name].shape)}")
+            raise TrainerError(
+                f"weight {name} must have shape {tuple(parameter.shape)}, got "
+                f"{tuple(tensors[name].shape)}"
+            )
     for name, parameter in parameters.items():
         local(parameter).copy_(local(like(tensors[name], parameter)))

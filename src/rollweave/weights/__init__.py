@@ -1,1 +1,3 @@
-"""Publish weights, and load them: bytes under a manifest, verified before anyone uses them."""
+"""Publish weights, and load them: bytes under a manifest, verified before anyone uses
+them.
+"""

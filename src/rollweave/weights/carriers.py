@@ -1,8 +1,11 @@
-"""Libraries that carry bodies beside the socket: Mooncake's transfer engine and NIXL. Each is imported when it is made.
+"""Libraries that carry bodies beside the socket: Mooncake's transfer engine and NIXL.
+Each is imported when it is made.
 
-Both read a peer's memory: over RDMA where the machine has it. Who gives a body away registers its memory and sends where it is;
-who takes it registers its own, reads, and says so. What has come is verified by its xxh3-64 like everything else: Mooncake has
-been seen to say that it read what it had not. Tokens are addresses and names, never pickles.
+Both read a peer's memory: over RDMA where the machine has it. Who gives a body away
+registers its memory and sends where it is; who takes it registers its own, reads, and
+says so. What has come is verified by its xxh3-64 like everything else: Mooncake has
+been seen to say that it read what it had not. Tokens are addresses and names, never
+pickles.
 """
 
 import importlib
@@ -14,20 +17,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollweave.codec.extras import how_to_install
+from rollweave.io.extras import how_to_install
 from rollweave.schema.base import Noun
 from rollweave.schema.errors import ConfigError, WireError
 from rollweave.weights.words import Reason, TakeError
 
 POLL_S = 0.0002
-"""Between two looks at a transfer of NIXL's, which has no call that waits: little beside what a piece takes."""
+"""Between two looks at a transfer of NIXL's, which has no call that waits: little
+beside what a piece takes.
+"""
 
 READ_S = 60.0
-"""Seconds that one body may take: the longest piece at a tenth of the slowest RDMA link."""
+"""Seconds that one body may take: the longest piece at a tenth of the slowest RDMA
+link.
+"""
 
 
 class _Token(Noun, frozen=True, kw_only=True):
-    """Where a body is: `peer` is how the library finds its owner, `about` what it has to know of it."""
+    """Where a body is: `peer` is how the library finds its owner, `about` what it has
+    to know of it.
+    """
 
     peer: str
     address: int
@@ -40,12 +49,17 @@ _decoder = msgspec.msgpack.Decoder(_Token)
 
 
 class MooncakeCarrier:
-    """`Carrier` by Mooncake's transfer engine. `host` is the address that peers reach us at."""
+    """`Carrier` by Mooncake's transfer engine.
+
+    `host` is the address that peers reach us at.
+    """
 
     def __init__(self, host: str, *, protocol: str = "tcp") -> None:
         self._engine = _imported("mooncake.engine", extra="mooncake").TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
-            raise ConfigError(f"weights.transport: mooncake cannot be started on {host} with {protocol}")
+            raise ConfigError(
+                f"weights.transport: mooncake cannot be started on {host} with {protocol}"
+            )
         self._peer = f"{host}:{self._engine.get_rpc_port()}"
 
     def offer(self, body: memoryview) -> bytes:
@@ -61,8 +75,13 @@ class MooncakeCarrier:
         address = _address(into)
         self._register(address, len(into))
         try:
-            if self._engine.transfer_sync_read(where.peer, address, where.address, where.nbytes) != 0:
-                raise TakeError("source", f"mooncake cannot read {where.nbytes} bytes from {where.peer}")
+            if (
+                self._engine.transfer_sync_read(where.peer, address, where.address, where.nbytes)
+                != 0
+            ):
+                raise TakeError(
+                    "source", f"mooncake cannot read {where.nbytes} bytes from {where.peer}"
+                )
         finally:
             self._engine.unregister_memory(address)
 
@@ -84,7 +103,9 @@ class NixlCarrier:
         address = _address(body)
         handle = self._register(address, len(body))
         about = self._call("room", "get_agent_metadata")
-        token = _encode(_Token(peer=self._agent.name, address=address, nbytes=len(body), about=about))
+        token = _encode(
+            _Token(peer=self._agent.name, address=address, nbytes=len(body), about=about)
+        )
         self._registered[token] = handle
         return token
 
@@ -98,7 +119,9 @@ class NixlCarrier:
         try:
             peer = self._call("source", "add_remote_agent", where.about)
             ours = self._call("room", "get_xfer_descs", [(address, len(into), 0)], mem_type="cpu")
-            theirs = self._call("room", "get_xfer_descs", [(where.address, where.nbytes, 0)], mem_type="cpu")
+            theirs = self._call(
+                "room", "get_xfer_descs", [(where.address, where.nbytes, 0)], mem_type="cpu"
+            )
             transfer = self._call("source", "initialize_xfer", "READ", ours, theirs, peer)
             try:
                 self._finish(transfer, where)
@@ -111,7 +134,9 @@ class NixlCarrier:
         until, state = time.monotonic() + READ_S, self._call("source", "transfer", transfer)
         while state == "PROC":
             if time.monotonic() > until:
-                raise TakeError("source", f"nixl has not read {where.nbytes} bytes within {READ_S:g} s")
+                raise TakeError(
+                    "source", f"nixl has not read {where.nbytes} bytes within {READ_S:g} s"
+                )
             time.sleep(POLL_S)
             state = self._call("source", "check_xfer_state", transfer)
         if state != "DONE":
@@ -134,7 +159,9 @@ def _imported(module: str, *, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"weights.transport = {extra!r} needs the extra: {how_to_install(extra)} ({error})") from error
+        raise ConfigError(
+            f"weights.transport = {extra!r} needs the extra: {how_to_install(extra)} ({error})"
+        ) from error
 
 
 def _address(view: memoryview) -> int:

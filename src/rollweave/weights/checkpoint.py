@@ -1,8 +1,10 @@
-"""Reads a Hugging Face checkpoint directory, for engines and trainer alike: shape from config.json, tensors from safetensors.
+"""Reads a Hugging Face checkpoint directory, for engines and trainer alike: shape from
+config.json, tensors from safetensors.
 
-Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or llama3 rotary embeddings. Anything that
-would change the result and is not understood is refused by name. Torch is imported where tensors are: who only asks for a
-shape of a model from scratch does not wait for it.
+Understood: Llama, Qwen2 and Qwen3 decoders with full attention and default, linear or
+llama3 rotary embeddings. Anything that would change the result and is not understood is
+refused by name. Torch is imported where tensors are: who only asks for a shape of a
+model from scratch does not wait for it.
 """
 
 import json
@@ -19,12 +21,19 @@ from rollweave.schema.errors import ConfigError, WeightsError
 if TYPE_CHECKING:
     import torch
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes and switches of one decoder. `inv_freq` are the rotary frequencies (head_dim / 2), scaling applied."""
+    """Sizes and switches of one decoder.
+
+    `inv_freq` are the rotary frequencies (head_dim / 2), scaling applied.
+    """
 
     vocab: int
     hidden: int
@@ -44,7 +53,10 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter by its transformers name, with its shape. A tied `lm_head.weight` is not among them."""
+        """Every parameter by its transformers name, with its shape.
+
+        A tied `lm_head.weight` is not among them.
+        """
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for layer in range(self.layers):
@@ -75,28 +87,44 @@ class ModelShape:
         return found
 
     def check(self, found: Mapping[str, Sequence[int]]) -> None:
-        """Raise WeightsError unless `found`, shapes by name, are this model's parameters; a tied `lm_head.weight` may be."""
+        """Raise WeightsError unless `found`, shapes by name, are this model's
+        parameters; a tied `lm_head.weight` may be.
+        """
         wanted = self.tensors()
         missing = sorted(set(wanted) - set(found))
         unknown = sorted(set(found) - set(wanted) - ({"lm_head.weight"} if self.tied else set()))
         if missing or unknown:
-            raise WeightsError(f"tensors must be the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}")
+            raise WeightsError(
+                f"tensors must be the model's parameters: missing {missing[:3]}, "
+                f"unknown {unknown[:3]}"
+            )
         for name, shape in wanted.items():
             if tuple(found[name]) != shape:
                 raise WeightsError(f"{name} must have shape {shape}, got {tuple(found[name])}")
 
 
 def read_shape(directory: Path) -> ModelShape:
-    """The shape that `directory/config.json` describes. Raises ConfigError for what is missing or not understood."""
+    """The shape that `directory/config.json` describes.
+
+    Raises ConfigError for what is missing or not understood.
+    """
     config = _read_json(directory / "config.json")
     names = config.get("architectures") or []
     kind = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if kind is None:
-        raise ConfigError(f"{directory}/config.json: architectures must name one of {', '.join(ARCHITECTURES)}, got {names}")
+        raise ConfigError(
+            f"{directory}/config.json: architectures must name one of "
+            f"{', '.join(ARCHITECTURES)}, got {names}"
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{directory}/config.json: hidden_act must be silu, got {config['hidden_act']!r}")
+        raise ConfigError(
+            f"{directory}/config.json: hidden_act must be silu, got {config['hidden_act']!r}"
+        )
     if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or []):
-        raise ConfigError(f"{directory}/config.json: sliding-window attention is not supported, got use_sliding_window")
+        raise ConfigError(
+            f"{directory}/config.json: sliding-window attention is not supported, "
+            "got use_sliding_window"
+        )
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // heads)
     context = int(config.get("max_position_embeddings", 2048))
@@ -122,20 +150,37 @@ def read_shape(directory: Path) -> ModelShape:
 
 
 def read_tensors_of(directory: Path) -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Every tensor of the checkpoint, sharded or not, by its transformers name. Raises ConfigError as `read_sizes` does."""
+    """Every tensor of the checkpoint, sharded or not, by its transformers name.
+
+    Raises ConfigError as `read_sizes` does.
+    """
     for shard in _shards(directory):
         for name in shard.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
             yield name, shard.get_tensor(name)
 
 
 def read_sizes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors by name, from the files' headers. Raises ConfigError for a file that is missing or torn."""
-    return {name: tuple(shard.get_slice(name).get_shape()) for shard in _shards(directory) for name in shard.keys()}  # noqa: SIM118
+    """Shapes of all tensors by name, from the files' headers.
+
+    Raises ConfigError for a file that is missing or torn.
+    """
+    return {
+        name: tuple(shard.get_slice(name).get_shape())
+        for shard in _shards(directory)
+        for name in shard.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
+    }
 
 
 def read_formats(directory: Path) -> set[str]:
-    """Return the tensors' number formats, as safetensors names them (F32, BF16). Raises ConfigError as `read_sizes` does."""
-    return {str(shard.get_slice(name).get_dtype()) for shard in _shards(directory) for name in shard.keys()}  # noqa: SIM118
+    """Return the tensors' number formats, as safetensors names them (F32, BF16).
+
+    Raises ConfigError as `read_sizes` does.
+    """
+    return {
+        str(shard.get_slice(name).get_dtype())
+        for shard in _shards(directory)
+        for name in shard.keys()  # noqa: SIM118 (a safetensors handle is not a mapping)
+    }
 
 
 def _shards(directory: Path) -> Iterator[Any]:
@@ -149,12 +194,16 @@ def _shards(directory: Path) -> Iterator[Any]:
     elif (directory / "model.safetensors").exists():
         files = ["model.safetensors"]
     else:
-        raise ConfigError(f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither")
+        raise ConfigError(
+            f"{directory} must hold model.safetensors or model.safetensors.index.json, got neither"
+        )
     for file in files:
         try:
             opened = safe_open(str(directory / file), framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{directory / file} must be a whole safetensors file: {error}") from error
+            raise ConfigError(
+                f"{directory / file} must be a whole safetensors file: {error}"
+            ) from error
         with opened as shard:
             yield shard
 
@@ -170,7 +219,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's where it has them, as transformers does, else config.json's."""
+    """End-of-sequence ids: generation_config.json's where it has them, as transformers
+    does, else config.json's.
+    """
     path = directory / "generation_config.json"
     found = _read_json(path).get("eos_token_id") if path.exists() else None
     if found is None:
@@ -181,13 +232,19 @@ def _eos(directory: Path, config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
-    """Rotary frequencies, in fp32 as transformers computes them. Old (`rope_scaling`) and new (`rope_parameters`) spellings."""
+    """Rotary frequencies, in fp32 as transformers computes them.
+
+    Old (`rope_scaling`) and new (`rope_parameters`) spellings.
+    """
     import torch
 
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
+    if (
+        float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+        != 1.0
+    ):
         raise ConfigError("config.json: partial_rotary_factor must be 1")
     inv_freq = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if kind == "default":
@@ -202,10 +259,16 @@ def _frequencies(config: dict[str, Any], head_dim: int) -> tuple[float, ...]:
 
 
 def _llama3(inv_freq: "torch.Tensor", rope: dict[str, Any]) -> "torch.Tensor":
-    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's scaling: long wavelengths are stretched by `factor`, short ones kept,
+    those between interpolated.
+    """
     import torch
 
-    factor, low, high = float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    factor, low, high = (
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+    )
     trained = float(rope["original_max_position_embeddings"])
     wavelength = 2 * math.pi / inv_freq
     smooth = (trained / wavelength - low) / (high - low)

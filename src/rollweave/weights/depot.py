@@ -1,9 +1,11 @@
 """The versions that one host keeps in shared memory: whole and verified, or not at all.
 
-Invariants: nobody sees a version before the digest of its whole payload was found to be its manifest's; its memory is sealed
-then, so it never changes; a version that fails leaves nothing behind and touches no other. Memory is claimed before it is
-mapped, so that no write can fail for want of it (there is no SIGBUS); whoever mapped a version keeps it alive when it is let
-go. All versions of a depot are of one model. Not safe for threads, except where it says so.
+Invariants: nobody sees a version before the digest of its whole payload was found to be
+its manifest's; its memory is sealed then, so it never changes; a version that fails
+leaves nothing behind and touches no other. Memory is claimed before it is mapped, so
+that no write can fail for want of it (there is no SIGBUS); whoever mapped a version
+keeps it alive when it is let go. All versions of a depot are of one model. Not safe for
+threads, except where it says so.
 """
 
 import contextlib
@@ -19,19 +21,23 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from rollweave.codec import delta
 from rollweave.schema.errors import DeltaError
 from rollweave.schema.weights import WeightManifest
+from rollweave.weights import delta
 from rollweave.weights.memory import READ_CHUNK, is_sealed, seal
 from rollweave.weights.ranges import Ranges
 from rollweave.weights.words import Base, TakeError
 
 SPARE_BYTES = 64 << 20
-"""Of memory that the host must have left beside a new version: the kernel kills somebody when it has none."""
+"""Of memory that the host must have left beside a new version: the kernel kills
+somebody when it has none.
+"""
 
 
 class Cut(NamedTuple):
-    """Bytes `[start, stop)` of a payload that travel together, and codec/delta's blocks in them."""
+    """Bytes `[start, stop)` of a payload that travel together, and weights/delta's
+    blocks in them.
+    """
 
     start: int
     stop: int
@@ -39,7 +45,9 @@ class Cut(NamedTuple):
 
 
 def cuts(manifest: WeightManifest, chunk_bytes: int) -> Iterator[Cut]:
-    """The payload in pieces of whole blocks, each of at most `chunk_bytes` or of one block. Raises DeltaError."""
+    """The payload in pieces of whole blocks, each of at most `chunk_bytes` or of one
+    block. Raises DeltaError.
+    """
     held: list[delta.Span] = []
     for span in delta.plan(manifest.tensors, manifest.nbytes):
         if held and span.stop - held[0].start > chunk_bytes:
@@ -56,7 +64,11 @@ class Held:
     def __init__(self, manifest: WeightManifest, fd: int) -> None:
         self.manifest = manifest
         self.fd = fd
-        self._mapped = mmap.mmap(fd, manifest.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ) if manifest.nbytes else b""
+        self._mapped = (
+            mmap.mmap(fd, manifest.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+            if manifest.nbytes
+            else b""
+        )
 
     @property
     def name(self) -> Base:
@@ -76,13 +88,18 @@ class Held:
 
 
 class Draft:
-    """A version that comes in pieces, each once, in any order. Either `finish` makes it a `Held`, or `close` removes it.
+    """A version that comes in pieces, each once, in any order. Either `finish` makes it
+    a `Held`, or `close` removes it.
 
-    Made by `Depot.begin` or `Depot.adopt`. `load`, `fill`, `apply` may run in a thread, one at a time.
+    Made by `Depot.begin` or `Depot.adopt`. `load`, `fill`, `apply` may run in a thread,
+    one at a time.
     """
 
-    def __init__(self, manifest: WeightManifest, fd: int, *, ours: bool, origin: int | None = None) -> None:
-        """`fd` is a memory file of the payload's size; not `ours`: it is sealed, and holds what shall be verified.
+    def __init__(
+        self, manifest: WeightManifest, fd: int, *, ours: bool, origin: int | None = None
+    ) -> None:
+        """`fd` is a memory file of the payload's size; not `ours`: it is sealed, and
+        holds what shall be verified.
 
         `origin` is a file of which what `load` takes is copied.
         """
@@ -90,7 +107,11 @@ class Draft:
         self.fd, self._origin = fd, origin
         self._mapped: mmap.mmap | None = None
         if manifest.nbytes:
-            flags, prot = (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) if ours else (mmap.MAP_PRIVATE, mmap.PROT_READ)
+            flags, prot = (
+                (mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                if ours
+                else (mmap.MAP_PRIVATE, mmap.PROT_READ)
+            )
             self._mapped = mmap.mmap(fd, manifest.nbytes, flags, prot)
         self._view = memoryview(self._mapped if self._mapped is not None else b"")
         self._ours = ours
@@ -103,17 +124,28 @@ class Draft:
 
     @property
     def copies(self) -> bool:
-        """Whether `load` copies; else all bytes are there from the first, and it only verifies them."""
+        """Whether `load` copies; else all bytes are there from the first, and it only
+        verifies them.
+        """
         return self._origin is not None
 
     def room(self, start: int, stop: int) -> memoryview:
-        """Where bytes `[start, stop)` go. The caller lets go of it before `finish`. Raises TakeError (broken)."""
+        """Where bytes `[start, stop)` go. The caller lets go of it before `finish`.
+
+        Raises TakeError (broken).
+        """
         if not 0 <= start < stop <= self.manifest.nbytes:
-            raise TakeError("broken", f"bytes {start} to {stop} are not within the version's {self.manifest.nbytes}")
+            raise TakeError(
+                "broken",
+                f"bytes {start} to {stop} are not within the version's {self.manifest.nbytes}",
+            )
         return self._view[start:stop]
 
     def fill(self, start: int, stop: int) -> None:
-        """Bytes `[start, stop)` are there. Raises TakeError (broken) where some were before."""
+        """Bytes `[start, stop)` are there.
+
+        Raises TakeError (broken) where some were before.
+        """
         if self.filled.touches(start, stop):
             raise TakeError("broken", f"bytes {start} to {stop} came twice")
         self.filled.add(start, stop)
@@ -123,44 +155,70 @@ class Draft:
                 self.done = high
 
     def load(self, start: int, stop: int) -> int:
-        """Take bytes `[start, stop)` from this host's memory; returns their xxh3-64. Raises TakeError (source)."""
+        """Take bytes `[start, stop)` from this host's memory; returns their xxh3-64.
+
+        Raises TakeError (source).
+        """
         view = self.room(start, stop)
         if self._origin is not None and _read(self._origin, view, start) < stop - start:
-            raise TakeError("source", f"{self.manifest.location} shrank below {stop} bytes while it was read")
+            raise TakeError(
+                "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
+            )
         self.fill(start, stop)
         return xxhash.xxh3_64_intdigest(view)
 
-    def apply(self, start: int, stop: int, body: memoryview, sizes: Collection[int], base: Held) -> None:
-        """Make bytes `[start, stop)` of `base` and a change. Raises TakeError (base) for one that is none of `base`."""
+    def apply(
+        self, start: int, stop: int, body: memoryview, sizes: Collection[int], base: Held
+    ) -> None:
+        """Make bytes `[start, stop)` of `base` and a change.
+
+        Raises TakeError (base) for one that is none of `base`.
+        """
         spans, at = self._blocks(start, stop), 0
         if len(spans) != len(sizes) or sum(sizes) != len(body):
-            raise TakeError("broken", f"a change of bytes {start} to {stop} has {len(spans)} blocks, got {len(sizes)}")
+            raise TakeError(
+                "broken",
+                f"a change of bytes {start} to {stop} has {len(spans)} blocks, got {len(sizes)}",
+            )
         old = base.view()
         for span, size in zip(spans, sizes, strict=True):
             part = slice(span.start, span.stop)
             try:
-                delta.apply(body[at : at + size], old[part], self._view[part], itemsize=span.itemsize)
+                delta.apply(
+                    body[at : at + size], old[part], self._view[part], itemsize=span.itemsize
+                )
             except DeltaError as error:
                 raise TakeError("base", f"bytes {span.start} to {span.stop}: {error}") from error
             at += size
         self.fill(start, stop)
 
     def finish(self) -> Held:
-        """The version, verified and sealed; this draft is over. Raises TakeError (broken), and has removed it then."""
+        """The version, verified and sealed; this draft is over.
+
+        Raises TakeError (broken), and has removed it then.
+        """
         found = self._hash.hexdigest()
         if self.done != self.manifest.nbytes or found != self.manifest.digest:
             done, manifest = self.done, self.manifest
             self.close()
             if done != manifest.nbytes:
-                raise TakeError("broken", f"weights version {manifest.version} is torn: {done} of {manifest.nbytes} bytes")
+                raise TakeError(
+                    "broken",
+                    f"weights version {manifest.version} is torn: {done} of "
+                    f"{manifest.nbytes} bytes",
+                )
             raise TakeError(
-                "broken", f"weights version {manifest.version}: digest {found}, its manifest says {manifest.digest}"
+                "broken",
+                f"weights version {manifest.version}: digest {found}, its manifest says "
+                f"{manifest.digest}",
             )
         self._unmap()
         if self._ours:
             seal(self.fd, in_flight=True)
         fd, self.fd = self.fd, -1
-        return Held(msgspec.structs.replace(self.manifest, location=f"/proc/{os.getpid()}/fd/{fd}"), fd)
+        return Held(
+            msgspec.structs.replace(self.manifest, location=f"/proc/{os.getpid()}/fd/{fd}"), fd
+        )
 
     def close(self) -> None:
         """Remove it. A second call does nothing."""
@@ -173,7 +231,8 @@ class Draft:
         self._view.release()
         self._view = memoryview(b"")
         if self._mapped is not None:
-            with contextlib.suppress(BufferError):  # whoever still receives into it lets go of it soon
+            # whoever still receives into it lets go of it soon
+            with contextlib.suppress(BufferError):
                 self._mapped.close()
             self._mapped = None
         if self._origin is not None:
@@ -181,7 +240,7 @@ class Draft:
             self._origin = None
 
     def _blocks(self, start: int, stop: int) -> tuple[delta.Span, ...]:
-        """codec/delta's blocks of these bytes, which must begin and end with one."""
+        """weights/delta's blocks of these bytes, which must begin and end with one."""
         if self._spans is None:
             self._plan = delta.plan(self.manifest.tensors, self.manifest.nbytes)
             self._spans = {span.start: (number, span) for number, span in enumerate(self._plan)}
@@ -205,14 +264,18 @@ class Depot:
         return list(self._held)
 
     def check(self, manifest: WeightManifest) -> None:
-        """Raises TakeError (broken) for a manifest that cannot be, is of another model, or whose id is another content's."""
+        """Raises TakeError (broken) for a manifest that cannot be, is of another model,
+        or whose id is another content's.
+        """
         _check_layout(manifest)
         for held in self._held.values():
             if held.manifest.weights_id == manifest.weights_id:
                 check_same(held.manifest, manifest)
             if held.manifest.tensors != manifest.tensors:
                 raise TakeError(
-                    "broken", f"weights version {manifest.version} is of another model than version {held.manifest.version}"
+                    "broken",
+                    f"weights version {manifest.version} is of another model than "
+                    f"version {held.manifest.version}",
                 )
 
     def base(self, base_id: int) -> Held:
@@ -233,20 +296,28 @@ class Depot:
             raise
 
     def adopt(self, manifest: WeightManifest) -> Draft:
-        """A version from this host's memory, which `load` takes. Sealed memory is shared, not copied.
+        """A version from this host's memory, which `load` takes. Sealed memory is
+        shared, not copied.
 
         Raises TakeError (broken, room; source: it is not there).
         """
         self.check(manifest)
         try:
-            # Without O_NONBLOCK a recycled descriptor that is a pipe would block for ever.
+            # Without O_NONBLOCK a recycled descriptor that is a pipe would block for
+            # ever.
             origin = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise TakeError("source", f"{manifest.location}: cannot open, the publisher is gone? ({error})") from error
+            raise TakeError(
+                "source", f"{manifest.location}: cannot open, the publisher is gone? ({error})"
+            ) from error
         try:
             status = os.fstat(origin)
             if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.nbytes:
-                raise TakeError("source", f"{manifest.location}: {status.st_size} bytes, the manifest says {manifest.nbytes}")
+                raise TakeError(
+                    "source",
+                    f"{manifest.location}: {status.st_size} bytes, the "
+                    f"manifest says {manifest.nbytes}",
+                )
             if is_sealed(origin):
                 return Draft(manifest, origin, ours=False)
             fd = _claimed(manifest)
@@ -265,7 +336,10 @@ class Depot:
         self._held[held.manifest.weights_id] = held
 
     def hold(self, manifest: WeightManifest) -> Held:
-        """Take a whole version from this host's memory. Raises TakeError, and nothing has changed."""
+        """Take a whole version from this host's memory.
+
+        Raises TakeError, and nothing has changed.
+        """
         draft = self.adopt(manifest)
         try:
             for start in range(0, manifest.nbytes, READ_CHUNK):
@@ -278,8 +352,12 @@ class Depot:
         return held
 
     def keep(self, ids: Collection[int]) -> list[Held]:
-        """Let go of all others, which the caller closes: freeing gigabytes takes seconds, and may be done in a thread."""
-        return [self._held.pop(weights_id) for weights_id in list(self._held) if weights_id not in ids]
+        """Let go of all others, which the caller closes: freeing gigabytes takes
+        seconds, and may be done in a thread.
+        """
+        return [
+            self._held.pop(weights_id) for weights_id in list(self._held) if weights_id not in ids
+        ]
 
     def close(self) -> None:
         """Let go of all."""
@@ -295,8 +373,10 @@ Read = Callable[[slice], memoryview]
 """Bytes of a payload."""
 
 
-def encoded(spans: Collection[delta.Span], old: Read, new: Read, pool: ThreadPoolExecutor) -> list[bytes]:
-    """codec/delta's blocks of these bytes. Waits for `pool`."""
+def encoded(
+    spans: Collection[delta.Span], old: Read, new: Read, pool: ThreadPoolExecutor
+) -> list[bytes]:
+    """weights/delta's blocks of these bytes. Waits for `pool`."""
 
     def one(span: delta.Span) -> bytes:
         part = slice(span.start, span.stop)
@@ -310,7 +390,8 @@ def check_same(here: WeightManifest, other: WeightManifest) -> None:
     if (here.digest, here.nbytes, here.tensors) != (other.digest, other.nbytes, other.tensors):
         raise TakeError(
             "broken",
-            f"weights id {other.weights_id} is here with another content ({here.digest}, not {other.digest}): "
+            f"weights id {other.weights_id} is here with another content ({here.digest}, not "
+            f"{other.digest}): "
             "do two trainers publish at once?",
         )
 
@@ -319,29 +400,42 @@ def _claimed(manifest: WeightManifest) -> int:
     """A memory file that has all its pages. Raises TakeError (room)."""
     left = available_bytes()
     if manifest.nbytes + SPARE_BYTES > left:
-        raise TakeError("room", f"no room for {manifest.nbytes} bytes of weights: the host has {left} left")
+        raise TakeError(
+            "room", f"no room for {manifest.nbytes} bytes of weights: the host has {left} left"
+        )
     fd = -1
     try:
-        fd = os.memfd_create(f"weights-{manifest.weights_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create(
+            f"weights-{manifest.weights_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
         if manifest.nbytes:
             os.posix_fallocate(fd, 0, manifest.nbytes)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise TakeError("room", f"no room for {manifest.nbytes} bytes of weights: {error}") from error
+        raise TakeError(
+            "room", f"no room for {manifest.nbytes} bytes of weights: {error}"
+        ) from error
     return fd
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still claim: of the host's memory, and of its control group's where that has a limit."""
+    """Bytes that this process can still claim: of the host's memory, and of its control
+    group's where that has a limit.
+    """
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     left = int(fields["MemAvailable"].split()[0]) << 10
     group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        limit, used = (
+            (group / "memory.max").read_text().strip(),
+            int((group / "memory.current").read_text()),
+        )
         usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         if limit != "max":
-            left = min(left, int(limit) - used + int(usage["inactive_file"]) + int(usage["active_file"]))
+            left = min(
+                left, int(limit) - used + int(usage["inactive_file"]) + int(usage["active_file"])
+            )
     except (OSError, ValueError, KeyError):
         pass  # no such group, or an older kind
     return left
@@ -361,16 +455,30 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
 def _check_layout(manifest: WeightManifest) -> None:
     """Raises TakeError (broken)."""
     where = f"weights version {manifest.version}"
-    if manifest.nbytes < 0 or len({meta.name for meta in manifest.tensors}) != len(manifest.tensors):
+    if manifest.nbytes < 0 or len({meta.name for meta in manifest.tensors}) != len(
+        manifest.tensors
+    ):
         raise TakeError("broken", f"{where}: tensor names must be distinct, and bytes at least 0")
     for meta in manifest.tensors:
         elements = math.prod(meta.shape)
         if meta.offset < 0 or meta.nbytes < 0 or meta.offset + meta.nbytes > manifest.nbytes:
-            raise TakeError("broken", f"{where}: tensor {meta.name} is not within {manifest.nbytes} bytes")
-        if min(meta.shape, default=0) < 0 or (elements == 0) != (meta.nbytes == 0) or (elements and meta.nbytes % elements):
-            raise TakeError("broken", f"{where}: {meta.nbytes} bytes do not hold tensor {meta.name} of shape {meta.shape}")
+            raise TakeError(
+                "broken", f"{where}: tensor {meta.name} is not within {manifest.nbytes} bytes"
+            )
+        if (
+            min(meta.shape, default=0) < 0
+            or (elements == 0) != (meta.nbytes == 0)
+            or (elements and meta.nbytes % elements)
+        ):
+            raise TakeError(
+                "broken",
+                f"{where}: {meta.nbytes} bytes do not hold tensor "
+                f"{meta.name} of shape {meta.shape}",
+            )
     end = 0
     for meta in sorted(manifest.tensors, key=lambda meta: (meta.offset, meta.nbytes)):
         if meta.nbytes and meta.offset < end:
-            raise TakeError("broken", f"{where}: tensor {meta.name} overlaps another one at byte {meta.offset}")
+            raise TakeError(
+                "broken", f"{where}: tensor {meta.name} overlaps another one at byte {meta.offset}"
+            )
         end = max(end, meta.offset + meta.nbytes)

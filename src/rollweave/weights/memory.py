@@ -1,4 +1,7 @@
-"""Memory files: bytes that every process of the host can map once they are sealed. No torch here."""
+"""Memory files: bytes that every process of the host can map once they are sealed.
+
+No torch here.
+"""
 
 import fcntl
 import mmap
@@ -8,23 +11,30 @@ import stat
 from rollweave.schema.errors import WeightsError
 
 READ_CHUNK = 1 << 20
-"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay in the cache between the two."""
+"""Bytes hashed or copied at once: large enough to amortise a call, small enough to stay
+in the cache between the two.
+"""
 
 F_SEAL_FUTURE_WRITE = 0x10  # <linux/fcntl.h>, since 5.1
 
 
 def seal(fd: int, *, in_flight: bool = False) -> None:
-    """Let nobody change the memory file `fd` any more. Raises OSError while it is mapped for writing.
+    """Let nobody change the memory file `fd` any more. Raises OSError while it is
+    mapped for writing.
 
-    `in_flight`: pages of it may be on their way out of sockets, which the kernel takes for writers. Then what is mapped for
-    writing is not looked for, which is for the caller to see to; nobody can map it so, or write to it, from now on.
+    `in_flight`: pages of it may be on their way out of sockets, which the kernel takes
+    for writers. Then what is mapped for writing is not looked for, which is for the
+    caller to see to; nobody can map it so, or write to it, from now on.
     """
     writes = F_SEAL_FUTURE_WRITE if in_flight else fcntl.F_SEAL_WRITE
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | writes)
+    fcntl.fcntl(
+        fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | writes
+    )
 
 
 def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytearray:
-    """What lies at `location`, of exactly `nbytes` bytes: mapped where it is sealed, else copied. Writes to it stay here.
+    """What lies at `location`, of exactly `nbytes` bytes: mapped where it is sealed,
+    else copied. Writes to it stay here.
 
     Raises `WeightsError`, whose text begins with `where`.
     """
@@ -43,7 +53,8 @@ def read_payload(location: str, nbytes: int, *, where: str) -> mmap.mmap | bytea
             return bytearray()
         if is_sealed(fd):
             return mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        # A plain file may be truncated under a mapping, which would kill the reader: copy, then verify the copy.
+        # A plain file may be truncated under a mapping, which would kill the reader:
+        # copy, then verify the copy.
         payload = bytearray(nbytes)
         with memoryview(payload) as view:
             done = 0

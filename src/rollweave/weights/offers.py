@@ -1,8 +1,10 @@
-"""Versions as they are given away: piece by piece, as they come to be there, whole or as changes.
+"""Versions as they are given away: piece by piece, as they come to be there, whole or
+as changes.
 
-Invariants: a piece is given only once it is there and its bytes cannot change any more; who asks for one that has not come
-waits, and hears every while that we are alive; an offer that is withdrawn ends in a refusal. One offer serves any number at
-once, those with a base and those without. All of it belongs to one event loop.
+Invariants: a piece is given only once it is there and its bytes cannot change any more;
+who asks for one that has not come waits, and hears every while that we are alive; an
+offer that is withdrawn ends in a refusal. One offer serves any number at once, those
+with a base and those without. All of it belongs to one event loop.
 """
 
 import asyncio
@@ -17,13 +19,27 @@ import xxhash
 from rollweave.schema.weights import BEAT_S, WeightManifest
 from rollweave.weights.memory import READ_CHUNK
 from rollweave.weights.transport import Body, Channel
-from rollweave.weights.words import Alive, Ask, Base, Delta, Pieces, Range, Raw, Refused, TakeError, Whole, within
+from rollweave.weights.words import (
+    Alive,
+    Ask,
+    Base,
+    Delta,
+    Pieces,
+    Range,
+    Raw,
+    Refused,
+    TakeError,
+    Whole,
+    within,
+)
 
 ALIVE_S = BEAT_S
 """Seconds between two words to somebody for whom there is nothing yet."""
 
 SHORT_BYTES = 64 << 10
-"""Ranges that are shorter travel together: a message costs as much as so many bytes, and a shard may have thousands of them."""
+"""Ranges that are shorter travel together: a message costs as much as so many bytes,
+and a shard may have thousands of them.
+"""
 
 TOGETHER_BYTES = 4 << 20
 """Of short ranges in one message, at most."""
@@ -32,18 +48,24 @@ TOGETHER = 4096
 """Short ranges in one message, at most."""
 
 UNKNOWN_S = 10.0
-"""Seconds that somebody may wait for a version of which nobody here has heard yet: its `Take` may be on the way to us."""
+"""Seconds that somebody may wait for a version of which nobody here has heard yet: its
+`Take` may be on the way to us.
+"""
 
 
 class _Piece(NamedTuple):
-    """A piece of the payload as it is; `check` is its xxh3-64, None where nobody has needed it yet."""
+    """A piece of the payload as it is; `check` is its xxh3-64, None where nobody has
+    needed it yet.
+    """
 
     stop: int
     check: int | None
 
 
 class Change(NamedTuple):
-    """A piece as a change: codec/delta's blocks, of `sizes` bytes, one after the other."""
+    """A piece as a change: weights/delta's blocks, of `sizes` bytes, one after the
+    other.
+    """
 
     stop: int
     sizes: tuple[int, ...]
@@ -52,17 +74,23 @@ class Change(NamedTuple):
 
 @dataclass
 class Changes:
-    """All of a version's pieces that are here as changes since one base; the last ends at `stop`."""
+    """All of a version's pieces that are here as changes since one base; the last ends
+    at `stop`.
+    """
 
     base: Base
     starts: list[int] = field(default_factory=list)
     pieces: dict[int, Change] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
-    """More are coming, so that it is better to wait for them than to take the bytes as they are."""
+    """More are coming, so that it is better to wait for them than to take the bytes as
+    they are.
+    """
 
     def next_start(self, at: int, stop: int) -> int:
-        """Where after `at`, and before `stop`, one can go on with a change; else `stop`."""
+        """Where after `at`, and before `stop`, one can go on with a change; else
+        `stop`.
+        """
         number = bisect.bisect_right(self.starts, at)
         if number < len(self.starts):
             return min(self.starts[number], stop)
@@ -90,7 +118,9 @@ class News:
 
 
 class Offer:
-    """One version, in memory file `fd`, which stays its owner's, who may put another of the same bytes in its place."""
+    """One version, in memory file `fd`, which stays its owner's, who may put another of
+    the same bytes in its place.
+    """
 
     def __init__(self, manifest: WeightManifest, fd: int) -> None:
         self.manifest, self.fd = manifest, fd
@@ -114,7 +144,9 @@ class Offer:
             self.news.wake()
 
     def expect(self, base: Base | None) -> Changes | None:
-        """From now on changes since `base`, and no other, will come; those that came before still count."""
+        """From now on changes since `base`, and no other, will come; those that came
+        before still count.
+        """
         for changes in self._changes.values():
             changes.open = False
         found = None
@@ -156,7 +188,10 @@ class Offer:
     # What those who give it away ask.
 
     def next(self, at: int, stop: int, base: Base | None) -> tuple[Raw | Delta, Body | None] | None:
-        """The piece from `at` on, within `stop`; None while there is none. A missing body is that of the bytes as they are."""
+        """The piece from `at` on, within `stop`; None while there is none.
+
+        A missing body is that of the bytes as they are.
+        """
         changes = self._changes.get(base) if base is not None else None
         if changes is not None:
             change = changes.pieces.get(at)
@@ -178,7 +213,9 @@ class Offer:
         return Raw(start=at, stop=end), None
 
     def short(self, ranges: Sequence[Range]) -> tuple[Range, ...]:
-        """Of these ranges, those from the first on that are short and here, as many as travel together."""
+        """Of these ranges, those from the first on that are short and here, as many as
+        travel together.
+        """
         count = nbytes = 0
         for start, stop in ranges:
             number = bisect.bisect_right(self._starts, start) - 1
@@ -198,11 +235,15 @@ class Offer:
 
 
 Find = Callable[[Ask], Offer | None]
-"""The offer of what is asked for; None: it may come. Raises TakeError where it never will."""
+"""The offer of what is asked for; None: it may come.
+
+Raises TakeError where it never will.
+"""
 
 
 async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
-    """Answer `ask` over `channel`, which is left open; `arrivals` tells that `find` may find more.
+    """Answer `ask` over `channel`, which is left open; `arrivals` tells that `find` may
+    find more.
 
     Raises TakeError (source) where the other end has gone.
     """
@@ -229,9 +270,15 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
     try:
         number = 0
         while number < len(ask.ranges):
-            short = offer.short(ask.ranges[number : number + TOGETHER]) if ask.base is None and not offer.withdrawn else ()
+            short = (
+                offer.short(ask.ranges[number : number + TOGETHER])
+                if ask.base is None and not offer.withdrawn
+                else ()
+            )
             if len(short) > 1:
-                await channel.send(Pieces(ranges=short), await asyncio.to_thread(_together, current(), short))
+                await channel.send(
+                    Pieces(ranges=short), await asyncio.to_thread(_together, current(), short)
+                )
                 number += len(short)
                 continue
             at, stop = ask.ranges[number]
@@ -241,7 +288,10 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
                 if piece is not None:
                     word, body = piece
                     own = current()
-                    await channel.send(word, body._replace(fd=own) if body is not None else await _raw(offer, word, own))
+                    await channel.send(
+                        word,
+                        body._replace(fd=own) if body is not None else await _raw(offer, word, own),
+                    )
                     at, spoke = word.stop, loop.time()
                 elif (told := await _waited(channel, offer, spoke)) is not None:
                     spoke = told
@@ -273,14 +323,18 @@ async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offe
     if (offer.manifest.digest, offer.manifest.nbytes) != (ask.digest, ask.nbytes):
         raise TakeError(
             "source",
-            f"weights id {ask.weights_id} is here with another content ({offer.manifest.digest}, not {ask.digest}): "
+            f"weights id {ask.weights_id} is here with another content ({offer.manifest.digest}, "
+            f"not {ask.digest}): "
             "do two trainers publish at once?",
         )
     return offer
 
 
 async def _waited(channel: Channel, offer: Offer, spoke: float) -> float | None:
-    """Wait for news, or for a sign of life to be due. When we spoke last; or None, and refused, where no news will come."""
+    """Wait for news, or for a sign of life to be due.
+
+    When we spoke last; or None, and refused, where no news will come.
+    """
     if offer.withdrawn:
         await channel.send(Refused(reason="source", error=offer.withdrawn))
         return None

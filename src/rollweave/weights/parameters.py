@@ -1,8 +1,11 @@
-"""How tensor parallelism cuts each parameter, inferred from its transformers name and its shape (ROSE §4.2).
+"""How tensor parallelism cuts each parameter, inferred from its transformers name and
+its shape (ROSE §4.2).
 
-Pure. A tensor is one or several parts (fused projections: one a projection), each dealt to the ranks on its own, as vLLM and
-Megatron do. Embedding and head are cut by vocabulary; q, k, v, gate and up by outputs, biases too; o and down by inputs, biases
-whole; norms and routers are whole on every rank. What is not understood is refused by name: a guess would serve wrong weights.
+Pure. A tensor is one or several parts (fused projections: one a projection), each dealt
+to the ranks on its own, as vLLM and Megatron do. Embedding and head are cut by
+vocabulary; q, k, v, gate and up by outputs, biases too; o and down by inputs, biases
+whole; norms and routers are whole on every rank. What is not understood is refused by
+name: a guess would serve wrong weights.
 """
 
 import functools
@@ -15,7 +18,9 @@ from typing import Literal
 from rollweave.schema.weights import TensorMeta
 
 End = Literal["first", "last", "ends"]
-"""Outside of the layers: on the first pipeline stage, the last, or both (an embedding that is the head as well)."""
+"""Outside of the layers: on the first pipeline stage, the last, or both (an embedding
+that is the head as well).
+"""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(.+)$")
@@ -27,10 +32,12 @@ _ROUTERS = ("gate", "shared_expert_gate", "router")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Elements `[start, start + size)` along `dim` of a tensor, in `units` that cannot be divided. `dim` None: not cut at all.
+    """Elements `[start, start + size)` along `dim` of a tensor, in `units` that cannot
+    be divided. `dim` None: not cut at all.
 
-    `kind` says how units are dealt: "even" to all ranks alike; "shared" as well, but where there are fewer units than ranks,
-    neighbours have the same one (key and value heads); "padded" up to a multiple first, so that the last ranks may have less
+    `kind` says how units are dealt: "even" to all ranks alike; "shared" as well, but
+    where there are fewer units than ranks, neighbours have the same one (key and value
+    heads); "padded" up to a multiple first, so that the last ranks may have less
     (vocabulary).
     """
 
@@ -48,8 +55,9 @@ WHOLE = (Part(None),)
 class Rule:
     """How one tensor is dealt. `where` is its layer, or an end of the pipeline.
 
-    `experts` is of how many experts this is one (number `expert`) or all, stacked along dimension 0 (`expert` None); 0: none.
-    A layout that fuses puts it into the tensor named `fused`, as its part number `slot`.
+    `experts` is of how many experts this is one (number `expert`) or all, stacked along
+    dimension 0 (`expert` None); 0: none. A layout that fuses puts it into the tensor
+    named `fused`, as its part number `slot`.
     """
 
     parts: tuple[Part, ...]
@@ -62,9 +70,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Model:
-    """The tensors of a model as its payload has them (canonical), and what their shapes do not tell.
+    """The tensors of a model as its payload has them (canonical), and what their shapes
+    do not tell.
 
-    No `lm_head.weight` among the tensors: the head is the embedding. Raises `ValueError` for head counts that cannot be.
+    No `lm_head.weight` among the tensors: the head is the embedding. Raises
+    `ValueError` for head counts that cannot be.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -73,16 +83,24 @@ class Model:
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads < self.kv_heads or self.heads % self.kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads ({self.kv_heads}), got {self.heads}"
+            )
 
     @functools.cached_property
     def layers(self) -> int:
         """Decoder layers."""
-        return max((int(found[1]) + 1 for meta in self.tensors if (found := _LAYER.search(meta.name))), default=0)
+        return max(
+            (int(found[1]) + 1 for meta in self.tensors if (found := _LAYER.search(meta.name))),
+            default=0,
+        )
 
     @functools.cached_property
     def rules(self) -> Mapping[str, Rule]:
-        """By tensor name. Raises `ValueError` for a tensor of which no rule is known."""
+        """By tensor name.
+
+        Raises `ValueError` for a tensor of which no rule is known.
+        """
         experts: dict[str, int] = {}
         for meta in self.tensors:
             if found := _EXPERT.match(meta.name):
@@ -115,7 +133,9 @@ class Model:
         if expert is None:
             fused, slot = _fused(module.removesuffix(leaf), role, f".{kind}")
             return Rule(parts, number, fused=fused, slot=slot)
-        stack, slot = ("down_proj", 0) if role == "down" else ("gate_up_proj", ("gate", "up").index(role))
+        stack, slot = (
+            ("down_proj", 0) if role == "down" else ("gate_up_proj", ("gate", "up").index(role))
+        )
         fused = f"{expert[1]}.{stack}" + ("_bias" if kind == "bias" else "")
         return Rule(parts, number, int(expert[2]), experts[expert[1]], fused, slot)
 
@@ -128,9 +148,16 @@ class Model:
             part = self._heads(name, 0, shape[0], kv=leaf != "q_proj")
             return (part,), leaf[0]
         if leaf == "qkv_proj":
-            each = _divided(name, shape[0], self.heads + 2 * self.kv_heads, "attention heads with keys and values")
+            each = _divided(
+                name,
+                shape[0],
+                self.heads + 2 * self.kv_heads,
+                "attention heads with keys and values",
+            )
             q, kv = each * self.heads, each * self.kv_heads
-            return tuple(self._heads(name, s, n, kv=bool(s)) for s, n in ((0, q), (q, kv), (q + kv, kv))), "qkv"
+            return tuple(
+                self._heads(name, s, n, kv=bool(s)) for s, n in ((0, q), (q, kv), (q + kv, kv))
+            ), "qkv"
         if leaf == "o_proj":
             if bias:
                 return WHOLE, "o"
@@ -151,13 +178,22 @@ class Model:
         return Part(0, start, size, units, "shared" if kv else "even")
 
     def _stacked(self, meta: TensorMeta, layer: re.Match[str] | None) -> Rule:
-        """All experts of a layer in one tensor: [experts, 2 x inner, hidden] and [experts, hidden, inner].
+        """All experts of a layer in one tensor: [experts, 2 x inner, hidden] and
+        [experts, hidden, inner].
 
-        Some models keep them transposed, gate and up alternating: the embedding's hidden size must be where it belongs.
+        Some models keep them transposed, gate and up alternating: the embedding's
+        hidden size must be where it belongs.
         """
         name, shape = meta.name, meta.shape
         gate_up = name.endswith("gate_up_proj")
-        hidden = next((other.shape[1] for other in self.tensors if other.name.endswith("embed_tokens.weight")), -1)
+        hidden = next(
+            (
+                other.shape[1]
+                for other in self.tensors
+                if other.name.endswith("embed_tokens.weight")
+            ),
+            -1,
+        )
         if layer is None or len(shape) != 3 or shape[2 if gate_up else 1] != hidden:
             wanted = "[experts, 2 x inner, hidden]" if gate_up else "[experts, hidden, inner]"
             raise ValueError(f"{name} must have shape {wanted} with hidden {hidden}, got {shape}")
@@ -175,7 +211,9 @@ def itemsize(meta: TensorMeta) -> int:
 
 
 def _fused(path: str, role: str, suffix: str) -> tuple[str, int]:
-    """Which tensor of a fusing layout a projection is a part of, and which; ("", 0): none."""
+    """Which tensor of a fusing layout a projection is a part of, and which; ("", 0):
+    none.
+    """
     if role in _QKV:
         return f"{path}qkv_proj{suffix}", _QKV.index(role)
     if role in ("gate", "up"):
@@ -191,5 +229,6 @@ def _divided(name: str, size: int, units: int, what: str) -> int:
 
 def _unknown(meta: TensorMeta) -> ValueError:
     return ValueError(
-        f"{meta.name} must be a tensor whose sharding is known, got shape {meta.shape}: serve it whole, or by FSDP"
+        f"{meta.name} must be a tensor whose sharding is known, got shape {meta.shape}: serve it "
+        "whole, or by FSDP"
     )

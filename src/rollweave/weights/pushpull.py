@@ -1,7 +1,9 @@
-"""Writing versions to a remote store, and reading them: by buckets, in parts, side by side (RollArt §6.3; ROSE §4.2).
+"""Writing versions to a remote store, and reading them: by buckets, in parts, side by
+side (RollArt §6.3; ROSE §4.2).
 
-Invariants: `push` returns once the version is whole and verified in the store, `pull` once what it has read is known to be of
-such a version; else they raise TakeError, and nobody has anything new. What a store has of a push already is not sent again.
+Invariants: `push` returns once the version is whole and verified in the store, `pull`
+once what it has read is known to be of such a version; else they raise TakeError, and
+nobody has anything new. What a store has of a push already is not sent again.
 """
 
 import time
@@ -10,14 +12,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollweave.codec import delta
 from rollweave.schema.weights import RelayAddress, WeightManifest
+from rollweave.weights import delta
 from rollweave.weights.depot import Read, cuts, encoded
 from rollweave.weights.ranges import Ranges
 from rollweave.weights.remote import BUCKET_BYTES
 from rollweave.weights.threads import in_thread
 from rollweave.weights.transport import Body, Channel, Transport
-from rollweave.weights.words import Ask, Base, Delta, Pieces, Push, Range, Raw, Refused, TakeError, Wanted, Whole, Word
+from rollweave.weights.words import (
+    Ask,
+    Base,
+    Delta,
+    Pieces,
+    Push,
+    Range,
+    Raw,
+    Refused,
+    TakeError,
+    Wanted,
+    Whole,
+    Word,
+)
 
 
 class Transfer(NamedTuple):
@@ -46,9 +61,11 @@ async def push(
     since: Changed | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Transfer:
-    """Send `ranges` of a version (all of it), which nobody else sends, and return once the version is whole in the store.
+    """Send `ranges` of a version (all of it), which nobody else sends, and return once
+    the version is whole in the store.
 
-    What the store has of them already is not sent. Raises TakeError: the version is not there, and may be pushed again.
+    What the store has of them already is not sent. Raises TakeError: the version is not
+    there, and may be pushed again.
     """
     wanted = ((0, manifest.nbytes),) if ranges is None else tuple(ranges)
     wanted = tuple(part for part in wanted if part[0] < part[1])
@@ -56,7 +73,11 @@ async def push(
     try:
         with ThreadPoolExecutor(2, thread_name_prefix="encode") as pool:
             start, nbytes, unanswered = time.monotonic(), 0, 0
-            await channel.send(Push(manifest=manifest, ranges=wanted, base=since.base if since is not None else None))
+            await channel.send(
+                Push(
+                    manifest=manifest, ranges=wanted, base=since.base if since is not None else None
+                )
+            )
             answer = await _answer(channel)
             assert isinstance(answer, Wanted), answer
             for part in _buckets(manifest, answer.ranges, bucket_bytes, changed=since is not None):
@@ -85,10 +106,11 @@ async def pull(
     ranges: Sequence[Range],
     into: Callable[[int, int], memoryview],
 ) -> list[Transfer]:
-    """Read `ranges` of a version to where `into` says, as they come to be there; returns once the version is known to be whole.
+    """Read `ranges` of a version to where `into` says, as they come to be there;
+    returns once the version is known to be whole.
 
-    The transfers are those of its pieces: to wait for a bucket is no transfer. Raises TakeError: then what `into` has got must
-    not be used.
+    The transfers are those of its pieces: to wait for a bucket is no transfer. Raises
+    TakeError: then what `into` has got must not be used.
     """
     channel = await transport.connect(address)
     pulled: list[Transfer] = []
@@ -100,7 +122,11 @@ async def pull(
         if isinstance(word, Pieces) and count == _checked(word.ranges, wanted):
             together = memoryview(bytearray(count))
             return together[:]
-        if not isinstance(word, Raw) or count != word.stop - word.start or wanted.missing(word.start, word.stop):
+        if (
+            not isinstance(word, Raw)
+            or count != word.stop - word.start
+            or wanted.missing(word.start, word.stop)
+        ):
             raise TakeError("broken", f"{count} bytes do not come with {word}")
         return into(word.start, word.stop)
 
@@ -109,7 +135,13 @@ async def pull(
         wanted.add(*part)
     try:
         parts = tuple(part for part in ranges if part[0] < part[1])
-        ask = Ask(weights_id=manifest.weights_id, digest=manifest.digest, nbytes=manifest.nbytes, ranges=parts, confirm=True)
+        ask = Ask(
+            weights_id=manifest.weights_id,
+            digest=manifest.digest,
+            nbytes=manifest.nbytes,
+            ranges=parts,
+            confirm=True,
+        )
         await channel.send(ask)
         while not isinstance(word := await _answer(channel, room), Whole):
             if isinstance(word, Raw):
@@ -130,7 +162,10 @@ async def pull(
 
 
 def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
-    """Bytes of ranges that came together. Raises TakeError (broken) where they are not in order, or not wanted (any more)."""
+    """Bytes of ranges that came together.
+
+    Raises TakeError (broken) where they are not in order, or not wanted (any more).
+    """
     end = 0
     for start, stop in ranges:
         if not end <= start < stop or wanted.missing(start, stop):
@@ -139,8 +174,12 @@ def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def split(manifest: WeightManifest, senders: int, *, bucket_bytes: int = BUCKET_BYTES) -> list[list[Range]]:
-    """Disjoint parts of a payload for so many senders who all have it: bucket by bucket in turn, so that each has as much."""
+def split(
+    manifest: WeightManifest, senders: int, *, bucket_bytes: int = BUCKET_BYTES
+) -> list[list[Range]]:
+    """Disjoint parts of a payload for so many senders who all have it: bucket by bucket
+    in turn, so that each has as much.
+    """
     parts: list[list[Range]] = [[] for _ in range(senders)]
     for number, cut in enumerate(cuts(manifest, bucket_bytes)):
         parts[number % senders].append((cut.start, cut.stop))
@@ -155,22 +194,32 @@ class _Part(NamedTuple):
     spans: tuple[delta.Span, ...]
 
 
-def _buckets(manifest: WeightManifest, ranges: Collection[Range], size: int, *, changed: bool) -> Iterator[_Part]:
-    """The ranges in buckets; where they do not end with codec/delta's blocks, the rest travels as it is."""
+def _buckets(
+    manifest: WeightManifest, ranges: Collection[Range], size: int, *, changed: bool
+) -> Iterator[_Part]:
+    """The ranges in buckets; where they do not end with weights/delta's blocks, the
+    rest travels as it is.
+    """
     pieces = list(cuts(manifest, size))
     for start, stop in ranges:
         for cut in pieces:
             low, high = max(start, cut.start), min(stop, cut.stop)
             if low >= high:
                 continue
-            spans = tuple(span for span in cut.spans if low <= span.start and span.stop <= high) if changed else ()
+            spans = (
+                tuple(span for span in cut.spans if low <= span.start and span.stop <= high)
+                if changed
+                else ()
+            )
             first, last = (spans[0].start, spans[-1].stop) if spans else (high, high)
             for part in (_Part(low, first, ()), _Part(first, last, spans), _Part(last, high, ())):
                 if part.start < part.stop:
                     yield part
 
 
-def _bucket_of(part: _Part, read: Read, since: Changed | None, pool: ThreadPoolExecutor) -> tuple[Word, Body]:
+def _bucket_of(
+    part: _Part, read: Read, since: Changed | None, pool: ThreadPoolExecutor
+) -> tuple[Word, Body]:
     """Blocks."""
     if since is None or not part.spans:
         return Raw(start=part.start, stop=part.stop), Body.of(read(slice(part.start, part.stop)))
@@ -189,7 +238,9 @@ async def _answer(channel: Channel, room: Callable[[Word, int], memoryview] | No
 
 @dataclass(frozen=True)
 class TransferCost:
-    """Seconds of one version's way, as in RollArt's Table 4; `naive_s` is push and pull one after the other."""
+    """Seconds of one version's way, as in RollArt's Table 4; `naive_s` is push and pull
+    one after the other.
+    """
 
     push_s: float
     accumulated_pull_s: float
@@ -201,16 +252,26 @@ class TransferCost:
 
 
 def transfer_cost(
-    *, pushes: Sequence[Transfer], pulls: Sequence[Transfer], rollout: Sequence[tuple[float, float]] = ()
+    *,
+    pushes: Sequence[Transfer],
+    pulls: Sequence[Transfer],
+    rollout: Sequence[tuple[float, float]] = (),
 ) -> TransferCost:
-    """`push_s`: from the first sender's start to the last one's end. `accumulated_pull_s`: while anybody pulls.
+    """`push_s`: from the first sender's start to the last one's end.
+    `accumulated_pull_s`: while anybody pulls.
 
-    `exposed_pull_s`: of that, what neither the push nor the `rollout` (times at which engines were at work) hides.
+    `exposed_pull_s`: of that, what neither the push nor the `rollout` (times at which
+    engines were at work) hides.
     """
-    pulled, pushed = [(pull.start, pull.stop) for pull in pulls], [(push.start, push.stop) for push in pushes]
+    pulled, pushed = (
+        [(pull.start, pull.stop) for pull in pulls],
+        [(push.start, push.stop) for push in pushes],
+    )
     covered = [*pushed, *rollout]
     return TransferCost(
-        push_s=max(stop for _, stop in pushed) - min(start for start, _ in pushed) if pushed else 0.0,
+        push_s=max(stop for _, stop in pushed) - min(start for start, _ in pushed)
+        if pushed
+        else 0.0,
         accumulated_pull_s=_length(pulled),
         exposed_pull_s=_length([*pulled, *covered]) - _length(covered),
     )

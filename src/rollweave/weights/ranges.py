@@ -29,7 +29,12 @@ class Ranges:
             return
         low, high = bisect.bisect_right(self._stops, start), bisect.bisect_left(self._starts, stop)
         held = zip(self._starts[low:high], self._stops[low:high], strict=True)
-        kept = [(a, b) for first, last in held for a, b in ((first, min(last, start)), (max(first, stop), last)) if a < b]
+        kept = [
+            (a, b)
+            for first, last in held
+            for a, b in ((first, min(last, start)), (max(first, stop), last))
+            if a < b
+        ]
         self._starts[low:high], self._stops[low:high] = [a for a, _ in kept], [b for _, b in kept]
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:

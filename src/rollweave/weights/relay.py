@@ -1,10 +1,13 @@
-"""A relay: takes versions into this host's memory, and passes on what it has of them while more is still coming (Laminar §4).
+"""A relay: takes versions into this host's memory, and passes on what it has of them
+while more is still coming (Laminar §4).
 
-Invariants: every `Take` is answered once, those of one version in their order; a version is seen by engines only when it is
-whole and verified; one that fails has changed nothing, and what has come of it waits a while for a `Take` from another
-source, which goes on after the last whole piece: no piece comes twice. Several versions may come at once, each into its own
-memory; those that the newest `Take` does not keep are let go. Memory is bounded by the versions kept, those coming, and the
-changes of the newest two.
+Invariants: every `Take` is answered once, those of one version in their order; a
+version is seen by engines only when it is whole and verified; one that fails has
+changed nothing, and what has come of it waits a while for a `Take` from another source,
+which goes on after the last whole piece: no piece comes twice. Several versions may
+come at once, each into its own memory; those that the newest `Take` does not keep are
+let go. Memory is bounded by the versions kept, those coming, and the changes of the
+newest two.
 """
 
 import asyncio
@@ -18,7 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollweave.schema.weights import RelayAddress, RelayReply, Stalled, Take, TakeFailed, Taken, WeightManifest
+from rollweave.schema.weights import (
+    RelayAddress,
+    RelayReply,
+    Stalled,
+    Take,
+    TakeFailed,
+    Taken,
+    WeightManifest,
+)
 from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all, cuts, encoded
 from rollweave.weights.offers import Change, Changes, News, Offer, give
 from rollweave.weights.threads import in_thread
@@ -27,13 +38,17 @@ from rollweave.weights.watch import Watch
 from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
 
 LINGER_S = 60.0
-"""Seconds that what has come of a version waits for another source: long after a controller has found one."""
+"""Seconds that what has come of a version waits for another source: long after a
+controller has found one.
+"""
 
 PIECE_BYTES = 1 << 30
 """Of the payload in the longest piece that is taken at once."""
 
 CHANGES_OF = 2
-"""Newest versions of which the changes are kept: the one that is on its way, and the one before, for who is late."""
+"""Newest versions of which the changes are kept: the one that is on its way, and the
+one before, for who is late.
+"""
 
 ENCODERS = 4
 """Threads that encode changes, on a machine that has so many cores."""
@@ -61,7 +76,9 @@ class _Coming:
 class Relay:
     """Everything of a relay but its process. `say` takes its answers."""
 
-    def __init__(self, transport: Transport, say: Callable[[RelayReply], None], *, linger_s: float = LINGER_S) -> None:
+    def __init__(
+        self, transport: Transport, say: Callable[[RelayReply], None], *, linger_s: float = LINGER_S
+    ) -> None:
         self._transport, self._say, self._linger_s = transport, say, linger_s
         self._depot = Depot()
         self._offers: dict[int, Offer] = {}
@@ -70,7 +87,9 @@ class Relay:
         self._arrivals = News()
         self._encoding: dict[int, asyncio.Task[None]] = {}
         self._freeing: set[asyncio.Task[None]] = set()
-        self._pool = ThreadPoolExecutor(min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encode")
+        self._pool = ThreadPoolExecutor(
+            min(ENCODERS, os.cpu_count() or 1), thread_name_prefix="encode"
+        )
         self._listener: Listener | None = None
 
     async def listen(self, host: str) -> RelayAddress:
@@ -84,7 +103,9 @@ class Relay:
         self._keep = {*command.keep, weights_id}
         for other, coming in list(self._coming.items()):
             if other not in self._keep:
-                self._abandon(coming, f"let go: the Take of weights id {weights_id} does not keep it")
+                self._abandon(
+                    coming, f"let go: the Take of weights id {weights_id} does not keep it"
+                )
         coming = self._coming.setdefault(weights_id, _Coming(command.manifest))
         coming.why, coming.abandoned = _late, False
         if coming.patience is not None:
@@ -93,7 +114,9 @@ class Relay:
         if coming.work is not None and _overtakes(command, coming.commands[0]):
             coming.work.cancel()
         if coming.worker is None:
-            coming.worker = asyncio.get_running_loop().create_task(self._obey(coming), name=f"take {weights_id}")
+            coming.worker = asyncio.get_running_loop().create_task(
+                self._obey(coming), name=f"take {weights_id}"
+            )
 
     def manifest(self, weights_id: int) -> WeightManifest | None:
         """Of a version that is here."""
@@ -128,8 +151,12 @@ class Relay:
         weights_id = coming.manifest.weights_id
         while coming.commands:
             command = coming.commands[0]
-            if coming.abandoned or any(_overtakes(other, command) for other in list(coming.commands)[1:]):
-                answer: Taken | TakeFailed = TakeFailed(weights_id=weights_id, reason="source", error=coming.why)
+            if coming.abandoned or any(
+                _overtakes(other, command) for other in list(coming.commands)[1:]
+            ):
+                answer: Taken | TakeFailed = TakeFailed(
+                    weights_id=weights_id, reason="source", error=coming.why
+                )
             else:
                 coming.work = asyncio.get_running_loop().create_task(self._taken(command, coming))
                 await asyncio.wait([coming.work])
@@ -143,7 +170,9 @@ class Relay:
             self._remove(coming)
         else:
             reason = f"nobody has named another source within {self._linger_s:g} s"
-            coming.patience = asyncio.get_running_loop().call_later(self._linger_s, self._abandon, coming, reason)
+            coming.patience = asyncio.get_running_loop().call_later(
+                self._linger_s, self._abandon, coming, reason
+            )
 
     def _answer(self, coming: _Coming, work: "asyncio.Task[Held]") -> Taken | TakeFailed:
         weights_id = coming.manifest.weights_id
@@ -156,7 +185,9 @@ class Relay:
         if isinstance(error, TakeError):
             return TakeFailed(weights_id=weights_id, reason=error.reason, error=str(error))
         traceback.print_exception(error, file=sys.stderr)
-        return TakeFailed(weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}")
+        return TakeFailed(
+            weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}"
+        )
 
     async def _taken(self, command: Take, coming: _Coming) -> Held:
         """The version, here. Raises TakeError."""
@@ -190,7 +221,10 @@ class Relay:
         return held
 
     async def _memory(self, command: Take, coming: _Coming) -> Draft:
-        """Memory for the version: what has come of it already, or new. Raises TakeError."""
+        """Memory for the version: what has come of it already, or new.
+
+        Raises TakeError.
+        """
         if coming.draft is not None and command.source is not None:
             return coming.draft
         make = self._depot.begin if command.source is not None else self._depot.adopt
@@ -225,11 +259,18 @@ class Relay:
                 stop = min(start + chunk_bytes, draft.manifest.nbytes)
                 offer.add(start, stop, await in_thread(draft.load, start, stop))
         except BaseException:
-            self._discard(coming, "it could not be read from memory")  # nothing else can go on with memory that is not ours
+            # nothing else can go on with memory that is not ours
+            self._discard(coming, "it could not be read from memory")
             raise
 
     async def _fetch(
-        self, source: RelayAddress, coming: _Coming, draft: Draft, offer: Offer, base: Held | None, changes: Changes | None
+        self,
+        source: RelayAddress,
+        coming: _Coming,
+        draft: Draft,
+        offer: Offer,
+        base: Held | None,
+        changes: Changes | None,
     ) -> None:
         """From another relay: what is missing, piece by piece."""
         manifest = draft.manifest
@@ -237,12 +278,22 @@ class Relay:
 
         def room(word: Word, nbytes: int) -> memoryview:
             nonlocal change
-            if not isinstance(word, Raw | Delta) or word.start != draft.done or word.stop - word.start > PIECE_BYTES:
-                raise TakeError("broken", f"expected the piece from byte {draft.done} on, got {word}")
+            if (
+                not isinstance(word, Raw | Delta)
+                or word.start != draft.done
+                or word.stop - word.start > PIECE_BYTES
+            ):
+                raise TakeError(
+                    "broken", f"expected the piece from byte {draft.done} on, got {word}"
+                )
             view = draft.room(word.start, word.stop)
             if isinstance(word, Raw) and nbytes == len(view):
                 return view
-            if not isinstance(word, Delta) or base is None or nbytes > 2 * len(view) + PIECE_BYTES // 1024:
+            if (
+                not isinstance(word, Delta)
+                or base is None
+                or nbytes > 2 * len(view) + PIECE_BYTES // 1024
+            ):
                 raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
             change = bytearray(nbytes)
             return memoryview(change)
@@ -254,7 +305,11 @@ class Relay:
             missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
             named = base.name if base is not None else None
             ask = Ask(
-                weights_id=manifest.weights_id, digest=manifest.digest, nbytes=manifest.nbytes, ranges=missing, base=named
+                weights_id=manifest.weights_id,
+                digest=manifest.digest,
+                nbytes=manifest.nbytes,
+                ranges=missing,
+                base=named,
             )
             await channel.send(ask)
             while draft.done < manifest.nbytes:
@@ -266,7 +321,9 @@ class Relay:
                         if changes is not None:
                             offer.end_changes(changes)
                         offer.add(start, stop, check)
-                    case Delta(start=start, stop=stop, sizes=sizes) if base is not None and changes is not None:
+                    case Delta(start=start, stop=stop, sizes=sizes) if (
+                        base is not None and changes is not None
+                    ):
                         await in_thread(draft.apply, start, stop, memoryview(change), sizes, base)
                         coming.nbytes += len(change)
                         body = Body(len(change), check, memoryview(change))
@@ -278,25 +335,35 @@ class Relay:
                     case Alive():
                         pass
                     case _:
-                        raise TakeError("broken", f"{source.host}:{source.port} said {type(word).__name__}")
+                        raise TakeError(
+                            "broken", f"{source.host}:{source.port} said {type(word).__name__}"
+                        )
         finally:
             watch.close()
             if channel is not None:
                 channel.close()
 
-    async def _encode(self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int) -> None:
-        """Make the changes since `base` that have not come from elsewhere, once for all who ask."""
+    async def _encode(
+        self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int
+    ) -> None:
+        """Make the changes since `base` that have not come from elsewhere, once for all
+        who ask.
+        """
         old, new = base.view(), held.view()  # they stay while we read, even if they are let go
         try:
             for cut in cuts(offer.manifest, chunk_bytes):
                 rest = tuple(span for span in cut.spans if span.start >= changes.stop)
                 if not rest:
                     continue
-                blocks = await in_thread(encoded, rest, old.__getitem__, new.__getitem__, self._pool)
+                blocks = await in_thread(
+                    encoded, rest, old.__getitem__, new.__getitem__, self._pool
+                )
                 if offer.withdrawn or not changes.open:
                     return
                 sizes = tuple(len(block) for block in blocks)
-                offer.add_change(changes, rest[0].start, Change(rest[-1].stop, sizes, Body.of(b"".join(blocks))))
+                offer.add_change(
+                    changes, rest[0].start, Change(rest[-1].stop, sizes, Body.of(b"".join(blocks)))
+                )
         finally:
             offer.end_changes(changes)
 
@@ -312,18 +379,25 @@ class Relay:
                 del self._encoding[weights_id]
 
     def _let_go(self, keep: set[int]) -> None:
-        """Memory of gigabytes is freed in a thread: whoever is served goes on, and so do our beats."""
+        """Memory of gigabytes is freed in a thread: whoever is served goes on, and so
+        do our beats.
+        """
         gone = self._depot.keep(keep)
         for held in gone:
             weights_id = held.manifest.weights_id
             self._withdraw(weights_id, f"weights id {weights_id} was let go")
         if gone:
-            freeing = asyncio.get_running_loop().create_task(in_thread(close_all, gone), name="free memory")
+            freeing = asyncio.get_running_loop().create_task(
+                in_thread(close_all, gone), name="free memory"
+            )
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
 
     def _abandon(self, coming: _Coming, reason: str) -> None:
-        """Nobody wants this version any more. Whoever is at work on it sees to the rest."""
+        """Nobody wants this version any more.
+
+        Whoever is at work on it sees to the rest.
+        """
         coming.why, coming.abandoned = reason, True
         if coming.work is not None:
             coming.work.cancel()
@@ -355,9 +429,13 @@ class Relay:
         if isinstance(word, Ask):
             await give(channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals)
         else:
-            await channel.send(Refused(reason="source", error=f"a relay answers Ask, got {type(word).__name__}"))
+            await channel.send(
+                Refused(reason="source", error=f"a relay answers Ask, got {type(word).__name__}")
+            )
 
 
 def _overtakes(later: Take, command: Take) -> bool:
-    """Whether `later`, said after `command`, makes it needless: they want the same bytes."""
+    """Whether `later`, said after `command`, makes it needless: they want the same
+    bytes.
+    """
     return later.manifest.digest == command.manifest.digest

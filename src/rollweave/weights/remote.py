@@ -1,12 +1,16 @@
-"""A store of versions in the memory of a host near the engines (RollArt §6.3; ROSE §4.2 and App. F).
+"""A store of versions in the memory of a host near the engines (RollArt §6.3; ROSE §4.2
+and App. F).
 
-Trainer ranks write a version once, in buckets, over the slow link between clusters, each its own bytes; engines' hosts read
-what they need over fast links, whole versions or their own shards, as soon as a bucket is there. Push and pull overlap, and
-both overlap the rollout: what is left of the pull is what engines wait for.
+Trainer ranks write a version once, in buckets, over the slow link between clusters,
+each its own bytes; engines' hosts read what they need over fast links, whole versions
+or their own shards, as soon as a bucket is there. Push and pull overlap, and both
+overlap the rollout: what is left of the pull is what engines wait for.
 
-Invariants: a version counts only once its whole payload has the digest of its manifest; one that is torn, damaged or not made
-from the base that it names is dropped, tells so to everybody who sends or reads it, and touches no other; a bucket that came
-is not asked for again. A relay can take from a store as from a relay: it says `Ask`, and verifies by itself.
+Invariants: a version counts only once its whole payload has the digest of its manifest;
+one that is torn, damaged or not made from the base that it names is dropped, tells so
+to everybody who sends or reads it, and touches no other; a bucket that came is not
+asked for again. A relay can take from a store as from a relay: it says `Ask`, and
+verifies by itself.
 """
 
 import asyncio
@@ -44,7 +48,10 @@ LINGER_S = 60.0
 
 
 class _Growing:
-    """A version that is being pushed. `claimed` are bytes that have come or are coming."""
+    """A version that is being pushed.
+
+    `claimed` are bytes that have come or are coming.
+    """
 
     def __init__(self, draft: Draft, offer: Offer) -> None:
         self.draft, self.offer = draft, offer
@@ -55,15 +62,24 @@ class _Growing:
         self.patience: asyncio.TimerHandle | None = None
 
     def claimed_by(self, word: Word, nbytes: int, base: Held | None) -> Range:
-        """The bytes that a bucket claims, which nobody else has sent or sends. Raises TakeError (broken)."""
+        """The bytes that a bucket claims, which nobody else has sent or sends.
+
+        Raises TakeError (broken).
+        """
         if self.offer.withdrawn:
             raise TakeError("broken", self.offer.withdrawn)
-        if not isinstance(word, Raw | Delta) or not within(((word.start, word.stop),), self.draft.manifest.nbytes):
+        if not isinstance(word, Raw | Delta) or not within(
+            ((word.start, word.stop),), self.draft.manifest.nbytes
+        ):
             raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
-        if (isinstance(word, Raw) and nbytes != word.stop - word.start) or (isinstance(word, Delta) and base is None):
+        if (isinstance(word, Raw) and nbytes != word.stop - word.start) or (
+            isinstance(word, Delta) and base is None
+        ):
             raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
         if self.claimed.touches(word.start, word.stop):
-            raise TakeError("broken", f"bytes {word.start} to {word.stop} come twice: senders must not overlap")
+            raise TakeError(
+                "broken", f"bytes {word.start} to {word.stop} come twice: senders must not overlap"
+            )
         self.claimed.add(word.start, word.stop)
         return word.start, word.stop
 
@@ -103,7 +119,9 @@ class RemoteStore:
         word, _ = await channel.receive()
         match word:
             case Ask():
-                await give(channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals)
+                await give(
+                    channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals
+                )
             case Push():
                 try:
                     await self._receive(channel, word)
@@ -111,14 +129,23 @@ class RemoteStore:
                     await channel.send(Refused(reason=error.reason, error=str(error)))
                     await _rest(channel)
             case _:
-                await channel.send(Refused(reason="source", error=f"a store answers Ask and Push, got {type(word).__name__}"))
+                await channel.send(
+                    Refused(
+                        reason="source",
+                        error=f"a store answers Ask and Push, got {type(word).__name__}",
+                    )
+                )
 
     async def _receive(self, channel: Channel, push: Push) -> None:
-        """One sender's part of a version; its end is answered once the version is whole. Raises TakeError."""
+        """One sender's part of a version; its end is answered once the version is
+        whole. Raises TakeError.
+        """
         manifest = push.manifest
         self._depot.check(manifest)
         if not within(push.ranges, manifest.nbytes):
-            raise TakeError("broken", f"ranges must be within {manifest.nbytes} bytes, got {push.ranges}")
+            raise TakeError(
+                "broken", f"ranges must be within {manifest.nbytes} bytes, got {push.ranges}"
+            )
         base = self._base(push.base)
         if self._depot.get(manifest.weights_id) is not None:
             await channel.send(Wanted(ranges=()))
@@ -126,7 +153,9 @@ class RemoteStore:
             await channel.send(Whole())
             return
         growing = await self._begun(manifest)
-        gaps = [gap for start, stop in push.ranges for gap in growing.draft.filled.missing(start, stop)]
+        gaps = [
+            gap for start, stop in push.ranges for gap in growing.draft.filled.missing(start, stop)
+        ]
         await channel.send(Wanted(ranges=tuple(gaps)))
         growing.sending += 1
         self._wait_on(growing)
@@ -149,7 +178,10 @@ class RemoteStore:
             return None
         base = self._depot.base(named.weights_id)
         if base.name != named:
-            raise TakeError("base", f"weights id {named.weights_id} is here with another content: {base.name.digest}")
+            raise TakeError(
+                "base",
+                f"weights id {named.weights_id} is here with another content: {base.name.digest}",
+            )
         return base
 
     async def _begun(self, manifest: WeightManifest) -> _Growing:
@@ -157,14 +189,19 @@ class RemoteStore:
             growing = self._growing.get(manifest.weights_id)
             if growing is None:
                 draft = await in_thread(self._depot.begin, manifest, undo=Draft.close)
-                growing = self._growing[manifest.weights_id] = _Growing(draft, Offer(manifest, draft.fd))
+                growing = self._growing[manifest.weights_id] = _Growing(
+                    draft, Offer(manifest, draft.fd)
+                )
                 self._offers[manifest.weights_id] = growing.offer
                 self._arrivals.wake()
         check_same(growing.draft.manifest, manifest)
         return growing
 
     async def _bucket(self, channel: Channel, growing: _Growing, base: Held | None) -> Word:
-        """Take one bucket, or the end. What breaks off can be sent again. Raises TakeError."""
+        """Take one bucket, or the end. What breaks off can be sent again.
+
+        Raises TakeError.
+        """
         draft, offer = growing.draft, growing.offer
         change = bytearray()
         claim: Range | None = None
@@ -194,10 +231,14 @@ class RemoteStore:
                     await in_thread(draft.fill, word.start, word.stop)
                     offer.add(word.start, word.stop, check)
                 elif isinstance(word, Delta) and claim is not None and base is not None:
-                    await in_thread(draft.apply, word.start, word.stop, memoryview(change), word.sizes, base)
+                    await in_thread(
+                        draft.apply, word.start, word.stop, memoryview(change), word.sizes, base
+                    )
                     changes = offer.expect(base.name)
                     assert changes is not None, "there is a base"
-                    offer.end_changes(changes)  # nobody waits for one: whatever comes, comes with the bytes as they are
+                    # nobody waits for one: whatever comes, comes with the bytes as they
+                    # are
+                    offer.end_changes(changes)
                     body = Body(len(change), check, memoryview(change))
                     offer.add_change(changes, word.start, Change(word.stop, word.sizes, body))
                     offer.add(word.start, word.stop)
@@ -235,8 +276,13 @@ class RemoteStore:
         if growing.patience is not None:
             growing.patience.cancel()
         if growing.sending == 0 and self._growing.get(weights_id) is growing:
-            reason = f"nobody has sent weights id {weights_id} for {self._linger_s:g} s, and it is not whole"
-            growing.patience = asyncio.get_running_loop().call_later(self._linger_s, self._drop, weights_id, reason)
+            reason = (
+                f"nobody has sent weights id {weights_id} for {self._linger_s:g} s, and it is not "
+                "whole"
+            )
+            growing.patience = asyncio.get_running_loop().call_later(
+                self._linger_s, self._drop, weights_id, reason
+            )
 
     def _end(self, growing: _Growing) -> None:
         if growing.patience is not None:

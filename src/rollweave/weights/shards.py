@@ -1,8 +1,9 @@
 """Who holds which slice of a model, and who sends which slice to whom (ROSE §4.2).
 
-Pure: names, shapes and integers. Every slice is a rectangle of a canonical tensor, that is one of the payload of a
-`WeightManifest`, under transformers' name. Invariants of a plan: the senders' slices are disjoint and together are every
-element once, however many replicas there are; a receiver pulls exactly what its layout holds.
+Pure: names, shapes and integers. Every slice is a rectangle of a canonical tensor, that
+is one of the payload of a `WeightManifest`, under transformers' name. Invariants of a
+plan: the senders' slices are disjoint and together are every element once, however many
+replicas there are; a receiver pulls exactly what its layout holds.
 """
 
 import math
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from rollweave.weights.parameters import Model, Part, Rule, itemsize
 
 BUCKET_BYTES = 64 << 20
-"""Slices that several ranks hold are cut to this before they take turns: ROSE's push bucket (§4.2)."""
+"""Slices that several ranks hold are cut to this before they take turns: ROSE's push
+bucket (§4.2).
+"""
 
 Ints = tuple[int, ...]
 Range = tuple[int, int]
@@ -22,9 +25,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rectangle of canonical `tensor` with corner `start`, `size` elements along each dimension, and where a rank keeps it.
+    """The rectangle of canonical `tensor` with corner `start`, `size` elements along
+    each dimension, and where a rank keeps it.
 
-    That is its tensor `local`, with corner `at`. Where experts are stacked there, `at` has one dimension more, the first.
+    That is its tensor `local`, with corner `at`. Where experts are stacked there, `at`
+    has one dimension more, the first.
     """
 
     tensor: str
@@ -36,9 +41,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank keeps: `shapes` of its own tensors, and the `pieces` of the canonical ones that are in them.
+    """What one rank keeps: `shapes` of its own tensors, and the `pieces` of the
+    canonical ones that are in them.
 
-    What no piece covers is padding (vocabulary rows that no token has). A shard that holds nothing of a tensor has no piece.
+    What no piece covers is padding (vocabulary rows that no token has). A shard that
+    holds nothing of a tensor has no piece.
     """
 
     shapes: dict[str, Ints]
@@ -59,7 +66,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """FSDP2: dimension 0 in chunks as `torch.chunk` makes them, so the last ranks may have less, or nothing."""
+    """FSDP2: dimension 0 in chunks as `torch.chunk` makes them, so the last ranks may
+    have less, or nothing.
+    """
 
     ranks: int
 
@@ -75,7 +84,9 @@ class Fsdp:
             size = meta.shape
             if self.ranks > 1:
                 if not size:
-                    raise ValueError(f"{meta.name} must have a dimension that FSDP can shard, got a scalar")
+                    raise ValueError(
+                        f"{meta.name} must have a dimension that FSDP can shard, got a scalar"
+                    )
                 rows = -(-size[0] // self.ranks)
                 first = min(rows * rank, size[0])
                 start, size = (first, *start[1:]), (min(rows, size[0] - first), *size[1:])
@@ -87,12 +98,14 @@ class Fsdp:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """`dp` replicas of `pp` stages of `tp` ranks; rank = (replica x pp + stage) x tp + rank in the stage.
+    """`dp` replicas of `pp` stages of `tp` ranks; rank = (replica x pp + stage) x tp +
+    rank in the stage.
 
-    Layers are dealt to stages in order; those left over go to the middle, as in vLLM: the last has the head to compute, the
-    first the embedding. A tied embedding is on both. With `ep`, experts are dealt whole to `ep` groups of each stage, and
-    split inside a group. `fused` keeps q, k and v, gate and up, and a rank's experts each in one tensor. Vocabulary is padded
-    to a multiple of `vocab_multiple` (vLLM's default).
+    Layers are dealt to stages in order; those left over go to the middle, as in vLLM:
+    the last has the head to compute, the first the embedding. A tied embedding is on
+    both. With `ep`, experts are dealt whole to `ep` groups of each stage, and split
+    inside a group. `fused` keeps q, k and v, gate and up, and a rank's experts each in
+    one tensor. Vocabulary is padded to a multiple of `vocab_multiple` (vLLM's default).
     """
 
     tp: int = 1
@@ -103,7 +116,9 @@ class TensorParallel:
     vocab_multiple: int = 64
 
     def __post_init__(self) -> None:
-        _positive(tp=self.tp, pp=self.pp, ep=self.ep, dp=self.dp, vocab_multiple=self.vocab_multiple)
+        _positive(
+            tp=self.tp, pp=self.pp, ep=self.ep, dp=self.dp, vocab_multiple=self.vocab_multiple
+        )
         if self.tp % self.ep:
             raise ValueError(f"ep must divide tp ({self.tp}), got {self.ep}")
 
@@ -112,7 +127,9 @@ class TensorParallel:
         return self.tp * self.pp * self.dp
 
     def shard(self, model: Model, rank: int) -> Shard:
-        """Raises `ValueError` where this layout is not possible for the model, or a tensor's rule is not known."""
+        """Raises `ValueError` where this layout is not possible for the model, or a
+        tensor's rule is not known.
+        """
         _check_rank(rank, self.ranks)
         stage, own = rank // self.tp % self.pp, rank % self.tp
         layers = self._layers(model, stage)
@@ -129,13 +146,23 @@ class TensorParallel:
                 if rule.expert is not None and rule.expert not in mine:
                     continue
             for index, part in enumerate(rule.parts):
-                build.add(meta.name, meta.shape, rule, index, mine, self._dealt(meta.name, part, ranks, number), self.fused)
+                build.add(
+                    meta.name,
+                    meta.shape,
+                    rule,
+                    index,
+                    mine,
+                    self._dealt(meta.name, part, ranks, number),
+                    self.fused,
+                )
         return build.shard()
 
     def _layers(self, model: Model, stage: int) -> range:
         each, left = divmod(model.layers, self.pp)
         if not each and self.pp > 1:
-            raise ValueError(f"pp must be at most the model's layers ({model.layers}), got {self.pp}")
+            raise ValueError(
+                f"pp must be at most the model's layers ({model.layers}), got {self.pp}"
+            )
         counts = [each + (self.pp - 1 - left <= place < self.pp - 1) for place in range(self.pp)]
         return range(sum(counts[:stage]), sum(counts[: stage + 1]))
 
@@ -167,7 +194,9 @@ Layout = Whole | Fsdp | TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """`size` elements from `start` along `dim` of a canonical tensor, in `room` elements of the local one."""
+    """`size` elements from `start` along `dim` of a canonical tensor, in `room`
+    elements of the local one.
+    """
 
     dim: int | None
     start: int
@@ -177,13 +206,24 @@ class _Dealt:
 
 @dataclass(slots=True)
 class _Build:
-    """Lays out a rank's tensors: of each, the parts one after the other along their dimension, experts stacked."""
+    """Lays out a rank's tensors: of each, the parts one after the other along their
+    dimension, experts stacked.
+    """
 
     _parts: defaultdict[str, list[tuple[int, int, int, str, Ints, Ints, _Dealt]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
-    def add(self, name: str, shape: Ints, rule: Rule, index: int, mine: range, dealt: _Dealt, fused: bool) -> None:
+    def add(
+        self,
+        name: str,
+        shape: Ints,
+        rule: Rule,
+        index: int,
+        mine: range,
+        dealt: _Dealt,
+        fused: bool,
+    ) -> None:
         """Part `index` of the tensor `name`; `mine` are the experts that the rank has."""
         start, size = [0] * len(shape), list(shape)
         if rule.experts and rule.expert is None:
@@ -199,14 +239,17 @@ class _Build:
     def shard(self) -> Shard:
         shapes, pieces = {}, []
         for local, parts in self._parts.items():
-            end: defaultdict[int, int] = defaultdict(int)  # along the dimension of the parts, by row of the stack
+            # along the dimension of the parts, by row of the stack
+            end: defaultdict[int, int] = defaultdict(int)
             for row, _, _, name, start, size, dealt in sorted(parts, key=lambda part: part[:3]):
                 corner = [0] * len(size)
                 if dealt.dim is not None:
                     corner[dealt.dim] = end[row]
                 end[row] += dealt.room
                 if math.prod(size):
-                    pieces.append(Piece(name, start, size, local, (*((row,) if row >= 0 else ()), *corner)))
+                    pieces.append(
+                        Piece(name, start, size, local, (*((row,) if row >= 0 else ()), *corner))
+                    )
             row, *_, size, dealt = parts[-1]
             shape = list(size)
             if dealt.dim is not None:
@@ -217,7 +260,9 @@ class _Build:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`size` elements from `start` of canonical `tensor`, from where the sender has them to where the receiver keeps them."""
+    """`size` elements from `start` of canonical `tensor`, from where the sender has
+    them to where the receiver keeps them.
+    """
 
     sender: int
     receiver: int
@@ -249,7 +294,17 @@ class Plan:
                 if overlap := _overlap(wanted, given):
                     start, size = overlap
                     source, target = _moved(given, start), _moved(wanted, start)
-                    yield Transfer(sender, receiver, wanted.tensor, start, size, given.local, source, wanted.local, target)
+                    yield Transfer(
+                        sender,
+                        receiver,
+                        wanted.tensor,
+                        start,
+                        size,
+                        given.local,
+                        source,
+                        wanted.local,
+                        target,
+                    )
 
     def sent_bytes(self, sender: int) -> int:
         """Bytes that this sender puts on the wire, once."""
@@ -260,7 +315,9 @@ class Plan:
         return piece_bytes(self.model, self.pulls[receiver])
 
     def sent_ranges(self, sender: int) -> list[Range]:
-        """Where these bytes are in the canonical payload: ascending, apart from each other."""
+        """Where these bytes are in the canonical payload: ascending, apart from each
+        other.
+        """
         return payload_ranges(self.model, self.sends[sender])
 
     def pulled_ranges(self, receiver: int) -> list[Range]:
@@ -268,17 +325,25 @@ class Plan:
         return payload_ranges(self.model, self.pulls[receiver])
 
 
-def plan(model: Model, senders: Layout, receivers: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> Plan:
-    """Training layout `senders` to serving layout `receivers`. Raises `ValueError` where one is not possible for the model."""
+def plan(
+    model: Model, senders: Layout, receivers: Layout, *, bucket_bytes: int = BUCKET_BYTES
+) -> Plan:
+    """Training layout `senders` to serving layout `receivers`.
+
+    Raises `ValueError` where one is not possible for the model.
+    """
     pulls = tuple(receivers.shard(model, rank).pieces for rank in range(receivers.ranks))
     return Plan(model, deal(model, senders, bucket_bytes=bucket_bytes), pulls)
 
 
-def deal(model: Model, layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> tuple[tuple[Piece, ...], ...]:
+def deal(
+    model: Model, layout: Layout, *, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[tuple[Piece, ...], ...]:
     """By rank, the slices that it alone sends, so that all are sent once.
 
-    What several ranks hold goes, the largest slice first, to the one of them that has the least to send. Where all ranks hold
-    the same, their loads differ by at most the largest slice (a bucket, or one row that is larger).
+    What several ranks hold goes, the largest slice first, to the one of them that has
+    the least to send. Where all ranks hold the same, their loads differ by at most the
+    largest slice (a bucket, or one row that is larger).
     """
     _positive(bucket_bytes=bucket_bytes)
     holders: defaultdict[tuple[str, Ints, Ints], list[tuple[int, Piece]]] = defaultdict(list)
@@ -305,7 +370,10 @@ def deal(model: Model, layout: Layout, *, bucket_bytes: int = BUCKET_BYTES) -> t
         given[rank].append(Piece(own.tensor, start, size, own.local, _moved(own, start)))
         loads[rank] += nbytes
     order = {meta.name: index for index, meta in enumerate(model.tensors)}
-    return tuple(tuple(sorted(pieces, key=lambda piece: (order[piece.tensor], piece.start))) for pieces in given)
+    return tuple(
+        tuple(sorted(pieces, key=lambda piece: (order[piece.tensor], piece.start)))
+        for pieces in given
+    )
 
 
 def piece_bytes(model: Model, pieces: Iterable[Piece]) -> int:
@@ -314,13 +382,18 @@ def piece_bytes(model: Model, pieces: Iterable[Piece]) -> int:
 
 
 def payload_ranges(model: Model, pieces: Iterable[Piece]) -> list[Range]:
-    """Where disjoint pieces lie in the model's payload: (offset, bytes), ascending, neighbours joined."""
+    """Where disjoint pieces lie in the model's payload: (offset, bytes), ascending,
+    neighbours joined.
+    """
     metas = {meta.name: meta for meta in model.tensors}
     found: list[Range] = []
     for piece in pieces:
         meta = metas[piece.tensor]
         each = itemsize(meta)
-        found.extend((meta.offset + first * each, count * each) for first, count in runs(meta.shape, piece.start, piece.size))
+        found.extend(
+            (meta.offset + first * each, count * each)
+            for first, count in runs(meta.shape, piece.start, piece.size)
+        )
     joined: list[Range] = []
     for offset, nbytes in sorted(found):
         if joined and joined[-1][0] + joined[-1][1] == offset:
@@ -331,7 +404,9 @@ def payload_ranges(model: Model, pieces: Iterable[Piece]) -> list[Range]:
 
 
 def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Range]:
-    """A rectangle of a row-major tensor as (first element, elements) of its contiguous stretches, ascending."""
+    """A rectangle of a row-major tensor as (first element, elements) of its contiguous
+    stretches, ascending.
+    """
     if not math.prod(size):
         return
     solid = len(shape)  # from this dimension on, the rectangle is as wide as the tensor
@@ -351,7 +426,9 @@ def runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Ite
 
 
 def _cut(piece: Piece, each: int, bucket_bytes: int) -> Iterator[tuple[Ints, Ints]]:
-    """The piece in slices of at most `bucket_bytes` (or one row) along its first dimension of more than one."""
+    """The piece in slices of at most `bucket_bytes` (or one row) along its first
+    dimension of more than one.
+    """
     dim = next((dim for dim, size in enumerate(piece.size) if size > 1), None)
     if dim is None:
         yield piece.start, piece.size
@@ -366,7 +443,10 @@ def _cut(piece: Piece, each: int, bucket_bytes: int) -> Iterator[tuple[Ints, Int
 
 def _overlap(one: Piece, other: Piece) -> tuple[Ints, Ints] | None:
     start = tuple(map(max, one.start, other.start))
-    ends = (min(a + n, b + m) for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True))
+    ends = (
+        min(a + n, b + m)
+        for a, n, b, m in zip(one.start, one.size, other.start, other.size, strict=True)
+    )
     size = tuple(end - first for end, first in zip(ends, start, strict=True))
     return (start, size) if all(length > 0 for length in size) else None
 
@@ -374,7 +454,10 @@ def _overlap(one: Piece, other: Piece) -> tuple[Ints, Ints] | None:
 def _moved(piece: Piece, start: Ints) -> Ints:
     """Where the element at `start` of the canonical tensor is in the rank's own."""
     stacked = len(piece.at) - len(start)
-    moved = (at + here - first for at, here, first in zip(piece.at[stacked:], start, piece.start, strict=True))
+    moved = (
+        at + here - first
+        for at, here, first in zip(piece.at[stacked:], start, piece.start, strict=True)
+    )
     return (*piece.at[:stacked], *moved)
 
 

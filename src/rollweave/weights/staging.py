@@ -1,8 +1,9 @@
 """Weights between a device and the host's memory, through two buffers that take turns.
 
-While the device copies one buffer, on a stream of its own and from or to pinned memory, the CPU writes, hashes or fills the
-other. Where the device is the CPU the same code runs without streams. Invariant: nobody sees a buffer before its copy is done,
-and no buffer is copied into while somebody still reads it.
+While the device copies one buffer, on a stream of its own and from or to pinned memory,
+the CPU writes, hashes or fills the other. Where the device is the CPU the same code
+runs without streams. Invariant: nobody sees a buffer before its copy is done, and no
+buffer is copied into while somebody still reads it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,9 @@ import torch
 from rollweave.weights.store import bytes_of
 
 BUFFER_BYTES = 32 << 20
-"""Of each buffer: some milliseconds of a PCIe link, against microseconds that a copy takes to start."""
+"""Of each buffer: some milliseconds of a PCIe link, against microseconds that a copy
+takes to start.
+"""
 
 
 class Staging:
@@ -26,10 +29,14 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
 
-    def drain(self, slices: Iterable[tuple[int, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of `slices` (offset, tensor on the device) as `dtype`, in order: (offset, bytes), valid until the next.
+    def drain(
+        self, slices: Iterable[tuple[int, torch.Tensor]], dtype: torch.dtype
+    ) -> Iterator[tuple[int, memoryview]]:
+        """The bytes of `slices` (offset, tensor on the device) as `dtype`, in order:
+        (offset, bytes), valid until the next.
 
-        The tensors must not change before the last is out; whoever waits for that waits for the snapshot.
+        The tensors must not change before the last is out; whoever waits for that waits
+        for the snapshot.
         """
         step = len(self._buffers[0]) // dtype.itemsize
         waiting: tuple[int, torch.Tensor, torch.cuda.Event | None] | None = None
@@ -54,19 +61,26 @@ class Staging:
     def bring(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """CPU tensors on the device, one after the other, each valid until the next.
 
-        The room for the largest is taken by the call itself: `torch.OutOfMemoryError` comes before anything has been brought.
+        The room for the largest is taken by the call itself: `torch.OutOfMemoryError`
+        comes before anything has been brought.
         """
         largest = max((tensor.nbytes for tensor in tensors.values()), default=0)
         return self._brought(tensors, torch.empty(largest, dtype=torch.uint8, device=self._device))
 
-    def _brought(self, tensors: Mapping[str, torch.Tensor], scratch: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _brought(
+        self, tensors: Mapping[str, torch.Tensor], scratch: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         copied: list[torch.cuda.Event | None] = [None, None]
         turn, size = 0, len(self._buffers[0])
         for name, tensor in tensors.items():
             source = tensor.contiguous().reshape(-1).view(torch.uint8)
             self._follow()  # whoever got the last tensor is done with it
             for start in range(0, len(source), size):
-                piece, buffer, event = source[start : start + size], self._buffers[turn % 2], copied[turn % 2]
+                piece, buffer, event = (
+                    source[start : start + size],
+                    self._buffers[turn % 2],
+                    copied[turn % 2],
+                )
                 if event is not None:
                     event.synchronize()
                 staged = buffer[: len(piece)]
@@ -83,7 +97,10 @@ class Staging:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> "torch.cuda.Event | None":
-        """Start to copy, converting on the device. Returns what to wait for; None: it is done."""
+        """Start to copy, converting on the device.
+
+        Returns what to wait for; None: it is done.
+        """
         if self._stream is None:
             target.copy_(source)
             return None
@@ -97,12 +114,16 @@ class Staging:
         return event
 
 
-def on_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Iterable[tuple[str, torch.Tensor]]:
+def on_device(
+    tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> Iterable[tuple[str, torch.Tensor]]:
     """`tensors`, as they are where `device` is the CPU, else through `Staging.bring`."""
     return tensors.items() if device.type == "cpu" else Staging(device).bring(tensors)
 
 
-def _arrived(offset: int, target: torch.Tensor, copied: "torch.cuda.Event | None") -> tuple[int, memoryview]:
+def _arrived(
+    offset: int, target: torch.Tensor, copied: "torch.cuda.Event | None"
+) -> tuple[int, memoryview]:
     if copied is not None:
         copied.synchronize()
     return offset, bytes_of(target)

@@ -1,9 +1,11 @@
-"""Weights of one version as bytes in memory, described by a manifest that any process on the host can read.
+"""Weights of one version as bytes in memory, described by a manifest that any process
+on the host can read.
 
-Invariants: the payload never changes once its manifest exists (a memfd is sealed); room for all of it is taken before the
-first byte is written; a payload in a memfd vanishes with its last holder, so nothing is left behind even after a kill; a
-payload file is locked by its publisher, so that nobody else takes it for a leftover; `read_tensors` returns every tensor
-verified, or raises `WeightsError` and has done nothing.
+Invariants: the payload never changes once its manifest exists (a memfd is sealed); room
+for all of it is taken before the first byte is written; a payload in a memfd vanishes
+with its last holder, so nothing is left behind even after a kill; a payload file is
+locked by its publisher, so that nobody else takes it for a leftover; `read_tensors`
+returns every tensor verified, or raises `WeightsError` and has done nothing.
 """
 
 import fcntl
@@ -30,19 +32,32 @@ MEMFD = hasattr(os, "memfd_create")
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Iterable[int]]]) -> tuple[TensorMeta, ...]:
-    """Where each tensor (name, dtype, shape) lies in a payload: one after the other, aligned."""
+    """Where each tensor (name, dtype, shape) lies in a payload: one after the other,
+    aligned.
+    """
     metas: list[TensorMeta] = []
     end = 0
     for name, dtype, sizes in tensors:
         shape = tuple(int(size) for size in sizes)
         offset, nbytes = end + -end % ALIGNMENT, math.prod(shape) * dtype.itemsize
-        metas.append(TensorMeta(name=name, dtype=str(dtype).removeprefix("torch."), shape=shape, offset=offset, nbytes=nbytes))
+        metas.append(
+            TensorMeta(
+                name=name,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=shape,
+                offset=offset,
+                nbytes=nbytes,
+            )
+        )
         end = offset + nbytes
     return tuple(metas)
 
 
 class Publication:
-    """Holds the memory of one published version. Readers that already mapped it keep it alive after `close`."""
+    """Holds the memory of one published version.
+
+    Readers that already mapped it keep it alive after `close`.
+    """
 
     def __init__(self, manifest: WeightManifest, *, fd: int | None, path: Path | None) -> None:
         self.manifest = manifest
@@ -66,7 +81,10 @@ class Publication:
 
 
 class Offer(Noun, frozen=True, kw_only=True):
-    """A draft to which other processes of this host may add. `mark` is in its name, and nowhere else in the world."""
+    """A draft to which other processes of this host may add.
+
+    `mark` is in its name, and nowhere else in the world.
+    """
 
     location: str
     nbytes: int
@@ -74,9 +92,11 @@ class Offer(Noun, frozen=True, kw_only=True):
 
 
 class Slices:
-    """Write access to a payload in the making. Slices may come in any order, from several processes, but each only once.
+    """Write access to a payload in the making. Slices may come in any order, from
+    several processes, but each only once.
 
-    What is written in order, from the beginning, is hashed while it is at hand: `digest` reads only the rest.
+    What is written in order, from the beginning, is hashed while it is at hand:
+    `digest` reads only the rest.
     """
 
     def __init__(self, fd: int, nbytes: int, gaps: Mapping[int, int] | None = None) -> None:
@@ -89,7 +109,9 @@ class Slices:
 
     @classmethod
     def of(cls, offer: Offer) -> Self | None:
-        """Access to a draft of another process; None where its memory is not to be had from here: another machine, say."""
+        """Access to a draft of another process; None where its memory is not to be had
+        from here: another machine, say.
+        """
         try:
             fd = os.open(offer.location, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -102,7 +124,9 @@ class Slices:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Put `data` at `offset`. Raises OSError."""
-        assert 0 <= offset <= self.nbytes - len(data), f"{len(data)} bytes at {offset} of {self.nbytes}"
+        assert 0 <= offset <= self.nbytes - len(data), (
+            f"{len(data)} bytes at {offset} of {self.nbytes}"
+        )
         if self._gaps.get(self._hashed) == offset:
             self._hash.update(bytes(offset - self._hashed))
             self._hashed = offset
@@ -114,7 +138,10 @@ class Slices:
             data, offset = data[count:], offset + count
 
     def digest(self) -> str:
-        """xxh3-128 of the whole payload, in hex, once all is written. Raises OSError."""
+        """xxh3-128 of the whole payload, in hex, once all is written.
+
+        Raises OSError.
+        """
         with memoryview(bytearray(READ_CHUNK)) as buffer:
             while self._hashed < self.nbytes:
                 count = os.preadv(self.fd, [buffer], self._hashed)
@@ -130,7 +157,10 @@ class Slices:
 
 
 class Draft:
-    """Memory for one version: as large as it will be, and not yet all written. `finish` it, or `abandon` it."""
+    """Memory for one version: as large as it will be, and not yet all written.
+
+    `finish` it, or `abandon` it.
+    """
 
     def __init__(
         self,
@@ -141,11 +171,18 @@ class Draft:
         directory: Path,
         memfd: bool = MEMFD,
     ) -> None:
-        """Take the memory: a memfd, or a file in `directory`. Raises `WeightsError` where there is no room, and leaves nothing.
+        """Take the memory: a memfd, or a file in `directory`. Raises `WeightsError`
+        where there is no room, and leaves nothing.
 
-        The memfd's location is `/proc/<pid>/fd/<n>`: whoever may read this process's descriptors may read it.
+        The memfd's location is `/proc/<pid>/fd/<n>`: whoever may read this process's
+        descriptors may read it.
         """
-        self._metas, self._version, self._weights_id, self._memfd = metas, version, weights_id, memfd
+        self._metas, self._version, self._weights_id, self._memfd = (
+            metas,
+            version,
+            weights_id,
+            memfd,
+        )
         self._path: Path | None = None
         nbytes = max((meta.offset + meta.nbytes for meta in metas), default=0)
         mark = f"weights-{os.getpid()}-{weights_id}-{secrets.token_hex(8)}.bin"
@@ -158,7 +195,11 @@ class Draft:
                 directory.mkdir(parents=True, exist_ok=True)
                 self._path = directory / mark
                 fd, location = _locked_file(self._path), str(self._path)
-            gaps = {a.offset + a.nbytes: b.offset for a, b in itertools.pairwise(metas) if a.offset + a.nbytes < b.offset}
+            gaps = {
+                a.offset + a.nbytes: b.offset
+                for a, b in itertools.pairwise(metas)
+                if a.offset + a.nbytes < b.offset
+            }
             self.slices = Slices(fd, nbytes, gaps)
             self.offer = Offer(location=location, nbytes=nbytes, mark=mark)
             _allocate(fd, nbytes)
@@ -174,7 +215,10 @@ class Draft:
         return WeightsError(f"cannot publish weights version {self._version}: {error}")
 
     def finish(self) -> Publication:
-        """All slices are written: nobody changes them from now on. Raises `WeightsError`, having abandoned the draft."""
+        """All slices are written: nobody changes them from now on.
+
+        Raises `WeightsError`, having abandoned the draft.
+        """
         try:
             if self._memfd:
                 seal(self.slices.fd)
@@ -200,7 +244,9 @@ class Draft:
 
 
 class Publisher:
-    """Publishes version after version and keeps those open that somebody may still load: as told, or the last `keep`."""
+    """Publishes version after version and keeps those open that somebody may still
+    load: as told, or the last `keep`.
+    """
 
     def __init__(self, directory: Path, *, keep: int = 3, memfd: bool = MEMFD) -> None:
         if keep < 1:
@@ -212,15 +258,37 @@ class Publisher:
         _remove_leftovers(directory)
 
     def publish(
-        self, tensors: Mapping[str, torch.Tensor], *, version: int, weights_id: int, needed: Collection[int] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int,
+        weights_id: int,
+        needed: Collection[int] | None = None,
     ) -> WeightManifest:
-        """Publish `tensors` and close every other publication whose id is not `needed`; the oldest ones where this is None."""
-        new = publish(tensors, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
+        """Publish `tensors` and close every other publication whose id is not `needed`;
+        the oldest ones where this is None.
+        """
+        new = publish(
+            tensors,
+            version=version,
+            weights_id=weights_id,
+            directory=self._directory,
+            memfd=self._memfd,
+        )
         return self._kept(new, needed)
 
     def draft(self, metas: tuple[TensorMeta, ...], *, version: int, weights_id: int) -> Draft:
-        """Memory for a version that is written slice by slice. Raises `WeightsError`."""
-        return Draft(metas, version=version, weights_id=weights_id, directory=self._directory, memfd=self._memfd)
+        """Memory for a version that is written slice by slice.
+
+        Raises `WeightsError`.
+        """
+        return Draft(
+            metas,
+            version=version,
+            weights_id=weights_id,
+            directory=self._directory,
+            memfd=self._memfd,
+        )
 
     def finish(self, draft: Draft, *, needed: Collection[int] | None = None) -> WeightManifest:
         """Publish a draft that is written, as `publish`. Raises `WeightsError`."""
@@ -233,7 +301,11 @@ class Publisher:
 
     def _kept(self, new: Publication, needed: Collection[int] | None) -> WeightManifest:
         last = self._open[1 - self._keep :] if self._keep > 1 else []
-        kept = last if needed is None else [held for held in self._open if held.manifest.weights_id in needed]
+        kept = (
+            last
+            if needed is None
+            else [held for held in self._open if held.manifest.weights_id in needed]
+        )
         for held in self._open:
             if held not in kept:
                 held.close()
@@ -249,7 +321,10 @@ def publish(
     directory: Path,
     memfd: bool = MEMFD,
 ) -> Publication:
-    """Copy `tensors` (any device, dtype and shape) into one payload. Raises `WeightsError` where there is no room for it."""
+    """Copy `tensors` (any device, dtype and shape) into one payload.
+
+    Raises `WeightsError` where there is no room for it.
+    """
     metas = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     draft = Draft(metas, version=version, weights_id=weights_id, directory=directory, memfd=memfd)
     try:
@@ -265,16 +340,20 @@ def publish(
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, row-major: a view of its memory where it is contiguous."""
+    """The bytes of a tensor on the CPU, row-major: a view of its memory where it is
+    contiguous.
+    """
     view: memoryview = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 
 
 def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Map the payload and return its tensors by name, on the CPU, after checking sizes, metadata and digest.
+    """Map the payload and return its tensors by name, on the CPU, after checking sizes,
+    metadata and digest.
 
-    The tensors share one private mapping (writes to them stay here), which lives as long as any of them.
-    Raises `WeightsError` where the publisher is gone or anything does not match.
+    The tensors share one private mapping (writes to them stay here), which lives as
+    long as any of them. Raises `WeightsError` where the publisher is gone or anything
+    does not match.
     """
     dtypes = [_checked_dtype(meta, manifest.nbytes) for meta in manifest.tensors]
     _check_layout(manifest)
@@ -285,13 +364,17 @@ def read_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
         for start in range(0, len(view), READ_CHUNK):
             found.update(view[start : start + READ_CHUNK])
     if found.hexdigest() != manifest.digest:
-        raise WeightsError(f"{where}: digest {found.hexdigest()}, the manifest says {manifest.digest}")
+        raise WeightsError(
+            f"{where}: digest {found.hexdigest()}, the manifest says {manifest.digest}"
+        )
     tensors = {}
     for meta, dtype in zip(manifest.tensors, dtypes, strict=True):
         if meta.nbytes == 0:
             tensors[meta.name] = torch.empty(meta.shape, dtype=dtype)
             continue
-        flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(meta.shape), offset=meta.offset)
+        flat = torch.frombuffer(
+            buffer, dtype=dtype, count=math.prod(meta.shape), offset=meta.offset
+        )
         tensors[meta.name] = flat.reshape(meta.shape)
     return tensors
 
@@ -311,7 +394,9 @@ def _locked_file(path: Path) -> int:
 
 
 def _allocate(fd: int, nbytes: int) -> None:
-    """Take room for the whole file now, so that lack of it is an error here and not a signal later. Raises OSError."""
+    """Take room for the whole file now, so that lack of it is an error here and not a
+    signal later. Raises OSError.
+    """
     if nbytes and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
     else:
@@ -322,10 +407,18 @@ def _checked_dtype(meta: TensorMeta, nbytes: int) -> torch.dtype:
     dtype = getattr(torch, meta.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightsError(f"tensor {meta.name}: dtype must be a torch dtype, got {meta.dtype!r}")
-    if any(size < 0 for size in meta.shape) or math.prod(meta.shape) * dtype.itemsize != meta.nbytes:
-        raise WeightsError(f"tensor {meta.name}: {meta.nbytes} bytes do not hold {meta.dtype} of shape {meta.shape}")
+    if (
+        any(size < 0 for size in meta.shape)
+        or math.prod(meta.shape) * dtype.itemsize != meta.nbytes
+    ):
+        raise WeightsError(
+            f"tensor {meta.name}: {meta.nbytes} bytes do not hold {meta.dtype} of "
+            f"shape {meta.shape}"
+        )
     if meta.offset < 0 or meta.offset % dtype.itemsize or meta.offset + meta.nbytes > nbytes:
-        raise WeightsError(f"tensor {meta.name}: bytes {meta.offset}+{meta.nbytes} are not aligned within {nbytes}")
+        raise WeightsError(
+            f"tensor {meta.name}: bytes {meta.offset}+{meta.nbytes} are not aligned within {nbytes}"
+        )
     return dtype
 
 
@@ -341,7 +434,10 @@ def _check_layout(manifest: WeightManifest) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove payload files that no publisher holds any more. Only the fallback without memfd leaves any."""
+    """Remove payload files that no publisher holds any more.
+
+    Only the fallback without memfd leaves any.
+    """
     for path in sorted(directory.glob("weights-*.bin")):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)

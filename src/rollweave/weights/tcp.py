@@ -1,4 +1,6 @@
-"""`Transport` over TCP sockets, with the bodies in them or carried by a library beside them."""
+"""`Transport` over TCP sockets, with the bodies in them or carried by a library beside
+them.
+"""
 
 import asyncio
 import contextlib
@@ -14,14 +16,17 @@ from collections.abc import Callable
 
 import xxhash
 
-from rollweave.codec.wire import encode
+from rollweave.io.wire import encode
 from rollweave.schema.errors import WireError
 from rollweave.schema.weights import RelayAddress
 from rollweave.weights.transport import Body, Carrier, Room, Serve
 from rollweave.weights.words import TakeError, Word, decode_word
 
 SILENT_S = 10.0
-"""Seconds without a byte after which a peer is gone. One that lives and has nothing to send says so several times within it."""
+"""Seconds without a byte after which a peer is gone.
+
+One that lives and has nothing to send says so several times within it.
+"""
 
 HELLO = b"rollweave weights 1\n"
 WELCOME = b"welcome\n"
@@ -41,14 +46,19 @@ CONNECTIONS = 256
 """That one listener serves at once; who comes beyond them is turned away."""
 
 STRANGERS = 64
-"""Connections that have not shown the secret yet; who comes beyond them takes the place of the one that has had longest to."""
+"""Connections that have not shown the secret yet; who comes beyond them takes the place
+of the one that has had longest to.
+"""
 
 PAUSE_S = 0.1
 """Seconds without accepting, where the process has no more descriptors."""
 
 
 class Tcp:
-    """The default: sockets, and `sendfile` straight from shared memory. With a `carrier` only heads go over the sockets."""
+    """The default: sockets, and `sendfile` straight from shared memory.
+
+    With a `carrier` only heads go over the sockets.
+    """
 
     def __init__(self, *, silent_s: float = SILENT_S, carrier: Carrier | None = None) -> None:
         if silent_s <= 0:
@@ -81,12 +91,16 @@ class Tcp:
                 await loop.sock_sendall(sock, HELLO + _shown(address.secret))
                 if await _exactly(loop, sock, len(WELCOME)) != WELCOME:
                     raise TakeError(
-                        "source", f"{where} has hung up: it is no relay, our secret is not its own, or it has ended"
+                        "source",
+                        f"{where} has hung up: it is no relay, our secret is not its "
+                        "own, or it has ended",
                     )
             return self._channel(sock, where)
         except TimeoutError:
             _hang_up(sock)
-            raise TakeError("source", f"{where} did not answer within {self._silent_s:g} s") from None
+            raise TakeError(
+                "source", f"{where} did not answer within {self._silent_s:g} s"
+            ) from None
         except OSError as error:
             _hang_up(sock)
             raise TakeError("source", f"{where} cannot be reached: {error}") from error
@@ -137,7 +151,9 @@ class TcpListener:
         except OSError as error:  # too many open files, say
             print(f"cannot accept connections for a moment: {error}", file=sys.stderr, flush=True)
             self._loop.remove_reader(self._sock)
-            self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+            self._pause = self._loop.call_later(
+                PAUSE_S, self._loop.add_reader, self._sock, self._accept
+            )
             return
         sock.setblocking(False)
         if len(self._tasks) - len(self._strangers) >= CONNECTIONS:
@@ -152,13 +168,16 @@ class TcpListener:
         self._strangers[task] = None
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda task: self._strangers.pop(task, None))
-        task.add_done_callback(lambda _: _hang_up(sock))  # also where it was cancelled before it began
+        # also where it was cancelled before it began
+        task.add_done_callback(lambda _: _hang_up(sock))
 
     async def _one(self, sock: socket.socket, peer: str) -> None:
         channel: TcpChannel | None = None
         try:
             async with asyncio.timeout(self._silent_s):
-                if not hmac.compare_digest(await _exactly(self._loop, sock, len(self._shown)), self._shown):
+                if not hmac.compare_digest(
+                    await _exactly(self._loop, sock, len(self._shown)), self._shown
+                ):
                     return
                 task = asyncio.current_task()
                 assert task is not None, "we are one"
@@ -178,7 +197,9 @@ class TcpListener:
 class TcpChannel:
     """`Channel` over a connected socket."""
 
-    def __init__(self, sock: socket.socket, peer: str, silent_s: float, carrier: Carrier | None) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: str, silent_s: float, carrier: Carrier | None
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._peer, self._silent_s, self._carrier = sock, peer, silent_s, carrier
         self._loop = asyncio.get_running_loop()
@@ -213,16 +234,24 @@ class TcpChannel:
             if size > HEAD_BYTES:
                 raise TakeError("broken", f"{self._peer} sent what is no message of ours")
             head = await self._take(size)
-            if xxhash.xxh3_64_intdigest(bytes(start[: HEAD.size]) + head) != CHECK.unpack_from(start, HEAD.size)[0]:
+            if (
+                xxhash.xxh3_64_intdigest(bytes(start[: HEAD.size]) + head)
+                != CHECK.unpack_from(start, HEAD.size)[0]
+            ):
                 raise TakeError("broken", f"{self._peer} sent a head that was damaged on the way")
             word: Word = decode_word(bytes(head))
             if nbytes:
                 if room is None:
-                    raise TakeError("broken", f"{self._peer} sent {nbytes} bytes with a {type(word).__name__}")
+                    raise TakeError(
+                        "broken", f"{self._peer} sent {nbytes} bytes with a {type(word).__name__}"
+                    )
                 with room(word, nbytes) as view:
                     await self._take_body(view)
                     if xxhash.xxh3_64_intdigest(view) != check:
-                        raise TakeError("broken", f"{self._peer} sent {nbytes} bytes that were damaged on the way")
+                        raise TakeError(
+                            "broken",
+                            f"{self._peer} sent {nbytes} bytes that were damaged on the way",
+                        )
             return word, check
         except WireError as error:
             self.close()
@@ -253,7 +282,9 @@ class TcpChannel:
         offset, end = body.offset, body.offset + body.nbytes
         while offset < end:
             try:
-                sent = os.sendfile(self._sock.fileno(), body.fd, offset, min(SLICE_BYTES, end - offset))
+                sent = os.sendfile(
+                    self._sock.fileno(), body.fd, offset, min(SLICE_BYTES, end - offset)
+                )
             except BlockingIOError:
                 await self._writable()
                 continue
@@ -269,7 +300,9 @@ class TcpChannel:
             async with asyncio.timeout(self._silent_s):
                 await ready
         except TimeoutError:
-            raise TakeError("source", f"{self._peer} has taken nothing for {self._silent_s:g} s") from None
+            raise TakeError(
+                "source", f"{self._peer} has taken nothing for {self._silent_s:g} s"
+            ) from None
         finally:
             self._loop.remove_writer(self._sock)
 
@@ -288,17 +321,23 @@ class TcpChannel:
             self.waits_since = self._loop.time()
             try:
                 async with asyncio.timeout(self._silent_s):
-                    count = await self._loop.sock_recv_into(self._sock, view[done : done + SLICE_BYTES])
+                    count = await self._loop.sock_recv_into(
+                        self._sock, view[done : done + SLICE_BYTES]
+                    )
             except TimeoutError:
-                raise TakeError("source", f"{self._peer} has said nothing for {self._silent_s:g} s") from None
+                raise TakeError(
+                    "source", f"{self._peer} has said nothing for {self._silent_s:g} s"
+                ) from None
             finally:
                 self.waits_since = None
             if count == 0:
                 raise TakeError("source", f"{self._peer} has hung up")
             done += count
-            await asyncio.sleep(0)  # where bytes come faster than they are taken, nothing above waits
+            # where bytes come faster than they are taken, nothing above waits
+            await asyncio.sleep(0)
 
-    # Bodies that a library carries: the socket has a token instead, and an answer once the peer has read it.
+    # Bodies that a library carries: the socket has a token instead, and an answer once
+    # the peer has read it.
 
     async def _carried_out(self, body: Body, carrier: Carrier) -> None:
         # Each reader has its own mapping or copy: a library registers an address once.
@@ -349,5 +388,7 @@ def _hang_up(sock: socket.socket | None) -> None:
 
 def _mapped(body: Body) -> memoryview:
     base = body.offset - body.offset % mmap.ALLOCATIONGRANULARITY
-    found = mmap.mmap(body.fd, body.offset - base + body.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=base)
+    found = mmap.mmap(
+        body.fd, body.offset - base + body.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=base
+    )
     return memoryview(found)[body.offset - base :]

@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any, undo: Callable[[T], None] | None = None) -> T:
-    """As `asyncio.to_thread`, but it has ended when this returns, even where we are cancelled: it writes into memory of ours.
+async def in_thread(
+    function: Callable[..., T], *arguments: Any, undo: Callable[[T], None] | None = None
+) -> T:
+    """As `asyncio.to_thread`, but it has ended when this returns, even where we are
+    cancelled: it writes into memory of ours.
 
     `undo` gets a result that nobody takes any more.
     """

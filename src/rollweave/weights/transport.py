@@ -1,9 +1,11 @@
 """Channels between hosts: what relays and stores need of whatever carries their bytes.
 
-A channel carries messages: a head, which is a word (`weights/words.py`), and perhaps a body, which is bytes of weights.
-Invariants, whatever the transport: who connects shows the secret first, and learns nothing without it; what `receive` returns
-is what was sent, to the bit, else it raises TakeError (broken), and after any error a channel says nothing more; every wait
-ends: a peer of which nothing comes counts as gone (TakeError, source).
+A channel carries messages: a head, which is a word (`weights/words.py`), and perhaps a
+body, which is bytes of weights. Invariants, whatever the transport: who connects shows
+the secret first, and learns nothing without it; what `receive` returns is what was
+sent, to the bit, else it raises TakeError (broken), and after any error a channel says
+nothing more; every wait ends: a peer of which nothing comes counts as gone (TakeError,
+source).
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,7 +17,10 @@ from rollweave.schema.weights import RelayAddress
 from rollweave.weights.words import Word
 
 Room = Callable[[Word, int], memoryview]
-"""Where the body of so many bytes goes, which comes with a word. Raises TakeError to refuse it."""
+"""Where the body of so many bytes goes, which comes with a word.
+
+Raises TakeError to refuse it.
+"""
 
 
 class Body(NamedTuple):
@@ -33,7 +38,9 @@ class Body(NamedTuple):
 
     @classmethod
     def of_file(cls, fd: int, start: int, stop: int, *, check: int) -> "Body":
-        """Bytes `[start, stop)` of a file that does not change; `check` is their xxh3-64."""
+        """Bytes `[start, stop)` of a file that does not change; `check` is their
+        xxh3-64.
+        """
         return cls(stop - start, check, None, fd, start)
 
 
@@ -42,13 +49,16 @@ class Channel(Protocol):
 
     @property
     def waits_since(self) -> float | None:
-        """Since when, on the loop's clock, `receive` has waited without a byte; None while it does not wait, or cannot tell."""
+        """Since when, on the loop's clock, `receive` has waited without a byte; None
+        while it does not wait, or cannot tell.
+        """
 
     async def send(self, word: Word, body: Body | None = None) -> None:
         """Raises TakeError (source)."""
 
     async def receive(self, room: Room | None = None) -> tuple[Word, int]:
-        """The next word, with its body in `room`, and the body's xxh3-64. Without a `room` a body is broken.
+        """The next word, with its body in `room`, and the body's xxh3-64. Without a
+        `room` a body is broken.
 
         Raises TakeError (source, broken).
         """
@@ -75,7 +85,10 @@ class Transport(Protocol):
     """How hosts reach each other."""
 
     async def listen(self, host: str, serve: Serve) -> Listener:
-        """Serve every channel that somebody opens to us, who has shown the secret. Raises OSError."""
+        """Serve every channel that somebody opens to us, who has shown the secret.
+
+        Raises OSError.
+        """
 
     async def connect(self, address: RelayAddress) -> Channel:
         """Raises TakeError (source)."""

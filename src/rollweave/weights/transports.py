@@ -7,7 +7,10 @@ from rollweave.weights.transport import Transport
 
 
 def transport_of(name: TransportName, *, host: str) -> Transport:
-    """The transport of that name, for a process that listens on `host`. Raises ConfigError where its extra is not installed."""
+    """The transport of that name, for a process that listens on `host`.
+
+    Raises ConfigError where its extra is not installed.
+    """
     match name:
         case "tcp":
             return Tcp()

@@ -1,7 +1,9 @@
-"""Notices that nothing comes from a source any more, long before it counts as gone: the link may be dead, and another's not.
+"""Notices that nothing comes from a source any more, long before it counts as gone: the
+link may be dead, and another's not.
 
-Invariant: as with relays (live/relay_link), what is counted is ticks of a clock that goes on only while our loop does, and
-bytes that have come are seen before a tick is; how long a piece takes does not matter, as long as any of its bytes come.
+Invariant: as with relays (runtime/links/relay), what is counted is ticks of a clock
+that goes on only while our loop does, and bytes that have come are seen before a tick
+is; how long a piece takes does not matter, as long as any of its bytes come.
 """
 
 import asyncio
@@ -11,11 +13,15 @@ from rollweave.schema.weights import BEAT_S
 from rollweave.weights.transport import Channel
 
 STALL_BEATS = 3
-"""Ticks in a row that see one and the same wait: a source with nothing to send says so more often (offers.ALIVE_S)."""
+"""Ticks in a row that see one and the same wait: a source with nothing to send says so
+more often (offers.ALIVE_S).
+"""
 
 
 class Watch:
-    """Calls `stalled`, again and again as long as it lasts, while nothing comes over `channel`, or it cannot be opened."""
+    """Calls `stalled`, again and again as long as it lasts, while nothing comes over
+    `channel`, or it cannot be opened.
+    """
 
     def __init__(self, stalled: Callable[[], None]) -> None:
         self.channel: Channel | None = None

@@ -1,9 +1,11 @@
-"""What relays, stores and those who take from them say to each other over a channel, and why a take fails."""
+"""What relays, stores and those who take from them say to each other over a channel,
+and why a take fails.
+"""
 
 from collections.abc import Collection
 from typing import Literal
 
-from rollweave.codec.wire import decoder_of
+from rollweave.io.wire import decoder_of
 from rollweave.schema.base import Tagged
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
@@ -24,17 +26,21 @@ class TakeError(WeightsError):
 
 
 class Base(Tagged, frozen=True, kw_only=True):
-    """A version that a change is made from, by what it is as well: two trainers may have used one id."""
+    """A version that a change is made from, by what it is as well: two trainers may
+    have used one id.
+    """
 
     weights_id: int
     digest: str
 
 
 class Ask(Tagged, frozen=True, kw_only=True):
-    """To a relay or a store: give me these `ranges` of a version, in order, as they come to be there.
+    """To a relay or a store: give me these `ranges` of a version, in order, as they
+    come to be there.
 
-    With `base` pieces may come as changes since that version; without one, or where there are none, they come as they are.
-    With `confirm` the last word is `Whole`, said once the giver has verified the version.
+    With `base` pieces may come as changes since that version; without one, or where
+    there are none, they come as they are. With `confirm` the last word is `Whole`, said
+    once the giver has verified the version.
     """
 
     weights_id: int
@@ -46,7 +52,9 @@ class Ask(Tagged, frozen=True, kw_only=True):
 
 
 class Push(Tagged, frozen=True, kw_only=True):
-    """To a store: I shall send these `ranges` of a version, some perhaps as changes since `base`. Answered by `Wanted`."""
+    """To a store: I shall send these `ranges` of a version, some perhaps as changes
+    since `base`. Answered by `Wanted`.
+    """
 
     manifest: WeightManifest
     ranges: tuple[Range, ...]
@@ -67,13 +75,18 @@ class Raw(Tagged, frozen=True, kw_only=True):
 
 
 class Pieces(Tagged, frozen=True, kw_only=True):
-    """With a body: these `ranges` of the payload, one after the other. They are short, and not worth a message each."""
+    """With a body: these `ranges` of the payload, one after the other.
+
+    They are short, and not worth a message each.
+    """
 
     ranges: tuple[Range, ...]
 
 
 class Delta(Tagged, frozen=True, kw_only=True):
-    """With a body: codec/delta's blocks, of `sizes` bytes, of bytes `[start, stop)` of the payload."""
+    """With a body: weights/delta's blocks, of `sizes` bytes, of bytes `[start, stop)`
+    of the payload.
+    """
 
     start: int
     stop: int
@@ -85,7 +98,9 @@ class Alive(Tagged, frozen=True, kw_only=True):
 
 
 class Whole(Tagged, frozen=True, kw_only=True):
-    """The version is there, whole and verified; or, to a store: this is the end of a push."""
+    """The version is there, whole and verified; or, to a store: this is the end of a
+    push.
+    """
 
 
 class Refused(Tagged, frozen=True, kw_only=True):

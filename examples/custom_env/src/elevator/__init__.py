@@ -8,7 +8,10 @@ ACTIONS = {"<up>": 1, "<down>": -1, "<open>": 0}
 
 
 class Elevator:
-    """The agent is told ` at=2 call=above` and says `<up>`, `<down>` or `<open>`. Opening ends it: right floor, reward 1."""
+    """The agent is told ` at=2 call=above` and says `<up>`, `<down>` or `<open>`.
+
+    Opening ends it: right floor, reward 1.
+    """
 
     def __init__(self, *, floors: int = 6):
         self.floors = floors
@@ -22,7 +25,9 @@ class Elevator:
         move = ACTIONS.get(action.strip())
         if move == 0:
             right = self.at == self.call
-            return Step.of(" hello" if right else " nobody", reward=float(right), done=True, success=right)
+            return Step.of(
+                " hello" if right else " nobody", reward=float(right), done=True, success=right
+            )
         if move is not None:
             self.at = min(max(self.at + move, 1), self.floors)
         return Step.of(self.look(), reward=-0.1 if move is None else 0.0, state_key=self.look())
@@ -31,7 +36,8 @@ class Elevator:
         where = "above" if self.call > self.at else "below" if self.call < self.at else "here"
         return f" at={self.at} call={where}"
 
-    # The rest serves a model that starts from random weights: the words of its tokenizer, and how a turn looks.
+    # The rest serves a model that starts from random weights: the words of its
+    # tokenizer, and how a turn looks.
 
     @classmethod
     def words(cls, options):

@@ -1,4 +1,6 @@
-"""What an action sees of the call it answers: checked arguments, a deadline, whether it should stop. Python 3.9, stdlib."""
+"""What an action sees of the call it answers: checked arguments, a deadline, whether it
+should stop. Python 3.9, stdlib.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Failed(Exception):
 
 
 class Stop:
-    """Tells a thread that polls file descriptors to end what it does: readable once `set`. Belongs to one worker thread."""
+    """Tells a thread that polls file descriptors to end what it does: readable once
+    `set`. Belongs to one worker thread.
+    """
 
     def __init__(self) -> None:
         self.fd, self._write = os.pipe()
@@ -64,13 +68,23 @@ class Call:
     def optional(self, field: str) -> str | None:
         return None if self.absent(field) else self.text(field)
 
-    def number(self, field: str, default: float | None = None, *, least: float = 0.0, most: float = 1e9) -> float:
+    def number(
+        self, field: str, default: float | None = None, *, least: float = 0.0, most: float = 1e9
+    ) -> float:
         value = self._args.get(field, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-            raise Refused(f"{field} must be a number from {least:g} to {most:g}, got {value!r:.100}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= most
+        ):
+            raise Refused(
+                f"{field} must be a number from {least:g} to {most:g}, got {value!r:.100}"
+            )
         return float(value)
 
-    def integer(self, field: str, default: int | None = None, *, least: int = 0, most: int = 1 << 40) -> int:
+    def integer(
+        self, field: str, default: int | None = None, *, least: int = 0, most: int = 1 << 40
+    ) -> int:
         value = self._args.get(field, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise Refused(f"{field} must be an integer from {least} to {most}, got {value!r:.100}")
@@ -84,7 +98,9 @@ class Call:
 
     def texts(self, field: str) -> list[str]:
         value = self._args.get(field)
-        if not isinstance(value, list) or not all(isinstance(item, str) and "\0" not in item for item in value):
+        if not isinstance(value, list) or not all(
+            isinstance(item, str) and "\0" not in item for item in value
+        ):
             raise Refused(f"{field} must be a list of strings without NUL, got {value!r:.100}")
         return value
 
@@ -92,7 +108,9 @@ class Call:
         value = self._args.get(field)
         if value is None:
             return None
-        if not isinstance(value, dict) or not all(isinstance(v, str) and "\0" not in k + v for k, v in value.items()):
+        if not isinstance(value, dict) or not all(
+            isinstance(v, str) and "\0" not in k + v for k, v in value.items()
+        ):
             raise Refused(f"{field} must map strings to strings, without NUL, got {value!r:.100}")
         if any("=" in name or not name for name in value):
             raise Refused(f"{field} must have names without '=', got {sorted(value)!r:.100}")

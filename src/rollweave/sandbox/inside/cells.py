@@ -1,10 +1,13 @@
-"""`ipython`: one interpreter that lives from cell to cell, in a process that can be killed. Python 3.9, stdlib alone.
+"""`ipython`: one interpreter that lives from cell to cell, in a process that can be
+killed. Python 3.9, stdlib alone.
 
-The interpreter (`worker.py`) takes IPython where it is installed, and says so where it has to do without. Its standard output
-and error are one pipe, read here, so that what was printed is there even if the process is not.
+The interpreter (`worker.py`) takes IPython where it is installed, and says so where it
+has to do without. Its standard output and error are one pipe, read here, so that what
+was printed is there even if the process is not.
 
-Invariants: a cell has an empty standard input; when it runs out of time its process group is interrupted, then killed, and the
-reply says so; what the interpreter sends is bounded, and anything that is no answer to the cell ends it.
+Invariants: a cell has an empty standard input; when it runs out of time its process
+group is interrupted, then killed, and the reply says so; what the interpreter sends is
+bounded, and anything that is no answer to the cell ends it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ RECEIVE_BYTES = 1 << 18
 """Taken from the socket at once."""
 
 PRELOADED = "IPython.core.interactiveshell"
-"""Where this was imported before the server began, an interpreter is a fork of us: milliseconds, not a third of a second."""
+"""Where this was imported before the server began, an interpreter is a fork of us:
+milliseconds, not a third of a second.
+"""
 
 CELL_BYTES = 4 << 20
 """Of the longest cell."""
@@ -49,11 +54,14 @@ class Cells:
         self._interpreter: _Interpreter | None = None
 
     def __call__(self, call: Call) -> Result:
-        """Run the cell; the body of the reply is the first `split` bytes printed, then the last, `dropped` between.
+        """Run the cell; the body of the reply is the first `split` bytes printed, then
+        the last, `dropped` between.
 
-        `result` is the text of the last expression's value, or null; `error` has `name`, `message` and `traceback`, or is null.
-        `died`: the exit status, 128 and the signal if that ended it, where the cell ended the interpreter, or null.
-        `restarted`: names and imports were lost, before this cell or by it. `interpreter` is `ipython` or `python`.
+        `result` is the text of the last expression's value, or null; `error` has
+        `name`, `message` and `traceback`, or is null. `died`: the exit status, 128 and
+        the signal if that ended it, where the cell ended the interpreter, or null.
+        `restarted`: names and imports were lost, before this cell or by it.
+        `interpreter` is `ipython` or `python`.
         """
         limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
         if len(call.body) > CELL_BYTES:
@@ -74,11 +82,24 @@ class Cells:
                 self._interpreter = None
         finally:
             self._busy.release()
-        fields = {"timed_out": timed_out, "restarted": lost, "died": died, "dropped": kept.dropped, "interpreter": kind}
-        return {**answer, **fields, "seconds": deadline.spent_s, "split": len(kept.head)}, kept.head + kept.tail
+        fields = {
+            "timed_out": timed_out,
+            "restarted": lost,
+            "died": died,
+            "dropped": kept.dropped,
+            "interpreter": kind,
+        }
+        return {
+            **answer,
+            **fields,
+            "seconds": deadline.spent_s,
+            "split": len(kept.head),
+        }, kept.head + kept.tail
 
     def _retire(self, kept: Kept) -> bool:
-        """Put away an interpreter that has died since the last call; its last words come first in this one. Did it?"""
+        """Put away an interpreter that has died since the last call; its last words
+        come first in this one. Did it?
+        """
         if self._interpreter is None or not has_ended(self._interpreter.process):
             return False
         self._interpreter.tap.open(kept)
@@ -95,7 +116,9 @@ class _Interpreter:
         reader, writer = os.pipe()
         self.tap = Tap(reader, idle)
         try:
-            self.process = _fork(theirs, writer) if PRELOADED in sys.modules else _spawn(theirs, writer)
+            self.process = (
+                _fork(theirs, writer) if PRELOADED in sys.modules else _spawn(theirs, writer)
+            )
         except OSError as error:
             self._socket.close()
             os.close(reader)
@@ -116,13 +139,22 @@ class _Interpreter:
     def _start(self, stop: Stop) -> str:
         kept = Kept(4096)
         self.tap.open(kept)
-        hello, _ = converse(self._watch, lambda: self._answers.pop(0, None), Deadline(START_S), stop, [])
+        hello, _ = converse(
+            self._watch, lambda: self._answers.pop(0, None), Deadline(START_S), stop, []
+        )
         if hello is None:
-            raise Failed(f"python does not start: exit status {self.end()}: {kept.head.decode(errors='replace')}")
+            raise Failed(
+                f"python does not start: exit status {self.end()}: "
+                f"{kept.head.decode(errors='replace')}"
+            )
         return str(hello.get("interpreter"))
 
-    def run(self, cell: bytes, kept: Kept, deadline: Deadline, stop: Stop) -> tuple[dict[str, Any] | None, bool]:
-        """The answer, or None if the interpreter has ended or must be; and whether the cell ran out of time."""
+    def run(
+        self, cell: bytes, kept: Kept, deadline: Deadline, stop: Stop
+    ) -> tuple[dict[str, Any] | None, bool]:
+        """The answer, or None if the interpreter has ended or must be; and whether the
+        cell ran out of time.
+        """
         self._number += 1
         self.tap.open(kept)
         self._cells.send(pack({"id": self._number}, cell))
@@ -132,7 +164,10 @@ class _Interpreter:
         return answer, timed_out
 
     def end(self) -> int:
-        """Kill what is left of the session, and close. The exit status, 128 and the signal if that ended it."""
+        """Kill what is left of the session, and close.
+
+        The exit status, 128 and the signal if that ended it.
+        """
         status = end_session(self.process)
         self._watch.close()
         self.tap.close()
@@ -145,7 +180,9 @@ class _Interpreter:
             self._watch.off(self.tap.fd)
 
     def _listen(self) -> None:
-        """Garbage and the end of the stream are the interpreter's end: it is killed, which the watch tells."""
+        """Garbage and the end of the stream are the interpreter's end: it is killed,
+        which the watch tells.
+        """
         try:
             data = os.read(self._socket.fileno(), RECEIVE_BYTES)
             self._decoder.feed(data)
@@ -172,7 +209,13 @@ class _Interpreter:
 
 def _spawn(sock: socket.socket, output: int) -> Child:
     return start(
-        [sys.executable, os.path.dirname(os.path.abspath(__file__)), "--cells", "--fd", str(sock.fileno())],
+        [
+            sys.executable,
+            os.path.dirname(os.path.abspath(__file__)),
+            "--cells",
+            "--fd",
+            str(sock.fileno()),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
@@ -182,7 +225,9 @@ def _spawn(sock: socket.socket, output: int) -> Child:
 
 
 def _show() -> None:
-    """Make the interpreter's files in /proc readable again, unlike the server's: the cells are the agent's own."""
+    """Make the interpreter's files in /proc readable again, unlike the server's: the
+    cells are the agent's own.
+    """
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)

@@ -1,8 +1,11 @@
-"""The connections of programs that speak HTTP with us, and what is between them and the host. Python 3.9, stdlib alone.
+"""The connections of programs that speak HTTP with us, and what is between them and the
+host. Python 3.9, stdlib alone.
 
-Invariants: connections, bodies, and all that is held are bounded; a request is handed out once, in parts, at most `at_once` of
-them before any is answered; one whose program goes away meanwhile is told of as gone; who is silent amid a request, or does not
-read its answer, is left. Parts are small: the other calls of the channel never wait for a whole body.
+Invariants: connections, bodies, and all that is held are bounded; a request is handed
+out once, in parts, at most `at_once` of them before any is answered; one whose program
+goes away meanwhile is told of as gone; who is silent amid a request, or does not read
+its answer, is left. Parts are small: the other calls of the channel never wait for a
+whole body.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from .calls import Deadline, Result, Stop
 from .http1 import BadRequest, Request, RequestDecoder
 
 CONNECTIONS = 256
-"""At once, or a quarter of the files that the server may open: further ones wait to be accepted."""
+"""At once, or a quarter of the files that the server may open: further ones wait to be
+accepted.
+"""
 
 PART_BYTES = 1 << 20
 """Of a body in one frame: a millisecond of the channel."""
@@ -50,7 +55,10 @@ PASSED = ("accept", "authorization", "content-type", "idempotency-key", "x-stain
 
 
 class Peer:
-    """One connection. `number`: of its request that was handed out, at least in part; 0: none."""
+    """One connection.
+
+    `number`: of its request that was handed out, at least in part; 0: none.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -68,17 +76,30 @@ class Peer:
 
 
 class Answer:
-    """A part of an answer: the first has a `status`. After an `abort` there will be no other one."""
+    """A part of an answer: the first has a `status`.
+
+    After an `abort` there will be no other one.
+    """
 
     def __init__(
-        self, number: int, *, status: int | None, headers: dict[str, str], body: bytes, last: bool, abort: bool
+        self,
+        number: int,
+        *,
+        status: int | None,
+        headers: dict[str, str],
+        body: bytes,
+        last: bool,
+        abort: bool,
     ) -> None:
         self.number, self.status, self.headers, self.body = number, status, headers, body
         self.last, self.abort = last, abort
 
 
 class Desk:
-    """The listener, its connections, and what is between them and the host. `tell` is for every thread."""
+    """The listener, its connections, and what is between them and the host.
+
+    `tell` is for every thread.
+    """
 
     def __init__(self, at_once: int) -> None:
         self._at_once, self._active, self._count = at_once, 0, 0
@@ -119,7 +140,9 @@ class Desk:
                 sock.close()
 
     def next(self, deadline: Deadline, stop: Stop) -> Result:
-        """What there is to tell the host; nothing once the time is up or the call should stop."""
+        """What there is to tell the host; nothing once the time is up or the call
+        should stop.
+        """
         self._listen(True)
         self._selector.register(stop.fd, selectors.EVENT_READ)
         try:
@@ -188,11 +211,16 @@ class Desk:
                 continue
             keep = peer.request is not None and peer.request.keep
             if answer.status is not None:
-                # A part that is not the last has a length of its own, or ends with the connection.
+                # A part that is not the last has a length of its own, or ends with the
+                # connection.
                 peer.chunked = keep and not answer.last
                 peer.out += _head(answer.status, answer, chunked=peer.chunked, keep=keep)
             if answer.body:
-                peer.out += b"%x\r\n%b\r\n" % (len(answer.body), answer.body) if peer.chunked else answer.body
+                peer.out += (
+                    b"%x\r\n%b\r\n" % (len(answer.body), answer.body)
+                    if peer.chunked
+                    else answer.body
+                )
             if answer.last:
                 peer.out += b"0\r\n\r\n" if peer.chunked else b""
                 self._answered(peer, keep)
@@ -262,8 +290,13 @@ class Desk:
         """Take the next request of a connection, if it is whole."""
         try:
             peer.request = peer.decoder.take()
-            if peer.request is None and sum(each.decoder.held for each in self._peers) + self._waiting() > HELD_BYTES:
-                raise BadRequest(503, f"requests that wait must have at most {HELD_BYTES} bytes together")
+            if (
+                peer.request is None
+                and sum(each.decoder.held for each in self._peers) + self._waiting() > HELD_BYTES
+            ):
+                raise BadRequest(
+                    503, f"requests that wait must have at most {HELD_BYTES} bytes together"
+                )
         except BadRequest as error:
             self._refuse(peer, error)
             return
@@ -280,7 +313,9 @@ class Desk:
 
     def _refuse(self, peer: Peer, error: BadRequest) -> None:
         kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        body = json.dumps({"error": {"message": str(error), "type": kind, "param": None, "code": None}}).encode()
+        body = json.dumps(
+            {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
+        ).encode()
         peer.decoder, peer.request, peer.last = RequestDecoder(), None, True
         head = _status(error.status) + b"Content-Type: application/json\r\n"
         peer.out += head + b"Content-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body)
@@ -301,9 +336,12 @@ class Desk:
             return
         now = time.monotonic()
         if peer.out:
-            peer.until = peer.until if len(peer.out) == waited and peer.until != FOREVER else now + SILENT_S
+            peer.until = (
+                peer.until if len(peer.out) == waited and peer.until != FOREVER else now + SILENT_S
+            )
         elif peer.last:
-            # Closed at once, what it still sends would be answered by a reset, which takes our answer along.
+            # Closed at once, what it still sends would be answered by a reset, which
+            # takes our answer along.
             peer.until = now + LINGER_S
             with contextlib.suppress(OSError):
                 peer.socket.shutdown(socket.SHUT_WR)
@@ -320,7 +358,10 @@ class Desk:
             self._drop(peer)
 
     def _drop(self, peer: Peer, *, told: bool = True) -> None:
-        """Close a connection, unless it is. Its request is over, of which the host is told if it does not know."""
+        """Close a connection, unless it is.
+
+        Its request is over, of which the host is told if it does not know.
+        """
         if peer not in self._peers:
             return
         del self._peers[peer]

@@ -1,8 +1,10 @@
-"""`view`, `create`, `replace`, `insert` and `undo`: text files as a model edits them. Python 3.9, stdlib alone.
+"""`view`, `create`, `replace`, `insert` and `undo`: text files as a model edits them.
+Python 3.9, stdlib alone.
 
-Invariants: an edit is whole or not there (`files.store`); what is not UTF-8 is refused, not damaged, and line ends stay as they
-are; `undo` gives back the bytes that the last edit found, unless somebody else has changed the file since. Every reply to an
-edit shows the lines around it.
+Invariants: an edit is whole or not there (`files.store`); what is not UTF-8 is refused,
+not damaged, and line ends stay as they are; `undo` gives back the bytes that the last
+edit found, unless somebody else has changed the file since. Every reply to an edit
+shows the lines around it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Editor:
         self._held = 0
 
     def view(self, call: Call) -> Result:
-        """Lines `first` to `last` (1-based, inclusive) of a file with their numbers, or names in a folder, two levels deep."""
+        """Lines `first` to `last` (1-based, inclusive) of a file with their numbers, or
+        names in a folder, two levels deep.
+        """
         path = call.text("path")
         if os.path.isdir(path):
             return {"lines": 0}, _listing(path).encode(errors="replace")
@@ -52,11 +56,15 @@ class Editor:
         first = call.integer("first", 1, least=1)
         last = len(lines) if call.absent("last") else call.integer("last", least=first)
         if first > max(1, len(lines)):
-            raise Refused(f"first must be at most the number of lines, {len(lines)}, got {first}: {path}")
+            raise Refused(
+                f"first must be at most the number of lines, {len(lines)}, got {first}: {path}"
+            )
         return {"lines": len(lines)}, _numbered(lines, first, last).encode()
 
     def create(self, call: Call) -> Result:
-        """A new file with the body as its text; one that is there is kept, and refused, unless `overwrite`."""
+        """A new file with the body as its text; one that is there is kept, and refused,
+        unless `overwrite`.
+        """
         path = call.text("path")
         text = _decoded(call.body, "text")
         with self._lock:
@@ -78,7 +86,10 @@ class Editor:
             count = _occurrences(text, old)
             if count != 1:
                 where = f", at lines {_where(text, old)}" if count else ""
-                raise Refused(f"old must be in the file exactly once, and is there {count} times{where}: {path}")
+                raise Refused(
+                    f"old must be in the file exactly once, and is there {count} "
+                    f"times{where}: {path}"
+                )
             at = text.index(old)
             self._edit(path, text.encode(), (text[:at] + new + text[at + len(old) :]).encode())
             return self._around(path, text.count("\n", 0, at) + 1, new.count("\n") + 1)
@@ -92,7 +103,9 @@ class Editor:
             lines = _lines(text)
             line = call.integer("line")
             if line > len(lines):
-                raise Refused(f"line must be at most the number of lines, {len(lines)}, got {line}: {path}")
+                raise Refused(
+                    f"line must be at most the number of lines, {len(lines)}, got {line}: {path}"
+                )
             end = "\r\n" if "\r\n" in text else "\n"
             if added and not added.endswith("\n"):
                 added += end
@@ -106,12 +119,16 @@ class Editor:
         """The file as it was before its last edit; gone, if that had created it."""
         path = os.path.realpath(call.text("path"))
         with self._lock:
-            last = next((i for i in reversed(range(len(self._undone))) if self._undone[i][0] == path), None)
+            last = next(
+                (i for i in reversed(range(len(self._undone))) if self._undone[i][0] == path), None
+            )
             if last is None:
                 raise Refused(f"path must have an edit that can be undone: {path}")
             _, before, after = self._undone[last]
             if load(path, FILE_BYTES)[0] != after:
-                raise Refused(f"path must be as the last edit left it, and was changed since: {path}")
+                raise Refused(
+                    f"path must be as the last edit left it, and was changed since: {path}"
+                )
             if before is None:
                 os.unlink(path)
             else:
@@ -147,11 +164,16 @@ def _decoded(data: bytes, what: str, where: str = "") -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise Refused(f"{what} must be UTF-8, got {error.reason} at byte {error.start}{where}") from error
+        raise Refused(
+            f"{what} must be UTF-8, got {error.reason} at byte {error.start}{where}"
+        ) from error
 
 
 def _lines(text: str) -> list[str]:
-    """With their ends. A line ends with a line feed alone: not with what `str.splitlines` takes for an end."""
+    """With their ends.
+
+    A line ends with a line feed alone: not with what `str.splitlines` takes for an end.
+    """
     lines = text.split("\n")
     last = lines.pop()
     return [line + "\n" for line in lines] + ([last] if last else [])
@@ -189,7 +211,9 @@ def _starts(text: str, old: str, most: int) -> list[int]:
 
 
 def _listing(path: str) -> str:
-    """Names below a folder, two levels deep; hidden ones are left out, and no link is followed."""
+    """Names below a folder, two levels deep; hidden ones are left out, and no link is
+    followed.
+    """
     found: list[str] = []
     queue = deque([(path, "", 0)])
     while queue:

@@ -1,7 +1,9 @@
-"""Whole regular files in and out, without falling into a trap that lies in wait at a path. Python 3.9, stdlib alone.
+"""Whole regular files in and out, without falling into a trap that lies in wait at a
+path. Python 3.9, stdlib alone.
 
-Invariants: nothing but a regular file is read or replaced, and opening blocks on nothing (a FIFO, a device); no more than the
-bound is read, whatever size is claimed; a write is whole or not there, and keeps the mode of what it replaces.
+Invariants: nothing but a regular file is read or replaced, and opening blocks on
+nothing (a FIFO, a device); no more than the bound is read, whatever size is claimed; a
+write is whole or not there, and keeps the mode of what it replaces.
 """
 
 from __future__ import annotations
@@ -19,7 +21,11 @@ CHUNK_BYTES = 1 << 20
 
 
 def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
-    """A regular file's bytes. Raises Refused for anything else and beyond `limit` bytes; OSError where it cannot be read."""
+    """A regular file's bytes.
+
+    Raises Refused for anything else and beyond `limit` bytes; OSError where it cannot
+    be read.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -32,21 +38,29 @@ def load(path: str, limit: int) -> tuple[bytes, os.stat_result]:
             parts.append(data)
             size += len(data)
             if size > limit:
-                raise Refused(f"path must have at most {limit} bytes, got {max(size, found.st_size)} or more: {path}")
+                raise Refused(
+                    f"path must have at most {limit} bytes, got "
+                    f"{max(size, found.st_size)} or more: {path}"
+                )
     finally:
         os.close(fd)
     return b"".join(parts), found
 
 
 def store(path: str, data: bytes, mode: int | None = None) -> None:
-    """Make or replace a regular file, whole or not at all; folders on the way are made. Raises Refused and OSError."""
+    """Make or replace a regular file, whole or not at all; folders on the way are made.
+
+    Raises Refused and OSError.
+    """
     target = os.path.realpath(path)
     folder = os.path.dirname(target)
     os.makedirs(folder, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         there = os.lstat(target).st_mode
         if not stat.S_ISREG(there):
-            raise Refused(f"path must be a regular file, or nothing yet, got {_kind(there)}: {path}")
+            raise Refused(
+                f"path must be a regular file, or nothing yet, got {_kind(there)}: {path}"
+            )
         mode = stat.S_IMODE(there) if mode is None else mode
     temporary = f"{folder}/.write-{os.urandom(8).hex()}"  # tempfile would take 5 ms of a start
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -75,5 +89,10 @@ def write(call: Call) -> Result:
 
 
 def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISLNK, "a link"))
+    kinds = (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a link"),
+    )
     return next((name for test, name in kinds if test(mode)), "a device")

@@ -1,11 +1,14 @@
-"""Frames between host and sandbox: two 4-byte little-endian lengths (header, body), JSON object, raw bytes. Python 3.9, stdlib.
+"""Frames between host and sandbox: two 4-byte little-endian lengths (header, body),
+JSON object, raw bytes. Python 3.9, stdlib.
 
-A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok": true`, or `"ok": false`, an `error` and its
-`kind`: `timeout`, `refused` (the request breaks a rule) or `failed`. The action `cancel` asks that the call of its own id end
+A request is `{"id": int, "action": str, ...}`; its reply has the same id and `"ok":
+true`, or `"ok": false`, an `error` and its `kind`: `timeout`, `refused` (the request
+breaks a rule) or `failed`. The action `cancel` asks that the call of its own id end
 soon; it has no reply itself.
 
-Invariants: a decoder gives exactly the frames that were packed, in order, however the bytes were cut on the way; it holds no
-more than one unfinished frame, which is within the bounds; after a `FrameError` it gives nothing more.
+Invariants: a decoder gives exactly the frames that were packed, in order, however the
+bytes were cut on the way; it holds no more than one unfinished frame, which is within
+the bounds; after a `FrameError` it gives nothing more.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ class FrameError(ValueError):
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
-    """One frame. Raises FrameError for a header that is not JSON and beyond the bounds."""
+    """One frame.
+
+    Raises FrameError for a header that is not JSON and beyond the bounds.
+    """
     try:
         text = _encode(header).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -54,7 +60,10 @@ class FrameDecoder:
         self._buffer += data
 
     def take(self) -> Frame | None:
-        """The next frame, or None until more is fed. Raises FrameError for what is none, now and at every later call."""
+        """The next frame, or None until more is fed.
+
+        Raises FrameError for what is none, now and at every later call.
+        """
         if self._broken:
             raise FrameError(self._broken)
         buffer = self._buffer

@@ -1,8 +1,9 @@
 """HTTP/1.1 requests cut from a stream of bytes (RFC 9112). Python 3.9, stdlib alone.
 
-Invariants: a decoder gives exactly the requests that were sent, in order, however the bytes were cut on the way; what two
-readers could understand differently (two lengths, a bare newline, a folded header) is refused; no more is held than one request
-within the bounds and what was fed behind it; after a `BadRequest` nothing more is given.
+Invariants: a decoder gives exactly the requests that were sent, in order, however the
+bytes were cut on the way; what two readers could understand differently (two lengths, a
+bare newline, a folded header) is refused; no more is held than one request within the
+bounds and what was fed behind it; after a `BadRequest` nothing more is given.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class BadRequest(ValueError):
 
 
 class Request:
-    """`headers` are by lower-case name; what came twice is joined by commas. `keep`: the connection may carry another one."""
+    """`headers` are by lower-case name; what came twice is joined by commas.
+
+    `keep`: the connection may carry another one.
+    """
 
     def __init__(self, method: str, target: str, headers: dict[str, str], keep: bool) -> None:
         self.method, self.target, self.headers, self.keep = method, target, headers, keep
@@ -69,7 +73,10 @@ class RequestDecoder:
         self._buffer += data
 
     def take(self) -> Request | None:
-        """The next request, or None until more is fed. Raises BadRequest, now and at every later call."""
+        """The next request, or None until more is fed.
+
+        Raises BadRequest, now and at every later call.
+        """
         if self._broken is not None:
             raise self._broken
         try:
@@ -162,7 +169,9 @@ class RequestDecoder:
         if headers.get("content-encoding", "identity").lower() != "identity":
             raise BadRequest(415, "content-encoding must be identity")
         if coding is not None and length is not None:
-            raise BadRequest(400, "a body must have one length, got content-length and transfer-encoding")
+            raise BadRequest(
+                400, "a body must have one length, got content-length and transfer-encoding"
+            )
         if coding is not None and coding.lower() != "chunked":
             raise BadRequest(501, "transfer-encoding must be chunked")
         if length is not None and not re.fullmatch("[0-9]{1,19}", length):
@@ -179,7 +188,10 @@ def _headers(lines: list[bytes]) -> dict[str, str]:
         header = _HEADER.fullmatch(line)
         if header is None:
             raise BadRequest(400, "a header must be a name, a colon and a value")
-        name, value = header.group(1).decode().lower(), header.group(2).decode("latin-1").strip(" \t")
+        name, value = (
+            header.group(1).decode().lower(),
+            header.group(2).decode("latin-1").strip(" \t"),
+        )
         found[name] = f"{found[name]}, {value}" if name in found else value
     return found
 

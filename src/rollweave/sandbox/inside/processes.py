@@ -1,7 +1,9 @@
-"""Programs that are started, fed, bounded and, in time, killed by their process group. Python 3.9, stdlib alone.
+"""Programs that are started, fed, bounded and, in time, killed by their process group.
+Python 3.9, stdlib alone.
 
-Invariants: a program is a session of its own; no wait is without a deadline; what a grandchild does with an inherited pipe
-keeps nobody waiting once the program itself has ended; output beyond the bound is read and thrown away.
+Invariants: a program is a session of its own; no wait is without a deadline; what a
+grandchild does with an inherited pipe keeps nobody waiting once the program itself has
+ended; output beyond the bound is read and thrown away.
 """
 
 from __future__ import annotations
@@ -24,18 +26,23 @@ _guard = threading.Lock()
 
 
 def reset_signals() -> None:
-    """Do as `rollweave.inherited` does outside: no program that is started here inherits an ignored or blocked signal.
+    """Do as `rollweave.io.inherited` does outside: no program that is started here
+    inherits an ignored or blocked signal.
 
     The interpreter itself ignores SIGPIPE and SIGXFSZ; `subprocess` restores these.
     """
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
-    """A program in a session of its own, which `kill_all` knows until it is given to `end`."""
+    """A program in a session of its own, which `kill_all` knows until it is given to
+    `end`.
+    """
     with _guard:
         process = subprocess.Popen(argv, start_new_session=True, **how)
         _alive[process.pid] = process
@@ -43,9 +50,11 @@ def start(argv: list[str], **how: Any) -> subprocess.Popen[bytes]:
 
 
 def fork(become: Callable[[], object]) -> Child:
-    """A fork of us, in a session of its own, in which `become` is called, and which then ends. As `start` otherwise.
+    """A fork of us, in a session of its own, in which `become` is called, and which
+    then ends. As `start` otherwise.
 
-    Other threads of ours are not there in it, nor what locks they held: `become` must need none of those.
+    Other threads of ours are not there in it, nor what locks they held: `become` must
+    need none of those.
     """
     with _guard:
         pid = os.fork()
@@ -73,7 +82,10 @@ class Forked:
 
 
 def end(process: Child) -> int:
-    """Reap a program, killed by its process group unless it has ended. Its exit status."""
+    """Reap a program, killed by its process group unless it has ended.
+
+    Its exit status.
+    """
     with _guard:
         _alive.pop(process.pid, None)
         if not has_ended(process):
@@ -82,7 +94,10 @@ def end(process: Child) -> int:
 
 
 def end_session(process: Child) -> int:
-    """Kill and reap a program and all of its session that is left: its background jobs. Its exit status."""
+    """Kill and reap a program and all of its session that is left: its background jobs.
+
+    Its exit status.
+    """
     signal_group(process.pid, signal.SIGKILL)
     for pid in _session(process.pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -91,7 +106,10 @@ def end_session(process: Child) -> int:
 
 
 def signal_group(group: int, number: int) -> None:
-    """A signal to a process group, if it is there. While its leader is an unreaped child of ours, it is no other's."""
+    """A signal to a process group, if it is there.
+
+    While its leader is an unreaped child of ours, it is no other's.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
@@ -107,22 +125,29 @@ def kill_all() -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Processes whose session is that of `leader`: field 6 of /proc/PID/stat, after a name that may hold anything."""
+    """Processes whose session is that of `leader`: field 6 of /proc/PID/stat, after a
+    name that may hold anything.
+    """
     found: list[int] = []
     entries: list[str] = []
     with contextlib.suppress(OSError):  # there may be no /proc
         entries = os.listdir("/proc")
     for entry in entries:
         if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/{entry}/stat", "rb") as file:
+            with (
+                contextlib.suppress(OSError, IndexError),
+                open(f"/proc/{entry}/stat", "rb") as file,
+            ):
                 if int(file.read().rpartition(b")")[2].split()[3]) == leader:
                     found.append(int(entry))
     return found
 
 
 def execute(call: Call) -> Result:
-    """`exec`: run `argv` in `cwd`, with `env` added to ours and the body as standard input; the body of the reply is `split`
-    bytes of standard output, then standard error, each cut after `output_limit` bytes. After `timeout_s` it is killed."""
+    """`exec`: run `argv` in `cwd`, with `env` added to ours and the body as standard
+    input; the body of the reply is `split` bytes of standard output, then standard
+    error, each cut after `output_limit` bytes. After `timeout_s` it is killed.
+    """
     argv, cwd, env = call.texts("argv"), call.optional("cwd"), call.mapping("env")
     if not argv:
         raise Refused("argv must have at least a program, got []")
@@ -141,7 +166,10 @@ def execute(call: Call) -> Result:
     watch = Watch(process)
     try:
         with watch.until(call.stop):
-            reads = [_gather(watch, stream, kept) for stream, kept in ((process.stdout, out), (process.stderr, err))]
+            reads = [
+                _gather(watch, stream, kept)
+                for stream, kept in ((process.stdout, out), (process.stderr, err))
+            ]
             if process.stdin is not None:
                 Outbox(watch, process.stdin.fileno(), process.stdin.close).send(call.body)
             while not (watch.ended or watch.stopped or deadline.past):
@@ -165,7 +193,9 @@ def execute(call: Call) -> Result:
 
 
 def _gather(watch: Watch, stream: IO[bytes] | None, kept: Kept) -> Callable[[int], None]:
-    """Read a pipe whenever there is something; the function that is returned reads what is there, up to so many bytes."""
+    """Read a pipe whenever there is something; the function that is returned reads what
+    is there, up to so many bytes.
+    """
     assert stream is not None
     fd = stream.fileno()
     os.set_blocking(fd, False)

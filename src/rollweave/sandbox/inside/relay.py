@@ -1,8 +1,10 @@
-"""A door to one HTTP service outside, for programs in a sandbox without a network. Python 3.9, stdlib alone.
+"""A door to one HTTP service outside, for programs in a sandbox without a network.
+Python 3.9, stdlib alone.
 
-The programs speak HTTP with a listener on the sandbox's own loopback (`desk.py`). The host asks with `relay_next`, a long poll,
-for what they want, and says with `relay_answer` what they get. All sockets are served by the thread of the long poll: there is
-no other one, and nothing is served unless the host asks.
+The programs speak HTTP with a listener on the sandbox's own loopback (`desk.py`). The
+host asks with `relay_next`, a long poll, for what they want, and says with
+`relay_answer` what they get. All sockets are served by the thread of the long poll:
+there is no other one, and nothing is served unless the host asks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from .calls import Call, Refused, Result
 from .desk import CONNECTIONS, Answer, Desk
 
 BUSY_S = 30.0
-"""Seconds for the long poll before to end: it does at once, if this machine has a moment for it."""
+"""Seconds for the long poll before to end: it does at once, if this machine has a
+moment for it.
+"""
 
 
 class Relay:
@@ -26,7 +30,10 @@ class Relay:
         self._desk: Desk | None = None
 
     def open(self, call: Call) -> Result:
-        """`relay_open`: listen; the `port`. At most `at_once` requests are handed out and not answered."""
+        """`relay_open`: listen; the `port`.
+
+        At most `at_once` requests are handed out and not answered.
+        """
         at_once = call.integer("at_once", least=1, most=CONNECTIONS)
         with self._opening:
             if self._desk is not None:
@@ -35,16 +42,20 @@ class Relay:
             return {"port": self._desk.port}, b""
 
     def next(self, call: Call) -> Result:
-        """`relay_next`: wait until there is something: numbers of requests that are `gone`, a part of a request.
+        """`relay_next`: wait until there is something: numbers of requests that are
+        `gone`, a part of a request.
 
-        The first part of a request says its `method`, `target` and `headers`; `more` says that there is another one.
+        The first part of a request says its `method`, `target` and `headers`; `more`
+        says that there is another one.
         """
         deadline = call.deadline()
         with self._alone():
             return self._there().next(deadline, call.stop)
 
     def answer(self, call: Call) -> Result:
-        """`relay_answer`: a part of the answer to request `number`, the first with `status` and `headers`."""
+        """`relay_answer`: a part of the answer to request `number`, the first with
+        `status` and `headers`.
+        """
         self._there().tell(_answer(call))
         return {}, b""
 

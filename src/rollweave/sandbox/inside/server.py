@@ -1,9 +1,11 @@
-"""The action server: frames in, actions run, frames out, over one connected stream socket. Python 3.9, stdlib alone.
+"""The action server: frames in, actions run, frames out, over one connected stream
+socket. Python 3.9, stdlib alone.
 
-Threads take turns at reading: the one that has read a request lets the next one read and answers its own, so that no request
-is handed from thread to thread. Invariants: each request but `cancel` gets exactly one reply; an action that raises is a reply;
-at most `CALLS` run at once, more are refused; when the other end closes, or sends garbage, everything that was started here is
-killed and the process ends.
+Threads take turns at reading: the one that has read a request lets the next one read
+and answers its own, so that no request is handed from thread to thread. Invariants:
+each request but `cancel` gets exactly one reply; an action that raises is a reply; at
+most `CALLS` run at once, more are refused; when the other end closes, or sends garbage,
+everything that was started here is killed and the process ends.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def ping(call: Call) -> Result:
 
 
 def actions(idle: Idle) -> dict[str, Action]:
-    """Everything this server can do, by name. The tools among them keep their state here."""
+    """Everything this server can do, by name.
+
+    The tools among them keep their state here.
+    """
     editor, relay = Editor(), Relay()
     return {
         "ping": ping,
@@ -100,13 +105,17 @@ class Server:
                 if call is None:
                     break
             if alone:
-                with contextlib.suppress(RuntimeError):  # no thread is to be had: then we read again when we have answered
+                # no thread is to be had: then we read again when we have answered
+                with contextlib.suppress(RuntimeError):
                     self._hire()
             self._answer(call)
         stop.close()
 
     def _next(self, stop: Stop) -> Call | None:
-        """The next request to be answered, or None at the end. Cancellations and what is refused at once are dealt with."""
+        """The next request to be answered, or None at the end.
+
+        Cancellations and what is refused at once are dealt with.
+        """
         while not self._over.is_set():
             frame = self._receive()
             if frame is None:
@@ -124,7 +133,11 @@ class Server:
                     stop.clear()
                     self._running[call_id] = stop
                     return Call(header, body, stop)
-            why = f"at most {CALLS} calls may run at once" if running is None else f"call {call_id} is running already"
+            why = (
+                f"at most {CALLS} calls may run at once"
+                if running is None
+                else f"call {call_id} is running already"
+            )
             self._reply({"id": call_id, "ok": False, "kind": "refused", "error": why})
         return None
 
@@ -152,7 +165,9 @@ class Server:
             name = call.text("action")
             action = self._actions.get(name)
             if action is None:
-                raise Refused(f"action must be one of {', '.join(sorted(self._actions))}, got {name!r:.100}")
+                raise Refused(
+                    f"action must be one of {', '.join(sorted(self._actions))}, got {name!r:.100}"
+                )
             header, body = action(call)
         except Refused as error:
             return {"ok": False, "kind": "refused", "error": str(error)}, b""
@@ -179,9 +194,13 @@ class Server:
 
 
 def main(argv: list[str]) -> None:
-    """Serve the socket that `--fd` names, then end, whatever threads still do. With `--cells`, be the interpreter of cells."""
+    """Serve the socket that `--fd` names, then end, whatever threads still do.
+
+    With `--cells`, be the interpreter of cells.
+    """
     reset_signals()
-    fd, cells = int(argv[argv.index("--fd") + 1]), "--cells" in argv  # argparse would take 3 ms of a start
+    # argparse would take 3 ms of a start
+    fd, cells = int(argv[argv.index("--fd") + 1]), "--cells" in argv
     os.set_inheritable(fd, False)
     with socket.socket(fileno=fd) as sock:
         if cells:

@@ -1,13 +1,18 @@
-"""`bash`: one shell that lives from call to call, on a pseudo-terminal of its own. Python 3.9, stdlib alone (no ptyprocess).
+"""`bash`: one shell that lives from call to call, on a pseudo-terminal of its own.
+Python 3.9, stdlib alone (no ptyprocess).
 
-The shell reads its commands from a pipe, and tells each one's exit status on another pipe, under a name drawn for that call
-that the command never sees; what commands print goes to the terminal alone. So nothing that is printed can pass for the end of
-a command, an unclosed quote ends with its command, and there is no echo and no prompt to be told apart from output.
+The shell reads its commands from a pipe, and tells each one's exit status on another
+pipe, under a name drawn for that call that the command never sees; what commands print
+goes to the terminal alone. So nothing that is printed can pass for the end of a
+command, an unclosed quote ends with its command, and there is no echo and no prompt to
+be told apart from output.
 
-Invariants: a command has an empty standard input, and reading the terminal gives its end at once; the terminal is as it was
-before each command, whatever one did to it. When a command runs out of time, its foreground group is interrupted, then killed,
-then the shell and its whole session are, and the reply says so: no stage waits longer than its constant. A background job that
-holds the terminal open delays nothing; what it prints between calls comes first in the next reply.
+Invariants: a command has an empty standard input, and reading the terminal gives its
+end at once; the terminal is as it was before each command, whatever one did to it. When
+a command runs out of time, its foreground group is interrupted, then killed, then the
+shell and its whole session are, and the reply says so: no stage waits longer than its
+constant. A background job that holds the terminal open delays nothing; what it prints
+between calls comes first in the next reply.
 """
 
 from __future__ import annotations
@@ -56,8 +61,10 @@ SURROUNDINGS = {
 """Nothing asks, pages or colours."""
 
 OPTIONS = "--norc --noprofile --noediting +H +o history -i"
-"""Interactive, because only then an interrupt ends the whole command but not the shell, and a foreground group is there to be
-killed; without history expansion, so that `!` means nothing."""
+"""Interactive, because only then an interrupt ends the whole command but not the shell,
+and a foreground group is there to be killed; without history expansion, so that `!`
+means nothing.
+"""
 
 TERMINAL_HELD = f'exec "$0" {OPTIONS} {TERMINAL_FD}<>"$1"'
 """Opening the terminal as leader of a session makes it the controlling one."""
@@ -72,13 +79,18 @@ class Bash:
         self._terminal: _Terminal | None = None
 
     def __call__(self, call: Call) -> Result:
-        """Run the command; the body of the reply is the first `split` bytes of output, then the last, `dropped` between.
+        """Run the command; the body of the reply is the first `split` bytes of output,
+        then the last, `dropped` between.
 
-        `rc` is its exit status, 128 and the signal if that ended it. `restarted`: the state of the shell was lost, before this
-        command (it had been killed) or by it (`exit`, `exec`, or it could not be interrupted).
+        `rc` is its exit status, 128 and the signal if that ended it. `restarted`: the
+        state of the shell was lost, before this command (it had been killed) or by it
+        (`exit`, `exec`, or it could not be interrupted).
         """
         if b"\0" in call.body or len(call.body) > COMMAND_BYTES:
-            raise Refused(f"command must have at most {COMMAND_BYTES} bytes and no NUL, got {len(call.body)} bytes")
+            raise Refused(
+                f"command must have at most {COMMAND_BYTES} bytes and no NUL, got "
+                f"{len(call.body)} bytes"
+            )
         limit = call.integer("output_limit", DEFAULT_LIMIT, most=BODY_BYTES // 2)
         if not self._busy.acquire(timeout=BUSY_S):
             raise Refused("bash runs one command at a time, and one is running")
@@ -95,10 +107,16 @@ class Bash:
         finally:
             self._busy.release()
         fields = {"rc": status, "timed_out": timed_out, "restarted": lost, "dropped": kept.dropped}
-        return {**fields, "seconds": deadline.spent_s, "split": len(kept.head)}, kept.head + kept.tail
+        return {
+            **fields,
+            "seconds": deadline.spent_s,
+            "split": len(kept.head),
+        }, kept.head + kept.tail
 
     def _retire(self, kept: Kept) -> bool:
-        """Put away a shell that has died since the last call; its last words come first in this one. Did it?"""
+        """Put away a shell that has died since the last call; its last words come first
+        in this one. Did it?
+        """
         if self._terminal is None or not has_ended(self._terminal.process):
             return False
         self._terminal.tap.open(kept)
@@ -119,7 +137,15 @@ class _Terminal:
         self._status = 0
         try:
             self.process = start(
-                ["bash", "--norc", "--noprofile", "-c", TERMINAL_HELD, "bash", os.ttyname(self._slave)],
+                [
+                    "bash",
+                    "--norc",
+                    "--noprofile",
+                    "-c",
+                    TERMINAL_HELD,
+                    "bash",
+                    os.ttyname(self._slave),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -143,8 +169,12 @@ class _Terminal:
         if status is None:
             raise Failed(f"bash does not start: exit status {self.end()}")
 
-    def run(self, command: bytes, kept: Kept, deadline: Deadline, stop: Stop) -> tuple[int | None, bool]:
-        """Its exit status, or None if the shell has ended or must be; and whether it ran out of time."""
+    def run(
+        self, command: bytes, kept: Kept, deadline: Deadline, stop: Stop
+    ) -> tuple[int | None, bool]:
+        """Its exit status, or None if the shell has ended or must be; and whether it
+        ran out of time.
+        """
         name = os.urandom(16).hex().encode()
         if termios.tcgetattr(self._slave) != self._attributes:
             termios.tcsetattr(self._slave, termios.TCSANOW, self._attributes)
@@ -159,7 +189,10 @@ class _Terminal:
         return status, timed_out
 
     def end(self) -> int:
-        """Kill what is left of the session, and close. The exit status of the shell, 128 and the signal if that ended it."""
+        """Kill what is left of the session, and close.
+
+        The exit status of the shell, 128 and the signal if that ended it.
+        """
         status = end_session(self.process)
         self._watch.close()
         self.tap.close()
@@ -180,7 +213,9 @@ class _Terminal:
         return int(status.partition(b"\n")[0]) if found and b"\n" in status else None
 
     def _foreground(self) -> int:
-        """The process group that the terminal belongs to: the command's, or the shell's own while it computes."""
+        """The process group that the terminal belongs to: the command's, or the shell's
+        own while it computes.
+        """
         with contextlib.suppress(OSError):
             group = os.tcgetpgrp(self.tap.fd)
             if group > 0 and os.getsid(group) == self.process.pid:
@@ -200,7 +235,9 @@ class _Terminal:
 
 
 def _line(command: bytes, name: bytes, before: int) -> bytes:
-    """What the shell reads: the command as one quoted word, then the report under a name that it reads only afterwards."""
+    """What the shell reads: the command as one quoted word, then the report under a
+    name that it reads only afterwards.
+    """
     terminal = b"%d" % TERMINAL_FD
     return b"".join(
         (
@@ -214,7 +251,9 @@ def _line(command: bytes, name: bytes, before: int) -> bytes:
 
 
 def _make_raw(terminal: int) -> list[Any]:
-    """No echo, no translation, no signal characters, and reading gives the end of input at once. The attributes set."""
+    """No echo, no translation, no signal characters, and reading gives the end of input
+    at once. The attributes set.
+    """
     attributes = termios.tcgetattr(terminal)
     attributes[0] = attributes[1] = attributes[3] = 0
     attributes[6][termios.VMIN], attributes[6][termios.VTIME] = 0, 0

@@ -1,4 +1,7 @@
-"""Waiting for pipes and a child's end at once, and keeping the two ends of what comes. Python 3.9, stdlib alone."""
+"""Waiting for pipes and a child's end at once, and keeping the two ends of what comes.
+
+Python 3.9, stdlib alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ CHUNK_BYTES = 1 << 16
 """Read at once: what a pipe holds."""
 
 PIPE_BYTES = 1 << 20
-"""The most that a pipe or terminal can hold: read at an end, so that a grandchild which goes on writing keeps nobody."""
+"""The most that a pipe or terminal can hold: read at an end, so that a grandchild which
+goes on writing keeps nobody.
+"""
 
 STEP_BYTES = 1 << 20
 """Read before time is looked at again."""
@@ -30,7 +35,9 @@ BUSY_S = 5.0
 """For a call whose caller has left to end: all its stages."""
 
 STAGE_S = 1.0
-"""For a command to end after it was interrupted, and again after it was killed: time to tidy up."""
+"""For a command to end after it was interrupted, and again after it was killed: time to
+tidy up.
+"""
 
 BLIND_MS = 20.0
 """Between looks whether a program has ended, where the system has no pidfd."""
@@ -57,7 +64,10 @@ def has_ended(process: Child) -> bool:
 
 
 class Watch:
-    """Calls a handler for each descriptor that is ready. `ended`: the child has; `stopped`: the call should stop."""
+    """Calls a handler for each descriptor that is ready.
+
+    `ended`: the child has; `stopped`: the call should stop.
+    """
 
     def __init__(self, process: Child) -> None:
         self.ended = self.stopped = False
@@ -151,7 +161,10 @@ class Kept:
 
 
 def read_some(fd: int, kept: Kept, most: int) -> bool:
-    """Read what is there without blocking, until `most` bytes have come. False at the end of the stream."""
+    """Read what is there without blocking, until `most` bytes have come.
+
+    False at the end of the stream.
+    """
     while most > 0:
         try:
             data = os.read(fd, CHUNK_BYTES)
@@ -173,7 +186,10 @@ class Outbox:
         self._unsent = memoryview(b"")
 
     def send(self, data: bytes) -> None:
-        """Replaces what was not sent yet. `sent` is called when all is, or nobody will read it."""
+        """Replaces what was not sent yet.
+
+        `sent` is called when all is, or nobody will read it.
+        """
         self._unsent = memoryview(data)
         self._write()
         if self._unsent:
@@ -192,7 +208,9 @@ class Outbox:
 
 
 class Tap:
-    """A descriptor that is read for the call that runs, and between calls for itself, so that nobody blocks on it."""
+    """A descriptor that is read for the call that runs, and between calls for itself,
+    so that nobody blocks on it.
+    """
 
     def __init__(self, fd: int, idle: Idle) -> None:
         os.set_blocking(fd, False)
@@ -211,7 +229,9 @@ class Tap:
             self._between, self._kept = Kept(0, BETWEEN_BYTES), kept
 
     def read(self) -> bool:
-        """What is there, or a part of it if that is much; False at the end of the stream. To be called during a call."""
+        """What is there, or a part of it if that is much; False at the end of the
+        stream. To be called during a call.
+        """
         return read_some(self.fd, self._kept, STEP_BYTES)
 
     def rest(self) -> None:
@@ -239,9 +259,11 @@ def converse(
     stop: Stop,
     stages: list[Callable[[], None]],
 ) -> tuple[Answer | None, bool]:
-    """Wait for an answer; where time runs out, go through `stages`, each of which has `STAGE_S` to bring it about.
+    """Wait for an answer; where time runs out, go through `stages`, each of which has
+    `STAGE_S` to bring it about.
 
-    The answer, or None where the child has ended or no stage is left; and whether time ran out.
+    The answer, or None where the child has ended or no stage is left; and whether time
+    ran out.
     """
     timed_out = False
     with watch.until(stop):

@@ -1,7 +1,9 @@
-"""The process that runs the agent's cells, one after another, with IPython if that can be imported. Python 3.9, stdlib alone.
+"""The process that runs the agent's cells, one after another, with IPython if that can
+be imported. Python 3.9, stdlib alone.
 
-It gets a cell as a frame and answers with `result` and `error` (see `cells`). Invariants: every cell that returns is answered
-once; an interrupt is raised in the agent's code or not at all; texts in an answer are bounded.
+It gets a cell as a frame and answers with `result` and `error` (see `cells`).
+Invariants: every cell that returns is answered once; an interrupt is raised in the
+agent's code or not at all; texts in an answer are bounded.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ def serve(sock: socket.socket) -> None:
     sys.path.insert(0, "")
     sys.argv = [""]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    for name, fd in (("stdout", 1), ("stderr", 2)):  # by lines, so that both and what programs print are in order
-        setattr(sys, name, open(fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115
+    # by lines, so that both and what programs print are in order
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        stream = open(  # noqa: SIM115 (it stays open)
+            fd, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
+        setattr(sys, name, stream)
     run: Callable[[str], Answer]
     try:
         run, kind = _ipython(), "ipython"
     except ImportError:
         run, kind = Plain().run, "python"
-    for name in [name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == __name__.partition(".")[0]
+    ]:
         del sys.modules[name]  # the agent may have a package of that name; we have what we need
     gc.freeze()  # what the imports have made stays, and need not be looked through again
     decoder, us = FrameDecoder(), os.getpid()
@@ -76,11 +84,14 @@ class _Interrupts:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, lambda *_: None)  # not SIG_IGN, which programs that are started would inherit
+        # not SIG_IGN, which programs that are started would inherit
+        signal.signal(signal.SIGINT, lambda *_: None)
 
 
 class Plain:
-    """Cells without IPython: the last expression's value is the result, names persist, and there is no magic."""
+    """Cells without IPython: the last expression's value is the result, names persist,
+    and there is no magic.
+    """
 
     def __init__(self) -> None:
         self._module = types.ModuleType("__main__")
@@ -90,7 +101,8 @@ class Plain:
     def run(self, cell: str) -> Answer:
         self._count += 1
         name = f"<cell {self._count}>"
-        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)  # tracebacks quote it
+        # tracebacks quote it
+        linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
         names = self._module.__dict__
         result = None
         try:
@@ -111,7 +123,9 @@ class Plain:
 
 
 def _ipython() -> Callable[[str], Answer]:
-    """A function that runs a cell in IPython: no colour, no history file, and what it would print as Out and Error is told."""
+    """A function that runs a cell in IPython: no colour, no history file, and what it
+    would print as Out and Error is told.
+    """
     from IPython import version_info
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
@@ -127,8 +141,11 @@ def _ipython() -> Callable[[str], Answer]:
     hook.write_output_prompt = lambda: None
     hook.finish_displayhook = lambda: None
     hook.write_format_data = lambda data, *_: results.append(data.get("text/plain", ""))
-    shell._showtraceback = lambda _, error, lines: errors.append({**_named(error), "traceback": _short("\n".join(lines))})
-    shell.system = shell.system_raw  # no terminal of its own: what a program prints goes where ours does
+    shell._showtraceback = lambda _, error, lines: errors.append(
+        {**_named(error), "traceback": _short("\n".join(lines))}
+    )
+    # no terminal of its own: what a program prints goes where ours does
+    shell.system = shell.system_raw
     shell.ask_exit = _leave
 
     def run(cell: str) -> Answer:
@@ -168,4 +185,8 @@ def _named(error: BaseException) -> dict[str, str]:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= TEXT_CHARS else f"{text[:TEXT_CHARS]}… ({len(text) - TEXT_CHARS} more characters)"
+    return (
+        text
+        if len(text) <= TEXT_CHARS
+        else f"{text[:TEXT_CHARS]}… ({len(text) - TEXT_CHARS} more characters)"
+    )

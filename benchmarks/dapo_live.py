@@ -1,0 +1,194 @@
+"""The live half of bench `dapo`: batches from a real service over HTTP, by rounds and
+by the policy.
+
+Nim against an opponent that errs, played by a random model that knows the moves: a
+group's rewards differ or not by chance. Each step of the environment takes a log-normal
+time, which is the long tail. The trainer sleeps. Invariant: every way asks one service
+for the same tasks, by turns.
+"""
+
+import asyncio
+import itertools
+import queue
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from benchmarks.contract import Figure
+from benchmarks.runs import trained
+from rollweave.core.policy.dapo import DapoRule
+from rollweave.core.policy.redundancy import Verdict, group_verdict
+from rollweave.schema.commands import Warn
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
+from rollweave.service import launch
+from rollweave.service.batches import DapoBatches
+from rollweave.service.client import RolloutClient
+
+GROUPS, MEMBERS = 8, 4
+UNDER_WAY = 2 * GROUPS
+LATENCY_S, SIGMA = 0.05, 1.2
+"""Of a step of the environment: median, and sigma of its logarithm.
+
+A game has a few.
+"""
+
+TRAIN_S = 0.25
+
+FULL, QUICK = (5, 6), (1, 1)
+"""Turns of each way, and steps of a turn."""
+
+
+def live_figures(*, quick: bool, say: Callable[[str], None]) -> dict[str, Figure]:
+    """By way `live_step_s` and `live_speedup` over rounds, medians of the turns."""
+    turns, steps = QUICK if quick else FULL
+    ways = {"rounds": _rounds(GROUPS), "rounds_oversampled": _rounds(UNDER_WAY)}
+    ways |= {"early": _policy(0), "carried": _policy(1), "carried_4": _policy(4)}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    with (
+        tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch,
+        _served(Path(scratch)) as address,
+    ):
+        for turn, (name, way) in itertools.product(range(turns), ways.items()):
+            taken[name].append(asyncio.run(_timed(way, address, turn, steps)))
+            say(f"{name}: {taken[name][-1]:.2f} s a step")
+    figures: dict[str, Figure] = {
+        f"live_step_s_{name}": statistics.median(found) for name, found in taken.items()
+    }
+    for name, found in taken.items():
+        pairs = zip(taken["rounds"], found, strict=True)
+        figures[f"live_speedup_{name}"] = statistics.median(slow / fast for slow, fast in pairs)
+    return figures
+
+
+def live_conditions(*, quick: bool) -> str:
+    turns, steps = QUICK if quick else FULL
+    return (
+        f"one service over HTTP, Nim, {GROUPS} groups of {MEMBERS}, {UNDER_WAY} groups at once "
+        f"(rounds: {GROUPS}), a step of "
+        f"the environment {LATENCY_S:g} s in the median (sigma {SIGMA:g}), training {TRAIN_S:g} s "
+        "of sleep; "
+        f"{turns} turns of {steps} steps each way"
+    )
+
+
+Way = Callable[[RolloutClient, Iterator[RolloutRequest], int], Any]
+"""Coroutine of a client, tasks and steps."""
+
+
+async def _timed(way: Way, address: str, turn: int, steps: int) -> float:
+    tasks = (
+        RolloutRequest(handler="nim", index=10_000 * turn + number, members=MEMBERS)
+        for number in itertools.count()
+    )
+    async with RolloutClient(address) as client:
+        began = time.perf_counter()
+        await way(client, tasks, steps)
+        return (time.perf_counter() - began) / steps
+
+
+def _rounds(size: int) -> Way:
+    async def run(client: RolloutClient, tasks: Iterator[RolloutRequest], steps: int) -> None:
+        for _ in range(steps):
+            informative = 0
+            while informative < GROUPS:
+                found = await asyncio.gather(
+                    *(client.rollout(task) for task in itertools.islice(tasks, size))
+                )
+                informative += sum(map(_is_informative, found))
+            await asyncio.sleep(TRAIN_S)
+
+    return run
+
+
+def _is_informative(status: RolloutStatus) -> bool:
+    results = [member.result for member in status.members if member.result is not None]
+    rewards = [result.reward for result in results if result.reward is not None]
+    verdict = group_verdict(
+        rewards, pending=0, group_size=MEMBERS, min_members=2, dynamic_sampling=True
+    )
+    return verdict is Verdict.COMPLETE
+
+
+def _policy(staleness: int) -> Way:
+    rule = DapoRule(groups=GROUPS, group_size=MEMBERS, under_way=UNDER_WAY, staleness=staleness)
+
+    async def run(client: RolloutClient, tasks: Iterator[RolloutRequest], steps: int) -> None:
+        async with DapoBatches(client, tasks, rule) as batches:
+            for version in range(steps):
+                await batches.next(version=version)
+                await asyncio.sleep(TRAIN_S)
+
+    return run
+
+
+# The service.
+
+
+@contextmanager
+def _served(directory: Path) -> Iterator[str]:
+    """Its address. In a thread: it waits more than it computes."""
+    host = _Host()
+    config = _config(directory, {"path": str(_model(directory))})
+    given = {"host": host, "connect": _nobody, "no_token": True}
+    thread = threading.Thread(target=launch.serve, args=(config,), kwargs=given, name="service")
+    thread.start()
+    address, stop = host.told.get(timeout=120.0)
+    try:
+        yield address
+    finally:
+        stop(False)
+        thread.join()
+
+
+class _Host:
+    def __init__(self) -> None:
+        self.told: queue.Queue[tuple[str, Callable[[bool], None]]] = queue.Queue()
+
+    def ready(self, address: str, token: str | None, stop: Callable[[bool], None]) -> None:
+        self.told.put((address, stop))
+
+    def warned(self, command: Warn) -> None:
+        raise AssertionError(f"nothing ails here: {command}")
+
+    def stopping(self, drain: bool) -> None:
+        """Nobody asks."""
+
+
+def _config(directory: Path, model: dict[str, Any], **sections: Any) -> RunConfig:
+    limits = {"max_turns": 20, "max_tokens": 200, "max_turn_tokens": 1}
+    slots = UNDER_WAY * MEMBERS
+    made: dict[str, Any] = {
+        "run": {"name": "service", "dir": str(directory)},
+        "model": model,
+        "tasks": [{"env": "nim", "tag": "nim", "options": {"grammar": True}, **limits}],
+        "rollout": {
+            "group_size": MEMBERS,
+            **dict.fromkeys(("max_running", "init_slots", "eval_slots"), slots),
+        },
+        "engines": {"count": 1, "max_slots": slots, "kv_tokens": 16384},
+        "faults": {"latency_s": LATENCY_S, "latency_sigma": SIGMA},
+        "serve": {"port": 0},
+    }
+    return RunConfig.model_validate(made | sections)
+
+
+def _model(directory: Path) -> Path:
+    """Random weights with a tokenizer of the game's words: a run of no steps leaves
+    them behind.
+    """
+    scratch = {
+        "scratch": {"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 64, "context": 512}
+    }
+    none = {"name": "model", "dir": str(directory), "steps": 0, "checkpoint_every": 0}
+    run, _ = trained(_config(directory, scratch, run=none, eval={"final_episodes": 0}))
+    return run.model
+
+
+def _nobody(request: EngineRequest, name: str) -> NoReturn:
+    raise AssertionError(f"nobody registers engines here: {name} at {request.address}")

@@ -1,0 +1,315 @@
+"""Bench `delta`: bytes and speed of weight deltas.
+
+Of an Adam update at a large model's scale, of consecutive checkpoints of trainings of
+our own, and of masks of growing density.
+
+Every delta is applied, and every element compared with what it was made from: what
+differs is `mismatches`. Speeds are those of one thread, by the time that it had a core,
+over copies of the same payload that take turns with them.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contract import Figure, Result
+from benchmarks.runs import example, recorded
+from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.schema.weights import TensorMeta
+from rollweave.train import checkpoint
+from rollweave.weights.delta import apply, encode, plan
+from rollweave.weights.delta_body import FORMS, Array, differences_of
+
+COO_POSITION_BYTES = 4
+"""An int32 a change, beside the new element: what sparse updates usually are."""
+
+LR, STD, BETA1, BETA2, EPS = 1e-6, 0.02, 0.9, 0.999, 1e-8
+
+LAYER = ((2, 1), (1, 1), (1, 1), (1, 2), (3, 1), (3, 1), (1, 3))
+"""Matrices of a layer in hidden widths, as Qwen3-0.6B has them: q, k, v, o, gate, up,
+down; and two norms.
+"""
+
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5)
+
+OWN = "frozenlake_fixed.toml"
+OWN_RATES = {"_own_1e6": 1e-6, "_own_2e3": 2e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured.
+
+    Of `steps` of Adam the last is the update; `own` are settings of our training.
+    """
+
+    rounds: int
+    hidden: int
+    layers: int
+    steps: int
+    masked: int
+    own: tuple[str, ...]
+
+
+FULL = Size(
+    rounds=7,
+    hidden=1024,
+    layers=2,
+    steps=20,
+    masked=1 << 24,
+    own=(
+        "run.steps=6",
+        "model.scratch.hidden=256",
+        "model.scratch.layers=4",
+        "model.scratch.heads=8",
+        "model.scratch.head_dim=32",
+        "model.scratch.ffn=768",
+        "model.scratch.init_std=0.03",
+        "warmup.lr=1e-3",
+    ),
+)
+QUICK = Size(
+    rounds=5,
+    hidden=512,
+    layers=1,
+    steps=8,
+    masked=1 << 21,
+    own=("run.steps=2", "warmup.steps=4", "rollout.groups_per_step=2", "rollout.group_size=4"),
+)
+OWN_ALWAYS = (
+    "run.checkpoint_every=1",
+    "eval.every=0",
+    "eval.final_episodes=0",
+    "trainer.final_lr=1",
+)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Two versions of a payload, [elements], as unsigned integers."""
+
+    base: Array
+    new: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A payload's delta: its bytes, its blocks by form; seconds are medians."""
+
+    nbytes: int
+    forms: dict[str, int]
+    mismatches: int
+    copy_s: float
+    encode_s: float
+    apply_s: float
+
+
+def bench_delta(*, quick: bool, say: Callable[[str], None]) -> Result:
+    """Figures without a suffix are of the Adam update in bfloat16, `_smaller` of the
+    way for slow links, `_fp32` of the same update in float32, `_own_…` of a training of
+    ours at that learning rate; `curve_…` are lists by density.
+    """
+    size = QUICK if quick else FULL
+    rng = np.random.default_rng(0)
+    say(f"{size.steps} steps of Adam on {size.layers} layers of width {size.hidden}")
+    update, whole = adam_update(rng, size)
+    cases = {"": update, "_fp32": whole}
+    for suffix, rate in OWN_RATES.items():
+        say(f"a training of our own at learning rate {rate:g}")
+        cases[suffix] = own_update(rate, size.own)
+    measured = {suffix: measure(versions, rounds=size.rounds) for suffix, versions in cases.items()}
+    cases["_smaller"], measured["_smaller"] = (
+        update,
+        measure(update, rounds=size.rounds, smaller=True),
+    )
+    figures: dict[str, Figure] = {}
+    for suffix, found in measured.items():
+        figures |= {
+            f"{name}{suffix}": value for name, value in figures_of(cases[suffix], found).items()
+        }
+    figures["entropy_per_changed"] = round(entropy(update), 4)
+    curve: dict[str, list[float]] = {}
+    for density in DENSITIES:
+        say(f"a mask of density {density:g}")
+        versions = masked(rng, size.masked, density)
+        measured[f"{density:g}"] = found = measure(versions, rounds=size.rounds)
+        for name, value in figures_of(versions, found).items():
+            curve.setdefault(f"curve_{name}", []).append(value)
+    figures |= curve
+    mismatches = sum(found.mismatches for found in measured.values())
+    forms = {suffix or "adam": found.forms for suffix, found in measured.items()}
+    return Result(
+        bench="delta",
+        figures={"mismatches": mismatches} | figures,
+        conditions=conditions(size, cases) | {"forms": forms},
+    )
+
+
+def figures_of(versions: Versions, found: Measured) -> dict[str, float]:
+    """Ratios are ours over theirs for bytes, and over memcpy's for speeds."""
+    changed = int(np.count_nonzero(versions.base != versions.new))
+    coo = changed * (COO_POSITION_BYTES + versions.new.itemsize)
+    values = {
+        "changed": changed / len(versions.new),
+        "bytes_per_changed": found.nbytes / max(1, changed),
+        "ratio_to_coo": found.nbytes / max(1, coo),
+        "ratio_to_dense": found.nbytes / versions.new.nbytes,
+        "encode_over_memcpy": found.copy_s / found.encode_s,
+        "apply_over_memcpy": found.copy_s / found.apply_s,
+        "encode_gbps": versions.new.nbytes / found.encode_s / 1e9,
+        "apply_gbps": versions.new.nbytes / found.apply_s / 1e9,
+    }
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+
+def measure(versions: Versions, *, rounds: int, smaller: bool = False) -> Measured:
+    """Copy, encode and apply the payload in turns."""
+    base, new = versions.base.view(np.uint8), versions.new.view(np.uint8)
+    itemsize, count = versions.new.itemsize, len(versions.new)
+    tensor = TensorMeta(
+        name="all", dtype=f"uint{8 * itemsize}", shape=(count,), offset=0, nbytes=new.nbytes
+    )
+    parts = [slice(span.start, span.stop) for span in plan([tensor], new.nbytes)]
+    out = np.zeros_like(new)
+    blocks: list[bytes] = []
+
+    def copy() -> None:
+        np.copyto(out, base)
+
+    def encode_all() -> None:
+        blocks[:] = [
+            encode(base[part], new[part], itemsize=itemsize, smaller=smaller) for part in parts
+        ]
+
+    def apply_all() -> None:
+        for part, block in zip(parts, blocks, strict=True):
+            apply(block, base[part], out[part], itemsize=itemsize)
+
+    seconds: dict[Callable[[], None], list[float]] = {copy: [], encode_all: [], apply_all: []}
+    for _ in range(rounds + 1):  # the first is not counted: it touches memory for the first time
+        for action, taken in seconds.items():
+            began = time.thread_time()
+            action()
+            taken.append(time.thread_time() - began)
+    copy_s, encode_s, apply_s = (statistics.median(taken[1:]) for taken in seconds.values())
+    return Measured(
+        nbytes=sum(map(len, blocks)),
+        forms=dict(Counter(FORMS[block[1]] for block in blocks)),
+        mismatches=int(np.count_nonzero(out.view(versions.new.dtype) != versions.new)),
+        copy_s=copy_s,
+        encode_s=encode_s,
+        apply_s=apply_s,
+    )
+
+
+def entropy(versions: Versions) -> float:
+    """Bytes a change below which no code goes that knows neither the base nor what is
+    likely: positions at random, and the differences by how often each occurs.
+    """
+    where = np.flatnonzero(versions.base != versions.new)
+    _, counts = np.unique(
+        differences_of(versions.base[where], versions.new[where]), return_counts=True
+    )
+    density, shares = len(where) / len(versions.new), counts / len(where)
+    positions = -np.log2(density) - (1 - density) / density * np.log2(1 - density)
+    return float((positions - (shares * np.log2(shares)).sum()) / 8)
+
+
+# What is measured.
+
+
+def adam_update(rng: np.random.Generator, size: Size) -> tuple[Versions, Versions]:
+    """The last step of Adam on float32 weights, as they are published in bfloat16, and
+    as they are.
+
+    Gradients have no mean, scales over decades from row to row and from column to
+    column, and tails heavier than a normal's.
+    """
+    before, after = [], []
+    for _ in range(size.layers):
+        for rows, columns in (
+            *((a * size.hidden, b * size.hidden) for a, b in LAYER),
+            (1, size.hidden),
+            (1, size.hidden),
+        ):
+            weight = rng.normal(0, STD, (rows, columns)) if rows > 1 else np.ones((rows, columns))
+            last = list(adam(rng, weight.astype(np.float32), size.steps))[-2:]
+            before.append(last[0].ravel())
+            after.append(last[1].ravel())
+    base, new = np.concatenate(before), np.concatenate(after)
+    return Versions(bfloat16(base), bfloat16(new)), Versions(base.view("<u4"), new.view("<u4"))
+
+
+def adam(rng: np.random.Generator, weight: Array, steps: int) -> Iterator[Array]:
+    """`weight` after each step (Kingma & Ba 2015, Algorithm 1)."""
+    rows, columns = weight.shape
+    scale = np.exp(rng.normal(0, 1, (rows, 1)) + rng.normal(0, 1, (1, columns))).astype(np.float32)
+    mean, square = np.zeros_like(weight), np.zeros_like(weight)
+    for step in range(1, steps + 1):
+        gradient = rng.standard_normal(weight.shape, np.float32)
+        gradient *= np.abs(gradient) * scale
+        mean += (1 - BETA1) * (gradient - mean)
+        square += (1 - BETA2) * (gradient * gradient - square)
+        rate = LR / (1 - BETA1**step)
+        weight = weight - rate * mean / (np.sqrt(square / (1 - BETA2**step)) + EPS)
+        yield weight
+
+
+def own_update(rate: float, settings: tuple[str, ...]) -> Versions:
+    """The last two checkpoints of a run, a step apart, as they are published in
+    bfloat16.
+    """
+    with recorded(
+        example(OWN), [*settings, *OWN_ALWAYS, f"trainer.lr={rate}", "run.name=delta"]
+    ) as (_, run, _):
+        kept = Checkpoints(run.checkpoints)
+        base, new = (checkpoint.load(kept.path(step)).model for step in kept.steps()[-2:])
+    return Versions(
+        *(
+            bfloat16(np.concatenate([tensor.numpy().ravel() for tensor in model.values()]))
+            for model in (base, new)
+        )
+    )
+
+
+def masked(rng: np.random.Generator, count: int, density: float) -> Versions:
+    """bfloat16 in which elements at random are a float further or nearer."""
+    base = bfloat16(rng.standard_normal(count, np.float32) * np.float32(STD))
+    new = base.copy()
+    where = np.flatnonzero(rng.random(count, np.float32) < density)
+    new[where] += rng.choice(np.array([1, -1], np.int16), len(where)).view(np.uint16)
+    return Versions(base, new)
+
+
+def bfloat16(values: Array) -> Array:
+    """float32 to the bits of bfloat16, rounded to nearest even. No NaN."""
+    bits = values.view(np.uint32)
+    rounded: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return rounded
+
+
+def conditions(size: Size, cases: dict[str, Versions]) -> dict[str, Any]:
+    elements = {suffix or "adam": len(versions.new) for suffix, versions in cases.items()}
+    return {
+        "elements": elements,
+        "adam": f"bfloat16 of float32 weights (normal, {STD:g}; norms 1) before and after step "
+        f"{size.steps} of Adam at {LR:g}, "
+        f"betas {BETA1:g} and {BETA2:g}, made-up gradients of heavy tails and uneven scales; "
+        f"{size.layers} layers of width "
+        f"{size.hidden}, no embedding",
+        "own": f"the last two checkpoints, a step apart, of {Path(OWN).stem} with "
+        f"{', '.join(size.own)}, in bfloat16",
+        "curve": f"{size.masked:,} bfloat16 elements, those at random one float up or down; "
+        f"densities {list(DENSITIES)}",
+        "bytes": "blocks with heads and checksums; COO is int32 and the element, without either",
+        "entropy_per_changed": "of positions at random, and of the differences; _smaller may fall "
+        "below, for it uses the base",
+        "speed": "one thread, its time on a core, checksums included; a copy by numpy in turn; "
+        f"medians of {size.rounds}",
+    }

@@ -1,0 +1,102 @@
+"""Bench `faults`: many seeds of the fault search on all cores, and how many of them
+broke something.
+
+Each worker process is killed with the bench. A seed that fails says the one command
+that shows it again.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks.contract import Figure, Result
+from rollweave.io.boot import die_with
+from rollweave.sim.faults import Report, search
+from rollweave.sim.scenarios import STORM_S
+
+SEEDS = 1000
+QUICK_SEEDS = 20
+TOLD_EVERY = 100
+"""Seeds between two lines that say how far the bench is."""
+
+
+def bench_faults(*, seeds: int | None, quick: bool, say: Callable[[str], None]) -> Result:
+    """Figures `seeds`, `faults` and `faults_…` by kind, `violations`, `events`,
+    `seeds_per_s`.
+    """
+    count = seeds if seeds is not None else QUICK_SEEDS if quick else SEEDS
+    workers = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        count,
+    )
+    began, done = time.perf_counter(), []
+    for report in searched(range(count), workers=workers):
+        done.append(report)
+        if report.violation:
+            say(
+                f"seed {report.seed}: {report.violation}\n  replay with: rollweave simulate "
+                f"--faults {report.seed}"
+            )
+        if len(done) % TOLD_EVERY == 0:
+            say(f"{len(done)} of {count} seeds")
+    return result_of(done, seconds=time.perf_counter() - began, workers=workers)
+
+
+def result_of(reports: Sequence[Report], *, seconds: float, workers: int) -> Result:
+    """Conditions name the seeds that failed, and why runs ended early."""
+    kinds: Counter[str] = Counter()
+    for report in reports:
+        kinds.update(report.faults)
+    figures: dict[str, Figure] = {
+        "seeds": len(reports),
+        "violations": sum(bool(report.violation) for report in reports),
+        "faults": kinds.total(),
+    }
+    figures |= {f"faults_{kind.replace(' ', '_')}": count for kind, count in sorted(kinds.items())}
+    figures |= {
+        "runs_ended_by_faults": sum(bool(report.error) for report in reports),
+        "events": sum(report.events for report in reports),
+        "seeds_per_s": round(len(reports) / seconds, 3),
+    }
+    failed = {
+        str(report.seed): report.violation
+        for report in sorted(reports, key=lambda report: report.seed)
+        if report.violation
+    }
+    conditions = {
+        "workers": workers,
+        "storm": f"{STORM_S:g} simulated seconds of faults a seed; a quarter of the seeds are calm",
+        "violation": "an invariant, the account, the staleness bound or a replay does not hold, "
+        "or the run does not end",
+        "failed": failed,
+    }
+    return Result(bench="faults", figures=figures, conditions=conditions)
+
+
+def searched(seeds: Sequence[int], *, workers: int) -> Iterator[Report]:
+    """The report of each seed, in order.
+
+    Workers are fresh interpreters that end with this one.
+    """
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_die_with,
+        initargs=(os.getpid(),),
+    )
+    try:
+        yield from pool.map(search, seeds, chunksize=4)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _die_with(parent: int) -> None:
+    """End this worker when the bench ends, however that ends; Ctrl-C is for the bench
+    alone.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)

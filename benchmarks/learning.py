@@ -1,0 +1,143 @@
+"""Benches `demo`, `fixed`, `multitask` and `longtail`: does an example learn, from
+every seed, and how long does it take?
+
+`longtail` trains its example in two ways, interleaved: turns scheduled one by one, and
+by trajectory.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.contract import Figure, Result
+from benchmarks.runs import Measured, conditions_of, example, measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A seed of `config` is ok if every task has its `targets` success within `limit_s`
+    (see `Measured.trained_s`).
+
+    `ways` are settings by the suffix of their figures.
+    """
+
+    config: str
+    targets: Mapping[str, float]
+    limit_s: float
+    seeds: int
+    ways: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"": ()})
+
+
+TURN, TRAJECTORY = "_turn", "_trajectory"
+
+GOALS = {
+    "demo": Goal(config="frozenlake.toml", targets={"frozenlake": 0.9}, limit_s=180, seeds=10),
+    "fixed": Goal(
+        config="frozenlake_fixed.toml", targets={"frozenlake": 0.95}, limit_s=60, seeds=10
+    ),
+    "multitask": Goal(
+        config="multitask.toml",
+        targets={"frozenlake": 0.85, "calculator": 0.9, "nim": 0.85},
+        limit_s=600,
+        seeds=5,
+    ),
+    "longtail": Goal(
+        config="longtail.toml",
+        targets={"frozenlake": 0.9},
+        limit_s=300,
+        seeds=3,
+        ways={TURN: ("rollout.scheduling=turn",), TRAJECTORY: ("rollout.scheduling=trajectory",)},
+    ),
+}
+
+QUICK = ("run.steps=12", "eval.final_episodes=64")
+
+
+def bench_learning(
+    name: str, *, seeds: int | None, quick: bool, say: Callable[[str], None]
+) -> Result:
+    """Train the example of goal `name` once a seed.
+
+    Figures by way, lists by seed: `success` of the task furthest below its target,
+    `success_TASK` and `success_before_rl_TASK` where there are several tasks (else
+    `success_before_rl`), `wall_s`; and `seeds_ok`.
+    """
+    goal = GOALS[name]
+    path, overrides = example(goal.config), QUICK if quick else ()
+    count = seeds if seeds is not None else 1 if quick else goal.seeds
+    runs: dict[str, list[Measured]] = {suffix: [] for suffix in goal.ways}
+    for seed in range(count):
+        for suffix, way in goal.ways.items():
+            run = measure(path, [*overrides, *way, f"run.seed={seed}", f"run.name={name}"])
+            runs[suffix].append(run)
+            rates = ", ".join(
+                f"{task} {rate:.3f}" for task, rate in run.summary.success_rate.items()
+            )
+            say(
+                f"seed {seed}{suffix}: success {rates} after {run.trained_s:.0f} s, "
+                f"{run.summary.steps} steps"
+            )
+    conditions = conditions_of(path, overrides) | {
+        "seeds": list(range(count)),
+        "target_success": dict(goal.targets),
+        "limit_s": goal.limit_s,
+        "wall_s": "from the start of the processes to the end of the last training step, warm-up "
+        "included",
+        "success": "greedy, on held-out tasks that neither training nor the choice of the "
+        "checkpoint saw",
+    }
+    figures: dict[str, Figure] = {}
+    for suffix, measured in runs.items():
+        figures |= {
+            f"{figure}{suffix}": value
+            for figure, value in figures_of(goal, measured, quick=quick).items()
+        }
+        if quick:
+            conditions[f"seeds_ok{suffix}"] = "not measured: --quick trains too few steps"
+    if TRAJECTORY in runs:
+        figures["wall_turn_over_trajectory"] = training_ratio(runs[TURN], runs[TRAJECTORY])
+        conditions["wall_turn_over_trajectory"] = (
+            "median over seeds, from a warmed-up trainer to the end of the last step"
+        )
+    return Result(bench=name, figures=figures, conditions=conditions)
+
+
+def training_ratio(ours: list[Measured], theirs: list[Measured]) -> float:
+    """Seconds of training, without what comes before it, of ours over theirs: the
+    median over seeds.
+    """
+    pairs = zip(ours, theirs, strict=True)
+    return statistics.median(
+        (one.trained_s - one.ready_s) / (other.trained_s - other.ready_s) for one, other in pairs
+    )
+
+
+def figures_of(goal: Goal, runs: list[Measured], *, quick: bool) -> dict[str, Figure]:
+    """See `bench_learning`."""
+    figures: dict[str, Figure] = {"success": [_worst(goal, run) for run in runs]}
+    for task in goal.targets:
+        several = len(goal.targets) > 1
+        if several:
+            figures[f"success_{task}"] = [run.summary.success_rate[task] for run in runs]
+        figures[f"success_before_rl_{task}" if several else "success_before_rl"] = [
+            line["success"][task]
+            for run in runs
+            for line in run.data.evaluations
+            if line["step"] == 0 and not line["final"]
+        ]
+    figures["wall_s"] = [round(run.trained_s, 1) for run in runs]
+    figures["seeds_ok"] = None if quick else sum(reached(goal, run) for run in runs)
+    return figures
+
+
+def reached(goal: Goal, run: Measured) -> bool:
+    """Whether every task has its target, in time."""
+    rates = run.summary.success_rate
+    return run.trained_s <= goal.limit_s and all(
+        rates[task] >= target for task, target in goal.targets.items()
+    )
+
+
+def _worst(goal: Goal, run: Measured) -> float:
+    rates = run.summary.success_rate
+    return rates[min(goal.targets, key=lambda task: rates[task] - goal.targets[task])]

@@ -1,0 +1,85 @@
+"""The workload of bench `scheduling`: tasks of a few turns, and now and then of dozens,
+with as many tokens in each turn.
+
+Nothing is learned here: every episode has reward 1, so all advantages are 0.
+Invariants: how many turns an episode has depends on the task and on the words of its
+first turn alone, so that members of a group differ, and equal samples give equal
+episodes, whatever engine ran them in whatever order. What is seen of the length is what
+agents see: a prompt that is longer for harder tasks, and after each turn how many tests
+still fail, both with noise.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+
+from rollweave.envs.base import Observation, Options, Split, Step, mix, new_task, payload_of
+from rollweave.schema.work import Task
+
+MEDIAN_TURNS = 2.5
+TASK_SIGMA, MEMBER_SIGMA = 0.9, 0.5
+"""Of the logarithm of the turns, between tasks and between members of a group:
+assumptions. The longest of 64 has about ten times the median.
+"""
+
+MOST_TURNS = 40
+
+NOISE = 0.5
+"""Sigma of the logarithm by which prompt and failing tests are off."""
+
+SPOKEN = tuple(f" say{index}" for index in range(48))
+"""What the agent may say; so many that it seldom says nothing, which ends a turn."""
+
+READ = (" task", " part", " passed", " failed")
+
+
+class LongTask:
+    """A prompt of 8 to 48 words; each answer has 4 to 16."""
+
+    def __init__(self) -> None:
+        self._task_turns = 0.0
+        self._left = 0
+        self._seed = 0
+        self._begun = False
+
+    def reset(self, task: Task) -> Observation:
+        payload = payload_of(task)
+        self._seed, self._task_turns = task.seed, float(payload["turns"])
+        words = 8 + min(
+            40, round(4 * self._task_turns * _off(random.Random(mix(task.seed, "prompt")), NOISE))
+        )
+        return Observation.of(" task" + " part" * (words - 1))
+
+    def step(self, action: str) -> Step:
+        if not self._begun:
+            self._begun = True
+            own = random.Random(mix(self._seed, "member", action))
+            self._left = min(MOST_TURNS, max(1, round(self._task_turns * _off(own, MEMBER_SIGMA))))
+            self._seed = own.getrandbits(63)
+        self._left -= 1
+        if not self._left:
+            return Step.of(" passed", reward=1.0, done=True, success=True)
+        failed = min(
+            12,
+            max(1, round(self._left / 2 * _off(random.Random(mix(self._seed, self._left)), NOISE))),
+        )
+        return Step.of(" passed" * 4 + " failed" * failed)
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """How hard it is: log-normal."""
+        own = mix(seed, split, index)
+        return new_task(seed=own, turns=MEDIAN_TURNS * _off(random.Random(own), TASK_SIGMA))
+
+    @classmethod
+    def words(cls, options: Options) -> Sequence[str]:
+        return [*READ, *SPOKEN]
+
+    @classmethod
+    def allowed_words(cls, options: Options) -> Sequence[str]:
+        return SPOKEN
+
+
+def _off(rng: random.Random, sigma: float) -> float:
+    """A factor with median 1."""
+    return math.exp(rng.gauss(0.0, sigma))

@@ -1,0 +1,218 @@
+"""Hosts on one machine: a network namespace each, wired to a bridge, with links as slow
+as one likes.
+
+Invariants: namespaces have no name and are held by descriptors of this process alone,
+and links live in them, so that nothing is left however this process ends, by SIGKILL
+even; nothing is ever made in the namespace that we came from. Where they cannot be made
+(not root, no `ip` or `tc`) all hosts are loopback, and nothing is slow.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from typing import Self
+
+CLONE_NEWNET = 0x40000000  # <linux/sched.h>
+
+SWITCH = "10.77.0.1"
+"""Address of whoever started this: the controller."""
+
+LIMIT_S = 0.1
+"""Seconds of a link's traffic that wait before a packet is dropped."""
+
+BURST_S, LEAST_BURST = 0.002, 128 << 10
+"""What may pass at once, in seconds of the link's rate, and at least in bytes: a packet
+before segmentation has 64 KiB.
+"""
+
+
+class Network:
+    """`hosts` hosts, from `__enter__` on; the thread that enters is then on the switch
+    that joins them, until `__exit__`.
+    """
+
+    def __init__(self, hosts: int, *, loopback: bool = False) -> None:
+        self.hosts = hosts
+        self.why_not = "hosts are loopback, without limits, as asked for" if loopback else ""
+        """Why all of it is loopback; empty where hosts are namespaces."""
+        self._spaces: list[int] = []
+        self._switch = self._home = -1
+
+    def __enter__(self) -> Self:
+        if self.why_not:
+            return self
+        self._home = _current()
+        try:
+            self._build()
+        except OSError as error:
+            self._unwind()
+            self.why_not = f"hosts are loopback, without limits: {error}"
+        except BaseException:
+            self._unwind()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unwind()
+
+    def address(self, host: int) -> str:
+        """Where processes of this host listen."""
+        return "127.0.0.1" if self.why_not else f"10.77.{1 + host // 250}.{1 + host % 250}"
+
+    @property
+    def interface(self) -> str:
+        """Name of every host's link."""
+        return "lo" if self.why_not else "eth0"
+
+    @contextlib.contextmanager
+    def inside(self, host: int) -> Iterator[None]:
+        """This thread is on that host: sockets made now, and processes started now,
+        stay there.
+        """
+        if self.why_not:
+            yield
+            return
+        _enter(self._spaces[host])
+        try:
+            yield
+        finally:
+            _enter(self._switch)
+
+    def path(self, host: int) -> str:
+        """A file by which any process of ours can enter the host (setns); empty on
+        loopback.
+        """
+        return "" if self.why_not else f"/proc/{os.getpid()}/fd/{self._spaces[host]}"
+
+    def cut(self, host: int) -> None:
+        """Nothing gets to this host or from it any more.
+
+        Raises RuntimeError on loopback.
+        """
+        self._link(host, "down")
+
+    def join(self, host: int) -> None:
+        """It is reached again."""
+        self._link(host, "up")
+
+    def _link(self, host: int, state: str) -> None:
+        if self.why_not:
+            raise RuntimeError(self.why_not)
+        _run("ip", [f"link set h{host} {state}"])
+
+    def limit(self, mbits: float | None, hosts: Iterable[int] | None = None) -> None:
+        """So many megabits a second, from now on, up and down for each of these hosts
+        (all); None: as fast as it goes.
+
+        Raises RuntimeError on loopback.
+        """
+        if self.why_not:
+            raise RuntimeError(self.why_not)
+        chosen = list(range(self.hosts)) if hosts is None else list(hosts)
+        for host in chosen:
+            with self.inside(host):
+                _run("tc", [_discipline("eth0", mbits)])
+        _run("tc", [_discipline(f"h{host}", mbits) for host in chosen])
+
+    def _build(self) -> None:
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise OSError(f"there is no `{tool}`")
+        self._switch = _new(self._home)
+        for _ in range(self.hosts):
+            self._spaces.append(_new(self._switch))
+        lines = [
+            "link set lo up",
+            "link add switch type bridge",
+            "link set switch up",
+            f"addr add {SWITCH}/16 dev switch",
+        ]
+        for host in range(self.hosts):
+            lines.append(f"link add h{host} type veth peer name eth0 netns {self.path(host)}")
+            lines.append(f"link set h{host} master switch up")
+        _run("ip", lines)
+        for host in range(self.hosts):
+            with self.inside(host):
+                _run(
+                    "ip",
+                    [
+                        "link set lo up",
+                        f"addr add {self.address(host)}/16 dev eth0",
+                        "link set eth0 up",
+                    ],
+                )
+        self.limit(1000.0)  # fails here and now where `tc` has no such discipline
+        self.limit(None)
+
+    def _unwind(self) -> None:
+        if self._home >= 0:
+            _enter(self._home)
+        for fd in (*self._spaces, self._switch, self._home):
+            if fd >= 0:
+                os.close(fd)
+        self._spaces, self._switch, self._home = [], -1, -1
+
+
+def _discipline(device: str, mbits: float | None) -> str:
+    if mbits is None:
+        return f"qdisc replace dev {device} root pfifo limit 10000"
+    rate = mbits * 1e6 / 8
+    burst, limit = max(LEAST_BURST, int(rate * BURST_S)), max(1 << 20, int(rate * LIMIT_S))
+    return f"qdisc replace dev {device} root tbf rate {mbits:g}mbit burst {burst} limit {limit}"
+
+
+def _run(tool: str, lines: list[str]) -> None:
+    """Commands of `ip` or `tc`, on the host where this thread is. Raises OSError."""
+    done = subprocess.run(
+        [tool, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"{tool}: {done.stderr.strip() or done.returncode}")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _current() -> int:
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _new(back: int) -> int:
+    """A network of its own. This thread is in `back` again afterwards.
+
+    Raises OSError.
+    """
+    if _libc.unshare(CLONE_NEWNET):
+        raise OSError(
+            ctypes.get_errno(),
+            f"no network namespace can be made: {os.strerror(ctypes.get_errno())}",
+        )
+    try:
+        return _current()
+    finally:
+        _enter(back)
+
+
+def _enter(space: int) -> None:
+    if _libc.setns(space, CLONE_NEWNET):
+        raise OSError(
+            ctypes.get_errno(),
+            f"a network namespace cannot be entered: {os.strerror(ctypes.get_errno())}",
+        )
+
+
+def enter(path: str) -> None:
+    """This thread is on the host of that `Network.path` from now on. Raises OSError."""
+    if path:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _enter(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,158 @@
+"""Relays on hosts of a `Network`, each a process as a run has it, told what a
+controller would tell them.
+
+Invariants: relay `r<i>` is on host i; every broadcast is of a version that no relay
+has; processes end with the context.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.relay_net import Network
+from rollweave.core.policy import relay as policy
+from rollweave.runtime.links.relay import ProcessRelay, in_process
+from rollweave.schema.errors import WeightsError
+from rollweave.schema.weights import (
+    RelayAddress,
+    RelaySpec,
+    Stalled,
+    Take,
+    TakeFailed,
+    Taken,
+    WeightManifest,
+)
+
+
+class Tier:
+    """So many relays, from the first host on."""
+
+    def __init__(
+        self,
+        links: Sequence[ProcessRelay],
+        addresses: Sequence[RelayAddress],
+        suspected: Sequence[asyncio.Event],
+        stalled: Sequence[asyncio.Event],
+    ) -> None:
+        """Events are set while a relay is suspected, and once nothing has come to it
+        from its source for a moment.
+        """
+        self.links, self.addresses, self.suspected, self.stalled = (
+            list(links),
+            list(addresses),
+            suspected,
+            stalled,
+        )
+        self._last_id = 0
+
+    def next_id(self) -> int:
+        """A weights id that no relay has seen."""
+        self._last_id += 1
+        return self._last_id
+
+    def version(self, manifest: WeightManifest) -> WeightManifest:
+        """The same bytes under such an id."""
+        weights_id = self.next_id()
+        return msgspec.structs.replace(manifest, weights_id=weights_id, version=weights_id)
+
+    def cpu_s(self) -> float:
+        """Seconds that all relays together have been on a core."""
+        ticks = 0
+        for link in self.links:
+            fields = Path(f"/proc/{link.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime, stime
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def source(self, relay: int | None) -> RelayAddress | None:
+        return None if relay is None else self.addresses[relay]
+
+    async def broadcast(
+        self,
+        manifest: WeightManifest,
+        sources: Sequence[int | None],
+        *,
+        chunk_bytes: int,
+        base_id: int | None = None,
+    ) -> float:
+        """Seconds in which relay i has a version from relay `sources[i]`, or from
+        memory, all told at once.
+
+        Raises WeightsError where one fails.
+        """
+        keep = () if base_id is None else (base_id,)
+        started = time.monotonic()
+        answers = await asyncio.gather(
+            *(
+                link.take(
+                    Take(
+                        manifest=manifest,
+                        source=self.source(source),
+                        chunk_bytes=chunk_bytes,
+                        base_id=base_id,
+                        keep=keep,
+                    )
+                )
+                for link, source in zip(self.links, sources, strict=False)
+            )
+        )
+        seconds = time.monotonic() - started
+        for number, answer in enumerate(answers):
+            checked(number, answer)
+        return seconds
+
+
+def checked(relay: int, answer: Taken | TakeFailed | None) -> Taken:
+    """Raises WeightsError for anything else."""
+    if isinstance(answer, Taken):
+        return answer
+    raise WeightsError(
+        f"relay r{relay}: {answer.error if answer is not None else 'no answer: lost, or overtaken'}"
+    )
+
+
+def chain(relays: int) -> list[int | None]:
+    """Whom each takes from, as the controller has it (Laminar §4.2)."""
+    order = [f"r{number}" for number in range(relays)]
+    found = policy.sources(policy.chain(order, order[0]))
+    return [
+        order.index(source) if source is not None else None
+        for source in (found[relay] for relay in order)
+    ]
+
+
+def star(relays: int) -> list[int | None]:
+    """One sender: all take from the master."""
+    return [None, *(0 for _ in range(relays - 1))]
+
+
+@contextlib.asynccontextmanager
+async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncIterator[Tier]:
+    """Relays on these hosts. Raises WeightsError where one does not start."""
+    opened: list[ProcessRelay] = []
+    suspected, stalled = ([asyncio.Event() for _ in hosts] for _ in range(2))
+
+    def mark(number: int, silent: bool) -> None:
+        (suspected[number].set if silent else suspected[number].clear)()
+
+    def stop(number: int, word: Stalled) -> None:
+        stalled[number].set()
+
+    try:
+        for number, host in enumerate(hosts):
+            with network.inside(host):
+                spec = RelaySpec(id=f"r{number}", host=network.address(host))
+                link = in_process(logs=logs)(
+                    spec, functools.partial(mark, number), functools.partial(stop, number)
+                )
+            assert isinstance(link, ProcessRelay), "in_process makes processes"
+            opened.append(link)
+        ready = [await link.ready() for link in opened]
+        yield Tier(opened, [found.address for found in ready], suspected, stalled)
+    finally:
+        await asyncio.gather(*(link.close() for link in opened))

@@ -1,0 +1,119 @@
+"""Runs a configuration for a bench, in a directory that is thrown away, and reads how
+long what took.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollweave.record.report.data import RunData, read_run
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import Summary
+from rollweave.record.trace import TRAINER
+from rollweave.runtime import launch
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+
+EXAMPLES = "examples"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One finished run.
+
+    `ready_s` is when the trainer was up and warmed up, in seconds from the run's start.
+    """
+
+    summary: Summary
+    data: RunData
+    ready_s: float
+
+    @property
+    def trained_s(self) -> float:
+        """When the last training step ended."""
+        return float(self.data.steps[-1]["at"]) if self.data.steps else self.ready_s
+
+    def reached_s(self, success: float) -> float | None:
+        """Seconds from readiness to the first periodic evaluation in which every task
+        had `success`; None if none had.
+        """
+        for line in self.data.evaluations:
+            if not line["final"] and line["success"] and min(line["success"].values()) >= success:
+                return float(line["at"]) - self.ready_s
+        return None
+
+
+def example(name: str) -> Path:
+    """A configuration of the repository.
+
+    Raises ConfigError where the bench is not run from a clone.
+    """
+    for root in (Path.cwd(), Path(__file__).parents[1]):
+        path = root / EXAMPLES / name
+        if path.exists():
+            return path
+    raise ConfigError(
+        f"{EXAMPLES}/{name} must be here: run this bench in a clone of the repository"
+    )
+
+
+def measure(config: Path, overrides: Sequence[str]) -> Measured:
+    """Train as `config` says, and throw the directory away.
+
+    Raises RollweaveError where the run fails or is stopped.
+    """
+    with recorded(config, overrides) as (_, _, measured):
+        return measured
+
+
+@contextmanager
+def recorded(
+    config: Path, overrides: Sequence[str]
+) -> Iterator[tuple[RunConfig, RunDir, Measured]]:
+    """As `measure`, with the directory still there.
+
+    Raises RollweaveError where the run fails or is stopped.
+    """
+    with tempfile.TemporaryDirectory(prefix="rollweave-bench-") as scratch:
+        made = load(config, [*overrides, f"run.dir={_quoted(scratch)}", "run.sinks=[]"])
+        run, measured = trained(made)
+        yield made, run, measured
+
+
+def trained(
+    config: RunConfig, *, programs: launch.Programs | None = None
+) -> tuple[RunDir, Measured]:
+    """Train in the directory that `config` names.
+
+    Raises RollweaveError where the run fails or is stopped.
+    """
+    summary = launch.train(config, programs=programs)
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    if summary.error:
+        raise RollweaveError(f"{config.run.name}: {summary.error}")
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    data = read_run(run)
+    starts = [span.end for span in data.spans if span.row == TRAINER and span.kind == "start"]
+    return run, Measured(summary=summary, data=data, ready_s=starts[0] if starts else 0.0)
+
+
+def shares(seconds: dict[str, float]) -> dict[str, float]:
+    """Seconds by cause as shares of their sum, from the moment on when things had
+    started.
+    """
+    running = {cause: value for cause, value in seconds.items() if cause != "starting"}
+    total = sum(running.values())
+    return {cause: round(value / total, 4) for cause, value in running.items()} if total else {}
+
+
+def conditions_of(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    return {"config": path.name, "set": list(overrides)}
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,267 @@
+"""Bench `tools`: what one tool call costs an agent, beside the ways that it is usually
+done. ProRL Agent §3.2.3.
+
+A command is `echo hi`, a cell is `1+1`. Ours go the whole way: from the host through
+the channel to the server, its shell or interpreter, and back with the output; `pty` is
+the part from the server's receiving the command to its having all output. The peers:
+tmux (`send-keys`, and `wait-for` until the command has signalled: its output is not
+even fetched), a new `bash -c`, a Jupyter kernel through jupyter_client. All take turns
+in small blocks in one run; figures are medians, in milliseconds.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contract import Figure, Result
+from rollweave.sandbox import inside
+from rollweave.sandbox.channel import Channel
+from rollweave.sandbox.tools import Bash, IPython
+
+CALLS, QUICK_CALLS = 500, 60
+"""Of each contender."""
+
+BLOCK = 10
+"""Calls of one contender before the next has its turn."""
+
+COMMAND, CELL = "echo hi", "1+1"
+
+PEER_S = 60.0
+"""For a peer to answer or start: far longer than any takes."""
+
+CONDITIONS = {
+    "bash_over_tmux": "tmux by ours from end to end, output included; tmux's output is not "
+    "fetched. The aim is 20",
+    "pty_over_tmux": "tmux by our terminal alone, as the server measures it: command in, all "
+    "output there. The aim is 40",
+    "ipython_over_jupyter": "a Jupyter kernel through jupyter_client (ZMQ on loopback) by ours "
+    "from end to end. The aim is 15",
+    "bash_over_spawn": "a new `bash -c` on the host by ours from end to end",
+    "sandbox": "none around the server: namespaces change where a process runs, not what its "
+    "pipes cost",
+}
+
+Contender = Callable[[], list[float]]
+"""Milliseconds of each of `BLOCK` calls."""
+
+
+def bench_tools(*, quick: bool) -> Result:
+    """Times of all contenders that are installed; the others are None, with what is
+    missing.
+    """
+    conditions: dict[str, Any] = dict(CONDITIONS)
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(_ours())
+        contenders: dict[str, Contender] = {"spawn": lambda: _timed(_spawn), **ours}
+        for name, peer in (("tmux", _tmux), ("jupyter", _jupyter)):
+            try:
+                contenders[name] = stack.enter_context(peer())
+            except FileNotFoundError as missing:
+                conditions[f"{name}_ms"] = str(missing)
+        if "ipython" not in ours:
+            conditions["ipython_ms"] = "IPython is not installed: the extra `tools`"
+        times = take_turns(contenders, QUICK_CALLS if quick else CALLS)
+    conditions["calls"] = (
+        f"{len(times['spawn'])} of each, in blocks of {BLOCK} that take turns; medians"
+    )
+    return Result(bench="tools", figures=figures(times), conditions=conditions)
+
+
+def take_turns(contenders: dict[str, Contender], calls: int) -> dict[str, list[float]]:
+    """Milliseconds of at least `calls` calls of each, in blocks; the first block of
+    each is a warm-up that does not count.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1 + -(-calls // BLOCK)):
+        for name, run in contenders.items():
+            found = run()
+            if number:
+                times[name] += found
+    return times
+
+
+def figures(times: dict[str, list[float]]) -> dict[str, Figure]:
+    """Medians, and how much faster ours are; None for what was not measured."""
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    names = ("bash", "pty", "tmux", "spawn", "ping", "ipython", "jupyter")
+    found: dict[str, Figure] = {f"{name}_ms": medians.get(name) for name in names}
+    for ours, peer in (
+        ("bash", "tmux"),
+        ("pty", "tmux"),
+        ("bash", "spawn"),
+        ("ipython", "jupyter"),
+    ):
+        both = ours in medians and peer in medians
+        found[f"{ours}_over_{peer}"] = medians[peer] / medians[ours] if both else None
+    return found
+
+
+def _timed(call: Callable[[], object]) -> list[float]:
+    times = []
+    for _ in range(BLOCK):
+        began = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[dict[str, Contender]]:
+    """A server outside of any sandbox, and what we have through it."""
+    folder = Path(inside.__file__).parent
+    mine, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, str(folder), "--fd", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+        )
+    with asyncio.Runner() as runner:
+        tools = _Tools(runner, mine)
+        try:
+            found: dict[str, Contender] = {"bash": tools.bash, "pty": tools.pty, "ping": tools.ping}
+            if tools.has_ipython():
+                found["ipython"] = tools.ipython
+            yield found
+        finally:
+            tools.close()
+            process.wait(PEER_S)
+
+
+class _Tools:
+    """Blocks of calls in one event loop that lives from block to block."""
+
+    def __init__(self, runner: asyncio.Runner, sock: socket.socket) -> None:
+        self._runner = runner
+        self._pty_ms: list[float] = []
+        self._channel, self._bash, self._ipython = runner.run(self._open(sock))
+
+    async def _open(self, sock: socket.socket) -> tuple[Channel, Bash, IPython]:
+        channel = Channel(sock)
+        return channel, Bash(channel), IPython(channel)
+
+    def bash(self) -> list[float]:
+        return self._runner.run(self._bash_block())
+
+    def pty(self) -> list[float]:
+        """Of the very calls that `bash` has just made."""
+        return self._pty_ms
+
+    def ping(self) -> list[float]:
+        return self._runner.run(self._ping_block())
+
+    def ipython(self) -> list[float]:
+        return self._runner.run(self._ipython_block())
+
+    def has_ipython(self) -> bool:
+        return self._runner.run(self._ipython.run(CELL)).interpreter == "ipython"
+
+    def close(self) -> None:
+        self._runner.run(self._close())
+
+    async def _close(self) -> None:
+        self._channel.close()
+
+    async def _bash_block(self) -> list[float]:
+        times, self._pty_ms = [], []
+        for _ in range(BLOCK):
+            began = time.perf_counter()
+            found = await self._bash.run(COMMAND)
+            times.append((time.perf_counter() - began) * 1e3)
+            self._pty_ms.append(found.seconds * 1e3)
+            assert (found.output, found.exit_code) == ("hi\n", 0)
+        return times
+
+    async def _ping_block(self) -> list[float]:
+        times = []
+        for _ in range(BLOCK):
+            began = time.perf_counter()
+            await self._channel.call("ping", timeout_s=PEER_S)
+            times.append((time.perf_counter() - began) * 1e3)
+        return times
+
+    async def _ipython_block(self) -> list[float]:
+        times = []
+        for _ in range(BLOCK):
+            began = time.perf_counter()
+            found = await self._ipython.run(CELL)
+            times.append((time.perf_counter() - began) * 1e3)
+            assert found.result == "2"
+        return times
+
+
+def _spawn() -> None:
+    found = subprocess.run(
+        ["bash", "--norc", "-c", COMMAND], capture_output=True, check=True, stdin=subprocess.DEVNULL
+    )
+    assert found.stdout == b"hi\n"
+
+
+@contextlib.contextmanager
+def _tmux() -> Iterator[Contender]:
+    """A server of our own, on a socket of our own.
+
+    Raises FileNotFoundError where tmux is not installed.
+    """
+    if shutil.which("tmux") is None:
+        raise FileNotFoundError("tmux is not installed: `apt-get install tmux`")
+    with tempfile.TemporaryDirectory() as folder:
+        tmux = ["tmux", "-S", f"{folder}/socket", "-f", "/dev/null"]
+
+        def run(*arguments: str) -> None:
+            subprocess.run(
+                [*tmux, *arguments], check=True, stdin=subprocess.DEVNULL, timeout=PEER_S
+            )
+
+        def call() -> None:
+            run("send-keys", "-t", "s", f"{COMMAND}; {' '.join(tmux)} wait-for -S done", "Enter")
+            run("wait-for", "done")
+
+        run("new-session", "-d", "-s", "s", "-x", "160", "-y", "50", "bash --norc --noprofile")
+        try:
+            yield lambda: _timed(call)
+        finally:
+            run("kill-server")
+
+
+@contextlib.contextmanager
+def _jupyter() -> Iterator[Contender]:
+    """A kernel of our own.
+
+    Raises FileNotFoundError where jupyter_client or ipykernel is not installed.
+    """
+    if any(importlib.util.find_spec(name) is None for name in ("jupyter_client", "ipykernel")):
+        raise FileNotFoundError(
+            "jupyter_client and ipykernel are not installed: `pip install ipykernel`"
+        )
+    manager_of = importlib.import_module("jupyter_client.manager")
+    with open(os.devnull, "w") as nowhere:
+        manager, client = manager_of.start_new_kernel(
+            startup_timeout=PEER_S, stdout=nowhere, stderr=nowhere
+        )
+        results: list[str] = []
+
+        def keep(message: dict[str, Any]) -> None:
+            if message["msg_type"] == "execute_result":
+                results.append(message["content"]["data"]["text/plain"])
+
+        def call() -> None:
+            results.clear()
+            client.execute_interactive(CELL, allow_stdin=False, timeout=PEER_S, output_hook=keep)
+            assert results == ["2"]
+
+        try:
+            yield lambda: _timed(call)
+        finally:
+            client.stop_channels()
+            manager.shutdown_kernel(now=True)

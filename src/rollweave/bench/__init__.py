@@ -1,1 +1,0 @@
-"""Benches: measure and compare in one run. Each gives figures and the conditions under which they hold."""

@@ -1,0 +1,75 @@
+"""Whether a server is to be used, by checks of it; and which engines each of several
+rollout servers uses (ProRL's client).
+
+Which engine a rollout's turn goes to is `core/policy/routing`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from rollweave.schema.base import Noun
+
+DOWN_AFTER = 3
+"""Failed checks in a row that make a server unhealthy: one may be a lost packet, two a
+pause.
+"""
+
+UP_AFTER = 2
+"""Good checks in a row that make it healthy again: a server that flaps stays out."""
+
+
+class Hysteresis:
+    """Health by checks: it changes only after several in a row that say otherwise."""
+
+    def __init__(
+        self, *, healthy: bool = False, down_after: int = DOWN_AFTER, up_after: int = UP_AFTER
+    ) -> None:
+        if down_after < 1 or up_after < 1:
+            raise ValueError(
+                f"down_after and up_after must be at least 1, got {down_after} and {up_after}"
+            )
+        self.healthy = healthy
+        self._needed = {True: up_after, False: down_after}
+        self._against = 0
+
+    def observe(self, good: bool) -> bool:
+        """Take one check; whether the server is healthy now."""
+        self._against = 0 if good is self.healthy else self._against + 1
+        if self._against >= self._needed[good]:
+            self.healthy, self._against = good, 0
+        return self.healthy
+
+
+class Host(Noun, frozen=True, kw_only=True):
+    """A server and the host that it runs on, by address."""
+
+    server: str
+    host: str
+
+
+def spread(llms: Sequence[Host], rollouts: Sequence[Host]) -> Mapping[str, tuple[str, ...]]:
+    """The LLM servers that each rollout server uses: those of its host first, the rest
+    round-robin (ProRL, RL trainers).
+
+    Every LLM server is used by one rollout server. Where some rollout server would have
+    none, it shares that of others: the least shared, so that no rollout server is idle
+    while there is any LLM server.
+    """
+    uses: dict[str, list[str]] = {rollout.server: [] for rollout in rollouts}
+    if not uses or not llms:
+        return dict.fromkeys(uses, ())
+    remote = []
+    for llm in llms:
+        near = [rollout.server for rollout in rollouts if rollout.host == llm.host]
+        if near:
+            uses[min(near, key=lambda server: len(uses[server]))].append(llm.server)
+        else:
+            remote.append(llm.server)
+    for server in remote:
+        uses[min(uses, key=lambda rollout: len(uses[rollout]))].append(server)
+    shared = {llm.server: 1 for llm in llms}
+    for own in uses.values():
+        if not own:
+            least = min(shared, key=lambda server: shared[server])
+            shared[least] += 1
+            own.append(least)
+    return {server: tuple(own) for server, own in uses.items()}

@@ -1,0 +1,246 @@
+"""What the experience buffer gives to a training step, and what it lets go (Laminar
+§3.1, §6).
+
+The sampler picks groups for a batch, the writer evicts where there is no room: both by
+a strategy from here or by a function of the user's. Invariants: chosen ids are those of
+experiences that were handed in, each once; a batch has exactly as many groups as are
+wanted, or none; equal inputs give equal choices (what is drawn is handed in); ties go
+to who came first.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate, islice
+from typing import Literal
+
+from rollweave.core.policy.staleness import staleness
+from rollweave.schema.base import GroupId, Noun
+
+STALENESS_WEIGHT = 2.0
+"""A group is drawn so many times less likely with each version that it is older."""
+
+
+class Experience(Noun, frozen=True, kw_only=True):
+    """A group in the buffer. `arrived` grows with each arrival; `initiated` is the
+    oldest version that its members started on.
+
+    `tokens` are those of all members. `ratio` is the mean importance ratio of the
+    current policy to the one that sampled it, where one was measured: by strategy
+    `ratio` alone.
+    """
+
+    id: GroupId
+    arrived: int
+    initiated: int
+    rewards: tuple[float, ...]
+    tokens: int
+    ratio: float | None = None
+
+
+SampleName = Literal["fifo", "newest", "advantage", "ratio", "staleness"]
+"""First come; last come; greatest |advantage|; ratio nearest to 1; drawn, the fresher
+the likelier.
+"""
+
+EvictName = Literal["age", "size"]
+"""The stalest first; those of the most tokens first."""
+
+Rule = Callable[[Sequence[Experience], int], Sequence[GroupId]]
+"""A user's function: from the buffer, in order of arrival, and the current version, to
+ids, the most urgent first.
+"""
+
+
+def advantage(experience: Experience) -> float:
+    """Mean |reward - mean of the group|.
+
+    Divided by the deviation, as GRPO's is, groups would hardly differ.
+    """
+    size, total = len(experience.rewards), math.fsum(experience.rewards)
+    # Divided last, so that nothing is rounded before: mirrored rewards, 2 of 3 and 1 of
+    # 3, are a tie.
+    return math.fsum(abs(size * reward - total) for reward in experience.rewards) / max(1, size**2)
+
+
+def sample(
+    experiences: Sequence[Experience],
+    wanted: int,
+    *,
+    strategy: SampleName | Rule,
+    version: int,
+    draws: Sequence[float] = (),
+    weight: float = STALENESS_WEIGHT,
+) -> list[GroupId]:
+    """The groups of the next batch, in the order of choice; none where there are, or a
+    user's function names, too few.
+
+    `staleness` draws without replacement, each group with a probability in proportion
+    to `weight` ** -staleness: it takes a number in [0, 1) from `draws` for each group.
+    A function of the user's may name more than are wanted; the first are taken. Raises
+    ValueError for ids or draws that do not keep to this, and for bounds without
+    meaning.
+    """
+    if wanted < 1:
+        raise ValueError(f"wanted must be at least 1, got {wanted}")
+    buffer = _in_order(experiences)
+    if callable(strategy):
+        return _most(_named(strategy, buffer, version), wanted)
+    if len(buffer) < wanted:
+        return []
+    match strategy:
+        case "fifo":
+            chosen = buffer
+        case "newest":
+            chosen = buffer[::-1]
+        case "advantage":
+            chosen = sorted(buffer, key=lambda one: -advantage(one))
+        case "ratio":
+            chosen = sorted(buffer, key=_off_policy)
+        case "staleness":
+            chosen = _drawn(buffer, wanted, version, draws, weight)
+    return _most([one.id for one in chosen], wanted)
+
+
+def evict(
+    experiences: Sequence[Experience],
+    *,
+    strategy: EvictName | Rule,
+    version: int,
+    max_groups: int,
+    max_tokens: int | None = None,
+    max_age: int | None = None,
+) -> list[GroupId]:
+    """The groups to let go, so that the others are within the bounds: in groups,
+    tokens, and versions since they began.
+
+    Whatever is older than `max_age` goes first, then as many as must, in the order of
+    the strategy. A function of the user's lets go all that it names; where that is not
+    enough, the stalest follow. Raises ValueError for ids that are not in the buffer, or
+    named twice, and for bounds without meaning.
+    """
+    for name, bound, least in (
+        ("max_groups", max_groups, 1),
+        ("max_tokens", max_tokens, 1),
+        ("max_age", max_age, 0),
+    ):
+        if bound is not None and bound < least:
+            raise ValueError(f"{name} must be at least {least}, got {bound}")
+    buffer = _in_order(experiences)
+    gone = _named(strategy, buffer, version) if callable(strategy) else []
+    named = set(gone)
+    if max_age is not None:
+        gone += [
+            one.id
+            for one in buffer
+            if staleness(one.initiated, version) > max_age and one.id not in named
+        ]
+    named = set(gone)
+    left = [one for one in buffer if one.id not in named]
+    if strategy == "size":
+        left.sort(key=lambda one: -one.tokens)
+    else:
+        left.sort(key=lambda one: -staleness(one.initiated, version))
+    tokens = sum(one.tokens for one in left)
+    for index, one in enumerate(left):
+        if len(left) - index <= max_groups and (max_tokens is None or tokens <= max_tokens):
+            break
+        tokens -= one.tokens
+        gone.append(one.id)
+    return gone
+
+
+def _in_order(experiences: Sequence[Experience]) -> list[Experience]:
+    """As they arrived. Raises ValueError for an id that is there twice."""
+    ids = [one.id for one in experiences]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"experiences must each be there once, got {ids}")
+    return sorted(experiences, key=lambda one: one.arrived)
+
+
+def _named(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
+    """What a user's function names. Raises ValueError for anything but ids of the
+    buffer, each once.
+
+    It is asked twice: where the answers differ, no replay would come back to what was
+    chosen.
+    """
+    named, again = (_answer(rule, buffer, version) for _ in range(2))
+    if named != again:
+        raise ValueError(
+            "a strategy must answer the same to the same question (a chance that it draws must "
+            "follow from what it is given), "
+            f"got {named} and then {again}"
+        )
+    return named
+
+
+def _answer(rule: Rule, buffer: list[Experience], version: int) -> list[GroupId]:
+    answer = rule(tuple(buffer), version)
+    known = {one.id for one in buffer}
+    try:
+        named = list(islice(answer, len(buffer) + 1))  # one more is one twice, or unknown
+        unknown = [name for name in named if name not in known]
+    except TypeError as error:
+        raise ValueError(f"a strategy must give a list of group ids, got {answer!r}") from error
+    if unknown:
+        raise ValueError(
+            f"a strategy must name groups of the buffer, got {unknown[0]!r}, which is not there"
+        )
+    if len(set(named)) < len(named):
+        twice = next(name for index, name in enumerate(named) if name in named[:index])
+        raise ValueError(f"a strategy must name each group once, got {twice!r} twice")
+    return named
+
+
+def _most(ids: list[GroupId], wanted: int) -> list[GroupId]:
+    return ids[:wanted] if len(ids) >= wanted else []
+
+
+def _off_policy(experience: Experience) -> float:
+    """How far the measured ratio is from 1.
+
+    Raises ValueError for one that is not positive; unmeasured ones come last.
+    """
+    ratio = experience.ratio
+    if ratio is None:
+        return math.inf
+    if not 0 < ratio < math.inf:
+        raise ValueError(f"ratio must be above 0 and finite, got {ratio} for group {experience.id}")
+    return abs(math.log(ratio))
+
+
+def _drawn(
+    buffer: list[Experience], wanted: int, version: int, draws: Sequence[float], weight: float
+) -> list[Experience]:
+    """One after another, without replacement.
+
+    Those of equal staleness lie side by side on the line, the freshest first.
+    """
+    if weight < 1:
+        raise ValueError(f"weight must be at least 1, got {weight}")
+    if len(draws) < wanted:
+        raise ValueError(f"draws must have a number for each of {wanted} groups, got {len(draws)}")
+    if wrong := [draw for draw in draws if not 0 <= draw < 1]:
+        raise ValueError(f"draws must be at least 0 and below 1, got {wrong[0]}")
+    left: dict[int, list[Experience]] = {}
+    for one in sorted(buffer, key=lambda one: staleness(one.initiated, version)):
+        left.setdefault(staleness(one.initiated, version), []).append(one)
+    chosen = []
+    for draw in draws[:wanted]:
+        # weights are relative to it, so that none but the stalest vanish
+        freshest = next(iter(left))
+        widths = [weight ** float(freshest - age) for age in left]
+        ends = list(
+            accumulate(width * len(same) for width, same in zip(widths, left.values(), strict=True))
+        )
+        at = draw * ends[-1]
+        index = min(bisect_right(ends, at), len(ends) - 1)
+        age, same = list(left.items())[index]
+        within = (
+            (at - (ends[index - 1] if index else 0.0)) / widths[index] if widths[index] else 0.0
+        )
+        chosen.append(same.pop(min(int(within), len(same) - 1)))
+        if not same:
+            del left[age]
+    return chosen

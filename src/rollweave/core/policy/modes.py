@@ -1,0 +1,88 @@
+"""How far rollouts may run ahead of training: the modes as presets of small policies
+(docs/decisions/0008).
+
+A mode answers four questions. How many steps may lie between the weights that started a
+trajectory and the weights that train on it (`window`; None: any number)? When do
+engines take newly published weights (`update`)? Is a trajectory that can no longer be
+trained on aborted at once, or only refused when it is done (`aborts`)? May a step's
+mini-batches train as they complete (`streamed`)? Everything else (what is launched,
+what is doomed, what a batch accepts) follows.
+
+RollArt §6.2 updates engines when the next batch is ready. Staleness is strict here
+(docs/decisions/0002), so that weights which wait for the batch would doom all that is
+in flight; `bounded` therefore updates at once.
+"""
+
+import enum
+
+from rollweave.schema.base import Noun
+from rollweave.schema.config.sections import ModeName
+
+
+class Update(enum.Enum):
+    """When engines take published weights.
+
+    The final evaluation takes them at once in every mode.
+    """
+
+    # interrupting what is in flight (AReaL); also sync, where nothing is in flight
+    AT_ONCE = "at_once"
+    # when the next batch is rolled out, so that nothing is in flight (one-step)
+    ROLLED_OUT = "rolled_out"
+    # each by itself, when what it has begun is over: no trajectory meets two versions
+    # (Laminar §3)
+    ALONE = "alone"
+
+
+class Mode(Noun, frozen=True, kw_only=True):
+    window: int | None
+    update: Update
+    aborts: bool = True
+    streamed: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Each engine takes weights by itself, and a trajectory keeps to engines that
+        have those that it began with.
+        """
+        return self.update is Update.ALONE
+
+
+def preset(name: ModeName, alpha: int, max_age: int | None = None) -> Mode:
+    """The mode called `name`.
+
+    Windows are in steps: `alpha` of `partial` (η) and `bounded` (α), `max_age` of
+    `decoupled`.
+    """
+    match name:
+        case ModeName.SYNC:
+            return Mode(window=0, update=Update.AT_ONCE)
+        case ModeName.ONE_STEP:
+            return Mode(window=1, update=Update.ROLLED_OUT)
+        case ModeName.STREAM:
+            return Mode(window=1, update=Update.ROLLED_OUT, streamed=True)
+        case ModeName.PARTIAL:
+            return Mode(window=alpha, update=Update.AT_ONCE, aborts=False)
+        case ModeName.BOUNDED:
+            return Mode(window=alpha, update=Update.AT_ONCE)
+        case ModeName.DECOUPLED:
+            return Mode(window=max_age, update=Update.ALONE, aborts=False)
+
+
+def update_now(mode: Mode, *, batch_ready: bool, in_flight: int, too_old: bool) -> bool:
+    """May engines take the newly published weights now? (Where each takes them alone,
+    `core/pace` decides.)
+
+    `in_flight` counts training groups that are not complete yet. `too_old`: nothing
+    launched under the engines' version could be trained on any more, so waiting would
+    wait for ever.
+    """
+    if too_old:
+        return True
+    match mode.update:
+        case Update.AT_ONCE:
+            return True
+        case Update.ROLLED_OUT:
+            return batch_ready or in_flight == 0
+        case Update.ALONE:
+            return False

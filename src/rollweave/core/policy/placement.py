@@ -1,0 +1,457 @@
+"""Where trajectories run, at the start (Heddle §5.2): a partition of the list sorted by
+length over workers, of least makespan.
+
+A group costs its longest member's length times the seconds per token of its size on its
+worker (eq. 2, `CostTable`). Because the cost depends on nothing else, some best
+partition cuts the sorted list into contiguous groups (Lemma 5.1; it holds for workers
+of mixed degrees too, whose order along the list is then part of the question).
+
+The search needs no table of sub-problems, and of costs only that a group's never falls
+as it gets more members, or longer ones (`Groups`; `core/policy/work` is another). For a
+bound M on the makespan, how far a worker reaches from position k of the list is one
+bisection, and never decreases in k; so covering the most of the list with each set of
+workers is best whatever comes after, and "does M suffice?" costs one pass over the
+sets. The least M is then searched exactly: a bound that suffices is lowered to what its
+partition achieves, one that does not is raised to the next value at which any worker
+would reach further, until both meet. Invariant: every comparison is of costs as the
+makespan itself is one, so the result is the minimum to the bit. What the makespan
+leaves open is levelled, so that no worker is packed full while another one has nothing.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollweave.core.policy.interference import CostTable, descending
+from rollweave.schema.base import Noun
+
+Moves = Sequence[Sequence[tuple[int, int]]]
+"""Sets of workers as nodes of a graph: from each, the (degree, node) that one more
+worker leads to. Every move leads to a later node, node 0 is the empty set, and whoever
+can be reached from it can reach the last node, all workers; others have no moves.
+"""
+
+EXACT_STATES = 4096
+"""Sets of workers of mixed degrees that are told apart, for 0.1 s or so.
+
+Beyond, equal degrees stay together along the list.
+"""
+
+ORDERED_KINDS = 6
+"""Different degrees whose 720 orders are all searched.
+
+Beyond, they descend along the list.
+"""
+
+ROUNDING = 1e-9
+"""More than the relative error of a quotient, where a bound must hold for the product."""
+
+
+class Placement(Noun, frozen=True, kw_only=True):
+    """`spans[w]`: worker w runs positions [start, end) of `by_length`'s order. `exact`:
+    no partition has a lesser makespan.
+
+    `loss`: by aggregating, `makespan_s` is at most 1 + loss times what it would be
+    without.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    makespan_s: float
+    exact: bool
+    loss: float = 0.0
+
+
+class Groups(Protocol):
+    """A sorted list of trajectories, and what its contiguous groups cost."""
+
+    @property
+    def total(self) -> int:
+        """Trajectories in the list."""
+
+    def seconds(self, degree: int, start: int, end: int) -> float:
+        """Of positions [start, end), start < end, on a worker of this degree: no less
+        for a later end or an earlier start.
+        """
+
+    def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
+        """The last end for which the group costs at most `bound`, and the cost
+        (infinite at the end) of the next one beyond.
+
+        Of groups of equal cost the largest is meant. `start` itself where not even one
+        trajectory is within the bound.
+        """
+
+
+class Path(Noun, frozen=True, kw_only=True):
+    """Workers in their order along the sorted list, and where each one's span ends."""
+
+    degrees: tuple[int, ...]
+    ends: tuple[int, ...]
+    makespan_s: float
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        return tuple(zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+
+def by_length(lengths: Sequence[float]) -> npt.NDArray[np.intp]:
+    """Indices of `lengths`, longest first, equal ones by index: the order that spans
+    refer to.
+    """
+    return np.argsort(-np.asarray(lengths, dtype=np.float64), kind="stable")
+
+
+def place(lengths: Sequence[float], workers: Sequence[int], cost: CostTable) -> Placement:
+    """The placement of least makespan under eq. 2. `lengths` are tokens in any order,
+    `workers` the parallel degree of each.
+
+    A worker may stay empty. Mixed degrees are exact while at most EXACT_STATES sets of
+    workers have to be told apart; beyond, equal degrees are contiguous along the list,
+    in the best order (descending for more than ORDERED_KINDS). Raises ValueError for
+    lengths that are not finite and positive, more workers than trajectories, a degree
+    that `cost` lacks, and a table shorter than the list.
+    """
+    check_workers(len(lengths), workers)
+    return place_groups(ByTable(lengths, cost), workers)
+
+
+def place_groups(groups: Groups, workers: Sequence[int]) -> Placement:
+    """As `place`, for any cost; exact among partitions into contiguous groups."""
+    check_workers(groups.total, workers)
+    problem = Problem(groups)
+    counts = {degree: list(workers).count(degree) for degree in sorted(set(workers), reverse=True)}
+    best = problem.least(
+        by_degree(counts)
+        if len(counts) <= ORDERED_KINDS
+        else in_order(sorted(workers, reverse=True))
+    )
+    exact = len(counts) == 1
+    if not exact and math.prod(count + 1 for count in counts.values()) <= EXACT_STATES:
+        best, exact = problem.least(by_counts(counts), known=best), True
+    best = problem.level(best)
+    return Placement(spans=_to_workers(best, workers), makespan_s=best.makespan_s, exact=exact)
+
+
+def check_workers(trajectories: int, workers: Sequence[int]) -> None:
+    """Raises ValueError where there is nothing to place on, or there are more workers
+    than trajectories.
+    """
+    if not workers:
+        raise ValueError("workers must have at least one worker, got none")
+    if len(workers) > trajectories:
+        raise ValueError(
+            f"workers must be at most as many as the {trajectories} trajectories, "
+            f"got {len(workers)}"
+        )
+
+
+def _to_workers(path: Path, workers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The path's spans by worker: of equal workers, the earlier takes the longer ones."""
+    waiting: dict[int, list[tuple[int, int]]] = {}
+    for degree, span in zip(path.degrees, path.spans, strict=True):
+        waiting.setdefault(degree, []).append(span)
+    taken = {degree: iter(spans) for degree, spans in waiting.items()}
+    return tuple(next(taken[degree]) for degree in workers)
+
+
+def in_order(degrees: Sequence[int]) -> Moves:
+    """Workers in this order along the list."""
+    return [[(degree, number + 1)] for number, degree in enumerate(degrees)] + [[]]
+
+
+def by_degree(counts: dict[int, int]) -> Moves:
+    """Degrees in any order along the list, equal ones together: sets of whole degrees,
+    and the runs between them.
+    """
+    kinds = list(counts)
+    moves: list[list[tuple[int, int]]] = []
+    # of a set of kinds: the (node, degree) that lead to it
+    entries: dict[int, list[tuple[int, int]]] = {0: []}
+    for chosen in range(1 << len(kinds)):
+        here = len(moves)
+        for node, degree in entries[chosen]:
+            moves[node].append((degree, here))
+        moves.append([])
+        for bit, degree in enumerate(kinds):
+            if not chosen >> bit & 1:
+                node = here
+                for _ in range(counts[degree] - 1):
+                    moves[node].append((degree, len(moves)))
+                    node = len(moves)
+                    moves.append([])
+                entries.setdefault(chosen | 1 << bit, []).append((node, degree))
+    return moves
+
+
+def by_counts(counts: dict[int, int]) -> Moves:
+    """Workers in any order along the list: how many of each degree are used."""
+    # degree, its workers, nodes between n and n + 1 of them used
+    strides: list[tuple[int, int, int]] = []
+    nodes = 1
+    for degree, count in counts.items():
+        strides.append((degree, count, nodes))
+        nodes *= count + 1
+    return [
+        [
+            (degree, node + stride)
+            for degree, count, stride in strides
+            if node // stride % (count + 1) < count
+        ]
+        for node in range(nodes)
+    ]
+
+
+class ByTable:
+    """Groups by eq. 2. Raises ValueError as `place` does."""
+
+    def __init__(self, lengths: Sequence[float], cost: CostTable) -> None:
+        self.lengths: list[float] = descending(lengths).tolist()
+        self.total = len(self.lengths)
+        if cost.largest < self.total:
+            raise ValueError(
+                f"cost must reach the group size {self.total} of all trajectories, "
+                f"got {cost.largest}"
+            )
+        worst = self.lengths[0] * max(cost.row(degree)[-1] for degree in cost.degrees)
+        if not math.isfinite(worst):
+            raise ValueError(
+                f"lengths must have finite products with the seconds of cost, got {self.lengths[0]}"
+            )
+        # A group beyond all trajectories costs infinitely much, so that nobody reaches
+        # there.
+        self._rows = {
+            degree: [*cost.row(degree)[: self.total], math.inf] for degree in cost.degrees
+        }
+        self._cost = cost
+
+    def seconds(self, degree: int, start: int, end: int) -> float:
+        """See `Groups`."""
+        return self.lengths[start] * self._cost.at(degree, end - start)
+
+    def reach(self, degree: int, start: int, bound: float) -> tuple[int, float]:
+        """See `Groups`."""
+        row, length = self._rows[degree], self.lengths[start]
+        size = bisect_right(row, bound / length, 0, self.total)
+        beyond = length * row[size]
+        # The quotient is rounded; the product decides. Equal costs are passed together.
+        while beyond <= bound:
+            size = bisect_right(row, row[size])
+            beyond = length * row[size]
+        while size and length * row[size - 1] > bound:
+            beyond = length * row[size - 1]
+            size = bisect_left(row, row[size - 1])
+        return min(start + size, self.total), beyond
+
+
+class Problem:
+    """Groups, ready for many searches."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def least(self, moves: Moves, *, known: Path | None = None) -> Path:
+        """The path over all `moves` of least makespan.
+
+        `known`: a path that they have, from which the search goes down.
+        """
+        degrees = sorted({degree for some in moves for degree, _ in some})
+        # the longest runs somewhere
+        low = min(self.groups.seconds(degree, 0, 1) for degree in degrees)
+        best, bound = known, low
+        if best is not None:
+            bound = max(low, math.nextafter(best.makespan_s, 0.0))
+        # Everything below `low` is too little, and `best` is possible.
+        while best is None or low < best.makespan_s:
+            found, following = self._within(bound, moves)
+            if found is not None:
+                best = found
+            else:
+                low = following
+            if best is None:
+                bound = max(low, 2 * bound)
+            else:
+                bound = low + (best.makespan_s - low) / 2
+                bound = bound if bound < best.makespan_s else low
+        return best
+
+    def _within(self, bound: float, moves: Moves) -> tuple[Path | None, float]:
+        """A path of makespan `bound` or less, or None and the least greater bound at
+        which some worker reaches further.
+        """
+        total, following, extend = self.groups.total, math.inf, self.groups.reach
+        reach, came = [-1] * len(moves), [(0, 0)] * len(moves)
+        reach[0] = 0
+        for node, some in enumerate(moves):
+            start = reach[node]
+            if start == total:
+                return self._path(node, moves, reach, came), bound
+            for degree, to in some:
+                end, beyond = extend(degree, start, bound)
+                if beyond < following:
+                    following = beyond
+                if end > reach[to]:
+                    reach[to] = end
+                    came[to] = (node, degree)
+        return None, following
+
+    def level(self, path: Path) -> Path:
+        """The same workers and makespan, with each end between the earliest and the
+        latest that it can be: later ones later.
+        """
+        bound, earliest = path.makespan_s, [0] * len(path.degrees)
+        end = self.groups.total
+        for number in range(len(path.degrees) - 1, -1, -1):
+            earliest[number] = end
+            end = self._back(path.degrees[number], end, bound)
+        ends, start = [], 0
+        for number, degree in enumerate(path.degrees):
+            latest = (
+                self.groups.reach(degree, start, bound)[0] if start < self.groups.total else start
+            )
+            room = path.ends[number] - earliest[number]
+            wanted = earliest[number] + room * (number + 1) // len(path.degrees)
+            start = max(start, min(latest, max(wanted, earliest[number])))
+            ends.append(start)
+        return Path(degrees=path.degrees, ends=tuple(ends), makespan_s=bound)
+
+    def _back(self, degree: int, end: int, bound: float) -> int:
+        """The earliest start from which a worker reaches `end` within the bound."""
+        low, high = 0, end
+        while low < high:
+            middle = (low + high) // 2
+            if self.groups.seconds(degree, middle, end) <= bound:
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _path(self, node: int, moves: Moves, reach: list[int], came: list[tuple[int, int]]) -> Path:
+        """Through `node`, where the list ends: how it was reached, and whatever workers
+        are left, which stay empty.
+        """
+        degrees: list[int] = []
+        ends: list[int] = []
+        worst, at = 0.0, node
+        while at:
+            before, degree = came[at]
+            degrees.append(degree)
+            ends.append(reach[at])
+            if reach[at] > reach[before]:
+                worst = max(worst, self.groups.seconds(degree, reach[before], reach[at]))
+            at = before
+        degrees.reverse()
+        ends.reverse()
+        while moves[node]:
+            degree, node = moves[node][0]
+            degrees.append(degree)
+            ends.append(self.groups.total)
+        return Path(degrees=tuple(degrees), ends=tuple(ends), makespan_s=worst)
+
+
+def place_dp(
+    lengths: Sequence[float],
+    workers: Sequence[int],
+    cost: CostTable,
+    *,
+    below: float = 0.0,
+    chunk: int = 1,
+) -> Placement:
+    """The paper's dynamic program (eq. 3), in O(n² workers): the baseline and the
+    oracle of `place`.
+
+    Workers take the list in descending degree (§6.2), so it is exact for equal degrees.
+    Trajectories shorter than `below` tokens are aggregated into runs of `chunk`, which
+    are not divided; `loss` bounds what that costs. Raises ValueError as `place` does.
+    """
+    check_workers(len(lengths), workers)
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    ordered = np.array(ByTable(lengths, cost).lengths)
+    long = int(np.count_nonzero(ordered >= below))
+    cuts = np.concatenate((np.arange(long), np.arange(long, len(ordered), chunk), [len(ordered)]))
+    turn = sorted(range(len(workers)), key=lambda worker: -workers[worker])
+    makespan_s, chosen = _dynamic_program(
+        ordered[cuts[:-1]], cuts, [workers[worker] for worker in turn], cost
+    )
+    spans = [(0, 0)] * len(workers)
+    end = len(cuts) - 1
+    for column in range(len(workers) - 1, -1, -1):
+        start = int(chosen[column, end])
+        spans[turn[column]] = (int(cuts[start]), int(cuts[end]))
+        end = start
+    aggregated = chunk > 1 and long < len(ordered)
+    loss = (
+        max(_loss(ordered, long, chunk, makespan_s, cost.row(kind)) for kind in set(workers))
+        if aggregated
+        else 0.0
+    )
+    return Placement(
+        spans=tuple(spans),
+        makespan_s=makespan_s,
+        exact=not aggregated and len(set(workers)) == 1,
+        loss=loss,
+    )
+
+
+def _dynamic_program(
+    heads: npt.NDArray[np.float64],
+    cuts: npt.NDArray[np.intp],
+    degrees: Sequence[int],
+    cost: CostTable,
+) -> tuple[float, npt.NDArray[np.intp]]:
+    """dp[j][i] = min over k of max(dp[j-1][k], heads[k] * seconds(cuts[i] - cuts[k])):
+    its last value, and every k chosen.
+
+    `heads` [m] are the lengths at the first m of `cuts` [m+1]. chosen[j][i] is where
+    worker j starts if it ends at cut i; i if it is empty. All workers of a column are
+    computed together.
+    """
+    items = len(heads)
+    rows = {degree: np.asarray(cost.row(degree)) for degree in degrees}
+    blocks = {
+        degree: slice(degrees.index(degree), degrees.index(degree) + degrees.count(degree))
+        for degree in degrees
+    }
+    best = np.full((len(degrees) + 1, items + 1), np.inf)
+    best[:, 0] = 0.0
+    chosen = np.zeros((len(degrees), items + 1), dtype=np.intp)
+    # one for all: allocating afresh would cost as much as computing
+    room = np.empty(len(degrees) * items)
+    for item in range(1, items + 1):
+        sizes = cuts[item] - cuts[:item]
+        column = best[:, item]
+        for degree, block in blocks.items():
+            workers = block.stop - block.start
+            worst = room[: workers * item].reshape(workers, item)
+            np.maximum(best[block, :item], heads[:item] * rows[degree][sizes - 1], out=worst)
+            chosen[block, item] = worst.argmin(axis=1)
+            column[block.start + 1 : block.stop + 1] = worst.min(axis=1)
+        least = np.minimum.accumulate(column)
+        chosen[least[:-1] <= column[1:], item] = item
+        column[:] = least
+    return float(best[-1, -1]), chosen
+
+
+def _loss(
+    ordered: npt.NDArray[np.float64], long: int, chunk: int, makespan_s: float, row: Sequence[float]
+) -> float:
+    """How much greater `makespan_s` is for aggregating from position `long`, at most,
+    by workers of this row of the table.
+
+    Move every cut of the best partition to the end of its run: a group that ends among
+    the aggregated gets `chunk` - 1 members more at most. One of those costs
+    `makespan_s` or more (or nothing is lost), which a group that starts late must be
+    large for, and a large group gets little dearer.
+    """
+    seconds = np.asarray(row[: len(ordered)])
+    more = np.minimum(np.arange(len(ordered)) + chunk - 1, len(ordered) - 1)
+    # of groups of this size and larger
+    dearer = np.maximum.accumulate((seconds[more] / seconds)[::-1])[::-1]
+    starts = np.arange(long + 1)
+    least = np.searchsorted(seconds[more], makespan_s * (1 - ROUNDING) / ordered[starts])
+    sizes = np.maximum(least, long - starts)  # minus 1: to end among the aggregated
+    return float(max(dearer[sizes[sizes < len(ordered)]], default=1.0)) - 1

@@ -1,0 +1,120 @@
+"""How many groups to launch, and when a group is complete (RollArt §6.3; ProRL §3.4;
+AReaL's admission rule).
+"""
+
+import enum
+from collections.abc import Sequence
+
+from rollweave.core.policy.staleness import acceptable
+
+EQUAL_REWARDS = 1e-9
+"""Rewards closer than this count as equal: a group of them has no advantage to learn
+from (DAPO).
+"""
+
+BARREN_BATCHES = 2
+"""Batches' worth of groups that may fail in a row, without one member scored, before
+the environment counts as broken.
+"""
+
+
+def is_barren(groups_in_a_row: int, groups_per_step: int) -> bool:
+    """True if so many groups have failed that drawing more would go on for ever."""
+    return groups_in_a_row >= max(4, BARREN_BATCHES * groups_per_step)
+
+
+FILTERED_BATCHES = 100
+"""Batches' worth of groups that dynamic sampling may filter in a row before the run
+ends: nothing is left to learn from.
+"""
+
+
+def is_spent(filtered_in_a_row: int, groups_per_step: int) -> bool:
+    """True if so many groups in a row had equal rewards that drawing more would go on
+    for ever.
+    """
+    return filtered_in_a_row >= FILTERED_BATCHES * groups_per_step
+
+
+def capacity(
+    *,
+    window: int,
+    serving_version: int,
+    next_version: int,
+    groups_per_step: int,
+    spare_groups: int,
+    last_step: int,
+) -> int:
+    """Groups that may be active or buffered at once.
+
+    A group launched now, under `serving_version`, must still be acceptable when its
+    turn comes: with `k` groups ahead of it, it is trained at version `next_version + k
+    // groups_per_step`. Requiring that to be at most `serving_version + window` gives
+    AReaL's rule, floor((accepted + running − 1) / B) ≤ n + η, counted from the groups
+    not yet trained. Spare groups come on top, as redundancy against the slowest; none
+    is launched that could only be thrown away.
+    """
+    steps_ahead = min(serving_version + window - next_version + 1, last_step - next_version)
+    if steps_ahead <= 0 or not acceptable(serving_version, next_version, window):
+        return 0
+    return steps_ahead * groups_per_step + spare_groups
+
+
+def pool_room(
+    *,
+    seats: int,
+    waiting: int,
+    running: int,
+    group_size: int,
+    active: int,
+    buffered: int,
+    places: int,
+    next_version: int,
+    groups_per_step: int,
+    last_step: int,
+) -> int:
+    """Groups to draw where each engine begins what it can (Laminar §3.2): as many as
+    fill the `seats` that are free.
+
+    `waiting` trajectories are there for them already. The experience buffer has
+    `places`, for groups that are `buffered` and for what is on its way, counted by its
+    trajectories: where training is slower than rolling out, more would only get stale,
+    and the last of a long-tailed group holds no place for its siblings. None is drawn
+    that no step is left for.
+    """
+    wanted = -(-max(0, seats - waiting) // group_size)
+    free = places - buffered - -(-(waiting + running) // group_size)
+    return max(
+        0, min(wanted, free, (last_step - next_version) * groups_per_step - active - buffered)
+    )
+
+
+class Verdict(enum.Enum):
+    WAIT = "wait"
+    COMPLETE = "complete"
+    FILTERED = "filtered"
+    INCOMPLETE = "incomplete"
+
+
+def group_verdict(
+    rewards: Sequence[float],
+    *,
+    pending: int,
+    group_size: int,
+    min_members: int,
+    dynamic_sampling: bool,
+) -> Verdict:
+    """What to do with a group that has `rewards` so far and `pending` members that may
+    still score.
+
+    Complete with `group_size` rewards (surplus members are cancelled), or with at least
+    `min_members` when no more will come. With `dynamic_sampling` a complete group whose
+    rewards are all equal is filtered out and replaced (DAPO).
+    """
+    if len(rewards) < group_size and pending > 0:
+        return Verdict.WAIT
+    if len(rewards) < min(min_members, group_size):
+        return Verdict.INCOMPLETE
+    if dynamic_sampling and max(rewards) - min(rewards) <= EQUAL_REWARDS:
+        return Verdict.FILTERED
+    return Verdict.COMPLETE

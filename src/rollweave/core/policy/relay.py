@@ -1,0 +1,147 @@
+"""Who sends weights to whom, and in what pieces (Laminar §4 and App. C; ROSE §4.2).
+
+Relays stand in a chain: the master takes a version from the trainer, and each other
+relay from the one before it, which passes on what it has got so far. So a chain is a
+pipeline, and its time hardly grows with its length. Each relay is ahead of those after
+it: where one is lost, its successor goes on from whoever stood before it, and nobody
+else notices.
+
+A chain is the ids of its relays, each once, the master first.
+"""
+
+import math
+from collections.abc import Sequence
+
+from rollweave.schema.base import Noun
+
+CHUNK_BYTES = 32 * 2**20
+"""At most so much at once: Laminar's chunk (§7).
+
+Longer ones gain nothing, and take memory on the way.
+"""
+
+LEAST_CHUNK_BYTES = 256 * 2**10
+"""At least so much at once: below that what each chunk costs its processes exceeds what
+App. C's start-up latency counts.
+"""
+
+
+def chain(relays: Sequence[str], master: str) -> list[str]:
+    """All relays from the master on, the others in the order given, so that who joins
+    last stands last.
+
+    Raises ValueError for a master that is not among them, and for a relay named twice.
+    """
+    if master not in relays:
+        raise ValueError(f"master must be one of the relays {list(relays)}, got {master}")
+    if len(set(relays)) < len(relays):
+        raise ValueError(f"relays must each be named once, got {list(relays)}")
+    return [master, *(relay for relay in relays if relay != master)]
+
+
+def sources(order: Sequence[str]) -> dict[str, str | None]:
+    """Whom each relay of a chain takes from; None is the trainer."""
+    return dict(zip(order, (None, *order[:-1]), strict=True)) if order else {}
+
+
+class Repair(Noun, frozen=True, kw_only=True):
+    """A chain without one relay. `relay` is the only one that takes from another
+    `source` than before (None is the trainer).
+
+    `relay` is None where nobody took from the lost one.
+    """
+
+    order: tuple[str, ...]
+    relay: str | None = None
+    source: str | None = None
+
+
+def repair(order: Sequence[str], lost: str) -> Repair:
+    """Cut one relay out (§4.3): its successor takes from its predecessor, or from the
+    trainer as the new master.
+
+    The successor of a lost master has got further than any other relay. Raises
+    ValueError for a relay that is not in the chain.
+    """
+    if lost not in order:
+        raise ValueError(f"lost must be a relay of the chain {list(order)}, got {lost}")
+    at = order.index(lost)
+    rest = (*order[:at], *order[at + 1 :])
+    if at == len(rest):
+        return Repair(order=rest)
+    return Repair(order=rest, relay=rest[at], source=rest[at - 1] if at else None)
+
+
+def broadcast_s(nbytes: int, *, nodes: int, chunks: int, start_s: float, byte_s: float) -> float:
+    """T(p, k) of App. C: seconds from the master's first chunk sent to the last relay's
+    last chunk received.
+
+    `nodes` is p, the master and all others; a chunk takes `start_s` and `byte_s` for
+    each byte from one to the next. Raises ValueError for fewer than one node or chunk,
+    and for negative sizes and times.
+    """
+    _check(nbytes, nodes, start_s, byte_s)
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    if nodes == 1:
+        return 0.0
+    return (nodes + chunks - 2) * (nbytes / chunks * byte_s + start_s)
+
+
+def chunk_count(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> int:
+    """The k, from 1 to one for each byte, that makes T(p, k) least; the smaller of two
+    equals.
+
+    T is convex in k, so the best integer is one of the two beside k* = sqrt((p − 2) · M
+    · T_byte / T_start). Raises ValueError as `broadcast_s`.
+    """
+    _check(nbytes, nodes, start_s, byte_s)
+    most = max(1, nbytes)
+    held = max(0, nodes - 2) * nbytes * byte_s
+    best = math.sqrt(held / start_s) if held < most**2 * start_s else float(most)
+    if held == 0:
+        return 1
+    low = max(1, min(most, math.floor(best)))
+    both = (low, min(most, low + 1))
+    return min(
+        both,
+        key=lambda k: broadcast_s(nbytes, nodes=nodes, chunks=k, start_s=start_s, byte_s=byte_s),
+    )
+
+
+def chunk_bytes(nbytes: int, *, nodes: int, start_s: float, byte_s: float) -> int:
+    """Of the best count, but within LEAST_CHUNK_BYTES and CHUNK_BYTES.
+
+    Raises ValueError as `broadcast_s`.
+    """
+    best = chunk_count(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    return min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, -(-nbytes // best)))
+
+
+PROBE = 16
+"""One publication of so many goes the other way, so that what it would take is known."""
+
+
+def sends_changes(whole_s: float | None, changes_s: float | None, *, number: int) -> bool:
+    """Whether publication `number` travels as what has changed, rather than whole (ROSE
+    §4.2).
+
+    By what either took last, from the publication until all relays had it; None: not
+    known yet. On a fast link the whole is sooner, however little has changed, since
+    encoding goes through all of it.
+    """
+    if whole_s is None or changes_s is None:
+        return changes_s is None
+    return (changes_s <= whole_s) is not (number % PROBE == PROBE - 1)
+
+
+def _check(nbytes: int, nodes: int, start_s: float, byte_s: float) -> None:
+    if nodes < 1:
+        raise ValueError(f"nodes must be at least 1, got {nodes}")
+    for name, value in (("nbytes", nbytes), ("start_s", start_s), ("byte_s", byte_s)):
+        _at_least_0(name, value)
+
+
+def _at_least_0(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0 and finite, got {value}")

@@ -1,0 +1,149 @@
+"""Which replicas hand all their trajectories to others of the same weights, to be free
+for new ones (Laminar §5.2, Alg. 1).
+
+Decoding few sequences takes an engine nearly as long as decoding many, so the long last
+trajectories of several replicas go together onto few. Algorithm 1 takes a replica's
+load as it was before the plan, by which it can empty one that has just received others'
+work, and overfill the next (loads of 0.30, 0.35 and 0.40 put 1.05 on one). Here work
+that was received moves along with whom it was received by, and the plan names where
+each replica's work ends up.
+
+Invariants of a plan: moves are between replicas of one weights id; a source moves once,
+with all that it has; no target is a source; after all moves each target holds at most
+`kv_max` of its KV and `batch_max` requests, and no more than its slots.
+"""
+
+from collections.abc import Sequence
+
+from rollweave.core.policy.interference import step_times
+from rollweave.schema.base import EngineId, Noun
+from rollweave.schema.events import StepTime
+
+KV_MAX = 0.99
+"""Of a replica's KV: what counts as full (Laminar's C_max)."""
+
+SLOWER = 2.0
+"""Times that a step may take what it takes for one sequence. Measured steps are a fixed
+part and one for each sequence: where the two are equal is the roofline's ridge, and a
+full engine's steps are longer still. (Of the simulated engines, by published figures of
+an H800, B is then 288, 222 and 211 for Laminar's three sizes; weights over compute
+alone give about 250.)
+"""
+
+
+class Replica(Noun, frozen=True, kw_only=True):
+    """An engine with trajectories under way, of the weights `weights_id`.
+
+    `requests` are all its trajectories, those at their tools or waiting too. `kv_used`
+    of `kv_total` tokens are theirs. `kv_before` is the highest use of all earlier looks
+    since it took these weights (0 at the first): once use has fallen, what is left is
+    the tail, whose contexts still grow. (Algorithm 1 compares with the last look alone,
+    which takes a tail that grows between two ends for a replica that fills up.)
+    """
+
+    id: EngineId
+    weights_id: int
+    kv_used: int
+    kv_before: int
+    kv_total: int
+    requests: int
+    slots: int
+
+
+class Move(Noun, frozen=True, kw_only=True):
+    """All trajectories of `source` go to `target`; `source` is then free to take new
+    weights.
+    """
+
+    source: EngineId
+    target: EngineId
+
+
+def repack(replicas: Sequence[Replica], *, batch_max: int, kv_max: float = KV_MAX) -> list[Move]:
+    """The plan, in the order of the replicas. Best fit: the least loaded goes where it
+    fills the most.
+
+    Candidates have work, a KV use below `kv_max` that is not rising, and fewer requests
+    than `batch_max` and than slots: a replica without work needs nobody to be free.
+    Raises ValueError for an id named twice and for bounds without meaning.
+    """
+    if not 0 < kv_max <= 1:
+        raise ValueError(f"kv_max must be above 0 and at most 1, got {kv_max}")
+    if batch_max < 1:
+        raise ValueError(f"batch_max must be at least 1, got {batch_max}")
+    ids = [replica.id for replica in replicas]
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"replicas must each be named once, got {ids}")
+    final: dict[EngineId, EngineId] = {}
+    for weights_id in dict.fromkeys(replica.weights_id for replica in replicas):
+        group = [
+            one
+            for one in replicas
+            if one.weights_id == weights_id and _is_candidate(one, batch_max, kv_max)
+        ]
+        final |= _merged(group, batch_max, kv_max)
+    return [Move(source=one, target=final[one]) for one in ids if final.get(one, one) != one]
+
+
+def batch_bound(profile: Sequence[StepTime], *, largest: int, slower: float = SLOWER) -> int:
+    """B: the largest batch up to `largest` whose step takes at most `slower` times that
+    of one sequence.
+
+    Laminar takes it from the roofline, where decoding turns from memory-bound into
+    compute-bound: before, a step mostly reads the weights, however many sequences it is
+    for. Here it is read off measured step times, evened out (`step_times`), at the
+    shortest context that was measured: what a longer one adds is the memory's, and
+    bounded by `kv_max`. An engine without a profile has no such bound: `largest`.
+    Raises ValueError for a bound without meaning.
+    """
+    if largest < 1:
+        raise ValueError(f"largest must be at least 1, got {largest}")
+    if slower < 1:
+        raise ValueError(f"slower must be at least 1, got {slower}")
+    if not profile:
+        return largest
+    shortest = min(point.context for point in profile)
+    points = [point for point in profile if point.context == shortest]
+    reach = largest if len({point.batch for point in points}) > 1 else min(largest, points[0].batch)
+    step_s = step_times(points, largest=reach)
+    return max(1, int(step_s.searchsorted(slower * step_s[0], side="right")))
+
+
+def _is_candidate(replica: Replica, batch_max: int, kv_max: float) -> bool:
+    falling = replica.kv_used <= replica.kv_before and replica.kv_used < kv_max * replica.kv_total
+    return falling and 0 < replica.requests < batch_max and replica.requests <= replica.slots
+
+
+class _Load:
+    """What a replica will hold, and of whom."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.kv = replica.kv_used
+        self.requests = replica.requests
+        self.members = [replica.id]
+
+    def fits(self, other: "_Load", batch_max: int, kv_max: float) -> bool:
+        requests = self.requests + other.requests
+        room = self.kv + other.kv <= kv_max * self.replica.kv_total
+        return room and requests <= min(batch_max, self.replica.slots)
+
+    def filled_by(self, other: "_Load") -> float:
+        return (self.kv + other.kv) / self.replica.kv_total
+
+
+def _merged(group: Sequence[Replica], batch_max: int, kv_max: float) -> dict[EngineId, EngineId]:
+    """Where each replica's work ends up: with itself, or with another."""
+    loads = [_Load(replica) for replica in sorted(group, key=lambda replica: replica.kv_used)]
+    kept: list[_Load] = []
+    while loads:
+        source = loads.pop(0)
+        targets = [load for load in (*kept, *loads) if load.fits(source, batch_max, kv_max)]
+        if not targets:
+            kept.append(source)
+            continue
+        best = max(targets, key=lambda load: load.filled_by(source))
+        best.kv += source.kv
+        best.requests += source.requests
+        best.members += source.members
+    return {member: load.replica.id for load in kept for member in load.members}

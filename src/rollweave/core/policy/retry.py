@@ -1,0 +1,79 @@
+"""What is tried again after a failure, how often an ailing component is restarted, and
+what goes when that does not help.
+"""
+
+import enum
+
+from rollweave.schema.work import StopReason
+
+RETRYABLE = frozenset(
+    {
+        StopReason.ENV_ERROR,
+        StopReason.ENV_HANG,
+        StopReason.REWARD_ERROR,
+        StopReason.REWARD_HANG,
+        StopReason.ENGINE_FAILURE,
+        StopReason.WORLD_LOST,
+    }
+)
+"""Failures that say nothing about the agent: another attempt may well succeed.
+
+A spent time budget would be spent again.
+"""
+
+
+WORLDS = 5
+"""Maximum number of worlds lost while a trajectory is under way: it may be the cause,
+and then no restart would help.
+"""
+
+DETERMINISTIC = frozenset({StopReason.ENV_ERROR, StopReason.REWARD_ERROR})
+"""Stop reasons of failures of code, which describe themselves: the same words twice
+mean a bug that would recur.
+"""
+
+
+def try_again(
+    reason: StopReason, *, attempt: int, retries: int, worlds: int = 0, repeated: bool = False
+) -> bool:
+    """True if attempt number `attempt` (from 0), ended by `reason`, is to be followed
+    by another.
+
+    `repeated`: the attempt before it failed at the same stage with the same words.
+    `worlds` were lost while the trajectory was under way: another attempt follows a
+    lost world unless there were too many, since the trajectory is rarely the cause.
+    """
+    if reason is StopReason.WORLD_LOST:
+        return worlds < WORLDS
+    if reason in DETERMINISTIC and repeated:
+        return False
+    return reason in RETRYABLE and attempt < retries
+
+
+STRIKES_BEFORE_RESTART = 2
+"""Turns in a row that an engine may let time out: one may be a long turn, two are a
+stuck engine.
+"""
+
+
+class Failover(enum.Enum):
+    RESTART = "restart"  # the engine, in place
+    REMOVE_ENGINE = "remove_engine"
+    EVICT_MACHINE = "evict_machine"  # with its relay and all its engines
+
+
+def failover(*, restarts: int, limit: int, elsewhere: int) -> Failover:
+    """What becomes of an engine that has failed, after `restarts` that did not help
+    (Laminar §3.3).
+
+    Beyond `limit` of them the fault is taken for its machine's, which goes as a whole,
+    so that nothing else fails on it. But where no engine serves `elsewhere`, on other
+    machines, what still works on this one is all there is, and stays. Raises ValueError
+    for negative counts.
+    """
+    for name, count in (("restarts", restarts), ("limit", limit), ("elsewhere", elsewhere)):
+        if count < 0:
+            raise ValueError(f"{name} must be at least 0, got {count}")
+    if restarts < limit:
+        return Failover.RESTART
+    return Failover.EVICT_MACHINE if elsewhere else Failover.REMOVE_ENGINE

@@ -1,0 +1,99 @@
+"""Which engine runs a turn that has no engine of its own (ProRL §3.3.2).
+
+A trajectory's next turn finds its prefix in the cache of the engine that ran the turn
+before, so affinity saves the prefill. `affinity` gives it up when that engine has no
+free slot: waiting would cost more than recomputing. A turn without such an engine goes
+where the least tokens are outstanding for each slot: what engines hold in KV, and read
+at each step. (ProRL counts the tasks that an engine was ever given: one with long tasks
+gets as many more, and a newcomer gets all until it has caught up. Here a newcomer gets
+turns until it has as much as the others have now.) Engines that do not answer are not
+among those to choose from (`core/engines`). The others are what systems do that Heddle
+§7 compares with: `least_load` ignores the cache, `hybrid` keeps to it until loads
+differ too much; both count turns.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rollweave.schema.base import EngineId, Noun
+
+SKEW = 32.0
+"""Greatest load over least, beyond which `hybrid` turns to the least loaded engine
+(Heddle §7, Verl*).
+"""
+
+
+class EngineLoad(Noun, frozen=True, kw_only=True):
+    """An engine that may take a turn: `active` turns, of which `slots` run, the lowest
+    of these at rank `lowest`.
+
+    `tokens` is the context of all these turns.
+    """
+
+    id: EngineId
+    active: int
+    slots: int
+    tokens: int = 0
+    lowest: float = -math.inf
+
+    def runs(self, rank: float, *, preempts: bool) -> bool:
+        """A turn of this rank would run at once."""
+        return self.active < self.slots or (preempts and rank > self.lowest)
+
+
+def choose(
+    engines: Mapping[EngineId, EngineLoad],
+    *,
+    affine: EngineId | None,
+    avoid: Sequence[EngineId] = (),
+    placement: str = "affinity",
+    rank: float = 0.0,
+    preempts: bool = False,
+) -> EngineId | None:
+    """The engine for a turn, or None to keep it waiting.
+
+    `affine` ran the trajectory's last turn. `avoid` failed this very turn before: they
+    are a last resort.
+    """
+    home = engines.get(affine) if affine is not None and affine not in avoid else None
+    if placement == "least_load" or (placement == "hybrid" and _skewed(engines)):
+        home = None
+    if home is not None and home.active < home.slots:
+        return home.id  # the usual case, without a look at the others
+    free = [engine for engine in engines.values() if engine.active < engine.slots]
+    if not free and preempts:
+        return _to_preempt(engines, home, avoid, rank)
+    if not free:
+        return None
+    wanted = [engine for engine in free if engine.id not in avoid] if avoid else free
+    if not wanted and any(engine.id == affine for engine in free):
+        return affine
+    return min(wanted or free, key=_tokens if placement == "affinity" else _turns).id
+
+
+def _to_preempt(
+    engines: Mapping[EngineId, EngineLoad],
+    home: EngineLoad | None,
+    avoid: Sequence[EngineId],
+    rank: float,
+) -> EngineId | None:
+    """Every slot is taken: the engine where a turn of this rank would take one over."""
+    if home is not None and rank > home.lowest:
+        return home.id
+    lower = [
+        engine for engine in engines.values() if rank > engine.lowest and engine.id not in avoid
+    ]
+    return min(lower, key=lambda engine: engine.lowest).id if lower else None
+
+
+def _skewed(engines: Mapping[EngineId, EngineLoad]) -> bool:
+    loads = [engine.active for engine in engines.values()]
+    return bool(loads) and max(loads) > SKEW * max(1, min(loads))
+
+
+def _turns(engine: EngineLoad) -> float:
+    return engine.active / engine.slots
+
+
+def _tokens(engine: EngineLoad) -> tuple[float, float]:
+    return (engine.tokens / engine.slots, engine.active / engine.slots)

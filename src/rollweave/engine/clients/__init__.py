@@ -1,0 +1,3 @@
+"""Clients of engines behind one protocol, and the child processes that engines and
+trainers live in.
+"""

@@ -1,0 +1,115 @@
+"""The answers of servers of several dialects, as far as we read them: what else they
+hold is skipped.
+
+An answer that is not of its form raises `AnswerError` with the place, also for NaN,
+which JSON does not have.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from rollweave.schema.errors import EngineError
+
+T = TypeVar("T")
+
+
+class AnswerError(EngineError):
+    """A server's answer is not what its dialect promises."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    version: str | int | None
+    start: int
+    end: int
+
+
+class Cached(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens_details: Cached | None = None
+
+    @property
+    def cached(self) -> int:
+        details = self.prompt_tokens_details
+        return (details.cached_tokens or 0) if details is not None else 0
+
+
+class VllmEntry(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+class VllmLogprobs(msgspec.Struct, frozen=True):
+    content: tuple[VllmEntry, ...] | None = None
+
+
+class VllmChoice(msgspec.Struct, frozen=True):
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: VllmLogprobs | None = None
+    weight_versions: tuple[Span, ...] | None = None
+
+
+class VllmAnswer(msgspec.Struct, frozen=True):
+    choices: tuple[VllmChoice, ...]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    token_logprobs: tuple[float, ...] | None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    text: str = ""
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: CompletionLogprobs | None = None
+    weight_versions: tuple[Span, ...] | None = None
+
+
+class CompletionAnswer(msgspec.Struct, frozen=True):
+    choices: tuple[CompletionChoice, ...]
+    usage: Usage | None = None
+
+
+class SglangReason(msgspec.Struct, frozen=True):
+    type: str
+
+
+class SglangMeta(msgspec.Struct, frozen=True):
+    finish_reason: SglangReason | None = None
+    weight_version: str | int | None = None
+    weight_versions: tuple[Span, ...] | None = None
+    cached_tokens: int = 0
+    output_token_logprobs: tuple[tuple[float, int, str | None], ...] | None = None
+
+
+class SglangAnswer(msgspec.Struct, frozen=True):
+    meta_info: SglangMeta
+    output_ids: tuple[int, ...] | None = None
+
+
+class ProrlAnswer(msgspec.Struct, frozen=True):
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """A body of this kind.
+
+    Raises `AnswerError`, also for NaN, which JSON does not have.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise AnswerError(f"its answer cannot be read: {error}") from error
+
+
+def told(value: T | None, where: str) -> T:
+    """What the server has to tell. Raises `AnswerError` where it is missing."""
+    if value is None:
+        raise AnswerError(f"its answer has no {where}: the server tells no token ids or log-probs")
+    return value

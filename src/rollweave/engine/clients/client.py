@@ -1,0 +1,274 @@
+"""The one implementation of `EngineBackend`: matches replies to calls, over any link.
+
+Invariant: a waiter is either in exactly one of the tables here or done; a lost engine
+empties all tables.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, assert_never
+
+from rollweave.engine.clients.base import EngineLink, Heard
+from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineFatal,
+    EngineReply,
+    EngineStats,
+    ExportKv,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvManifest,
+    KvOver,
+    KvRefused,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadSaved,
+    Progress,
+    Ready,
+    ReleaseKv,
+    Rerank,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stats,
+    Suspend,
+    Suspended,
+)
+from rollweave.schema.weights import WeightManifest
+
+T = TypeVar("T")
+
+CLOSE_S = 3.0
+"""Seconds that an engine has to end by itself: one step and its clean-up."""
+
+OpenLink = Callable[[Callable[[EngineReply], None], Callable[[str], None]], EngineLink]
+"""Start an engine: takes what to call with each reply, and what to call once when the
+engine is gone.
+"""
+
+
+class EngineClient:
+    """An engine behind a link.
+
+    `start_s` bounds `ready`, `reply_s` suspending, loading and sampling.
+    """
+
+    def __init__(self, name: str, open_link: OpenLink, *, start_s: float, reply_s: float) -> None:
+        self._name = name
+        self._start_s, self._reply_s = start_s, reply_s
+        self._loop = asyncio.get_running_loop()
+        self._lost: asyncio.Future[str] = self._loop.create_future()
+        self._ready: asyncio.Future[Ready] = self._loop.create_future()
+        self._generating: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._heard: dict[str, Heard] = {}
+        self._suspending: deque[asyncio.Future[Suspended]] = deque()
+        self._loading: deque[asyncio.Future[Loaded | LoadFailed]] = deque()
+        self._sampling: deque[asyncio.Future[EngineStats]] = deque()
+        self._moving: dict[str, asyncio.Future[KvExported | KvImported | KvRefused]] = {}
+        self._numbers = itertools.count()
+        self._fatal = ""
+        self._link = open_link(self._on_reply, self._on_lost)
+
+    @property
+    def lost(self) -> asyncio.Future[str]:
+        return self._lost
+
+    async def ready(self) -> Ready:
+        return await self._answer(asyncio.shield(self._ready), self._start_s, "become ready")
+
+    def generate(
+        self, request: GenerateRequest, heard: Heard | None = None
+    ) -> asyncio.Future[GenerateResult]:
+        waiter: asyncio.Future[GenerateResult] = self._loop.create_future()
+        if self._lost.done():
+            waiter.set_exception(EngineLostError(self._lost.result()))
+        elif request.id in self._generating:
+            waiter.set_exception(
+                EngineError(
+                    f"request ids must be unique among live requests, got {request.id} again"
+                )
+            )
+        else:
+            self._generating[request.id] = waiter
+            if heard is not None:
+                self._heard[request.id] = heard
+            waiter.add_done_callback(lambda done: self._cancelled(request.id, done))
+            self._link.send(Add(request=request, stream=heard is not None))
+        return waiter
+
+    def _cancelled(self, request_id: str, waiter: asyncio.Future[GenerateResult]) -> None:
+        if waiter.cancelled() and self._generating.get(request_id) is waiter:
+            self._forget(request_id)
+            self._link.send(Abort(id=request_id))
+
+    def _forget(self, request_id: str) -> asyncio.Future[GenerateResult] | None:
+        self._heard.pop(request_id, None)
+        return self._generating.pop(request_id, None)
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._generating:
+            self._link.send(Abort(id=request_id))
+
+    def rerank(self, request_id: str, rank: float) -> None:
+        if request_id in self._generating:
+            self._link.send(Rerank(id=request_id, rank=rank))
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        reply = await self._move(ExportKv(id=self._new_id(), tokens=tuple(tokens), over=over))
+        assert isinstance(reply, KvExported), reply
+        return reply.manifest
+
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        reply = await self._move(
+            ImportKv(id=self._new_id(), tokens=tuple(tokens), manifest=manifest)
+        )
+        assert isinstance(reply, KvImported), reply
+        return reply.moved_tokens
+
+    def release_kv(self, export_id: str) -> None:
+        self._link.send(ReleaseKv(id=export_id))
+
+    async def _move(self, command: ExportKv | ImportKv) -> KvExported | KvImported:
+        self._must_live()
+        waiter: asyncio.Future[KvExported | KvImported | KvRefused] = self._loop.create_future()
+        self._moving[command.id] = waiter
+        self._link.send(command)
+        try:
+            reply = await waiter
+        finally:
+            self._moving.pop(command.id, None)
+        if isinstance(reply, KvRefused):
+            raise KvError(reply.error)
+        return reply
+
+    def _new_id(self) -> str:
+        return f"kv{next(self._numbers)}"
+
+    async def suspend(self) -> Suspended:
+        return await self._ask(Suspend(), self._suspending, "suspend")
+
+    def resume(self) -> None:
+        self._link.send(Resume())
+
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+        command = weights if isinstance(weights, LoadSaved) else Load(manifest=weights)
+        reply = await self._ask(command, self._loading, "load weights")
+        if isinstance(reply, LoadFailed):
+            raise WeightsError(reply.error)
+
+    async def stats(self) -> EngineStats:
+        return await self._ask(Stats(), self._sampling, "report its state")
+
+    async def close(self) -> None:
+        if not self._lost.done():
+            self._link.send(Shutdown())
+            await asyncio.wait([self._lost], timeout=CLOSE_S)
+        self._link.kill()
+        await self._link.joined()
+
+    def kill(self) -> None:
+        self._link.kill()
+
+    async def _ask(
+        self,
+        command: Suspend | Load | LoadSaved | Stats,
+        table: deque[asyncio.Future[T]],
+        what: str,
+    ) -> T:
+        self._must_live()
+        waiter: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        # a waiter that is cancelled stays, so that its reply is not taken for the next
+        # one's
+        table.append(waiter)
+        self._link.send(command)
+        return await self._answer(waiter, self._reply_s, what)
+
+    async def _answer(self, waiter: asyncio.Future[T], limit_s: float, what: str) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await waiter
+        except TimeoutError:
+            self._link.kill()
+            raise EngineLostError(
+                f"{self._name} did not {what} within {limit_s:g} s and was killed"
+            ) from None
+
+    def _must_live(self) -> None:
+        if self._lost.done():
+            raise EngineLostError(self._lost.result())
+
+    def _on_reply(self, reply: EngineReply) -> None:
+        match reply:
+            case Generated(result=result):
+                self._generated(result)
+            case Progress(pieces=pieces):
+                for piece in pieces:
+                    heard, waiter = self._heard.get(piece.id), self._generating.get(piece.id)
+                    if heard is not None and waiter is not None and not waiter.done():
+                        heard(piece)
+            case Suspended():
+                _give(self._suspending.popleft() if self._suspending else None, reply)
+            case Loaded() | LoadFailed():
+                _give(self._loading.popleft() if self._loading else None, reply)
+            case Sampled(stats=stats):
+                _give(self._sampling.popleft() if self._sampling else None, stats)
+            case KvExported() | KvImported() | KvRefused():
+                self._moved(reply)
+            case Ready():
+                _give(self._ready, reply)
+            case EngineFatal(error=error):
+                self._fatal = error
+                self._link.kill()
+            case _:
+                assert_never(reply)
+
+    def _generated(self, result: GenerateResult) -> None:
+        waiter = self._forget(result.id)
+        if waiter is None or waiter.done():
+            return  # cancelled, and forgotten here
+        if result.finish is Finish.ERROR:
+            waiter.set_exception(EngineError(result.error or "the engine gave no reason"))
+        else:
+            waiter.set_result(result)
+
+    def _moved(self, reply: KvExported | KvImported | KvRefused) -> None:
+        waiter = self._moving.get(reply.id)
+        _give(waiter, reply)
+        if waiter is None and isinstance(reply, KvExported):
+            self.release_kv(reply.manifest.id)  # who wanted it has given up
+
+    def _on_lost(self, reason: str) -> None:
+        if self._lost.done():
+            return
+        self._lost.set_result(f"{self._name}: {self._fatal or reason}")
+        error = EngineLostError(self._lost.result())
+        waiters: list[asyncio.Future[Any]] = [
+            self._ready,
+            *self._generating.values(),
+            *self._moving.values(),
+        ]
+        for waiter in [*waiters, *self._suspending, *self._loading, *self._sampling]:
+            if not waiter.done():
+                waiter.set_exception(error)
+                waiter.exception()  # whoever still waits sees it; nobody has to
+        self._generating.clear()
+        self._heard.clear()
+        self._suspending.clear()
+        self._loading.clear()
+        self._sampling.clear()
+        self._moving.clear()
+
+
+def _give(waiter: asyncio.Future[T] | None, value: T) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(value)

@@ -1,0 +1,474 @@
+"""What engines behind HTTP are asked and how they answer: one class a dialect, bytes
+in, bytes out, no I/O.
+
+Invariants: every sampling parameter is said, never left to a server's default (vLLM's
+completions take theirs from the checkpoint's generation_config.json, which may hold a
+repetition penalty); what a dialect cannot say is refused with `EngineError` and never
+dropped; a token's id is the server's, never made from text, except by a dialect that
+was told to (`encode_text`). An answer that is not what the dialect promises raises
+`AnswerError`. Ranks are not passed on, except to our own server: elsewhere they need a
+scheduling policy that servers refuse or ignore when they run without it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from rollweave.engine.clients.answers import (
+    AnswerError,
+    CompletionAnswer,
+    ProrlAnswer,
+    SglangAnswer,
+    Span,
+    VllmAnswer,
+    parse,
+    told,
+)
+from rollweave.schema.errors import EngineError
+from rollweave.schema.packing import as_json
+from rollweave.schema.serving import (
+    DialectName,
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    VersionSpan,
+)
+
+SEED_BITS = (1 << 63) - 1
+"""vLLM takes a seed as a signed 64-bit integer; ours are of any size."""
+
+NOT_A_LOGPROB = -9999.0
+"""What vLLM puts in the place of a log-prob that is -inf, NaN or unknown: never one of
+a token that was sampled.
+"""
+
+ABOVE_ZERO = 1e-3
+"""How far rounding may lift a log-prob over 0."""
+
+VLLM_ALONE: dict[str, Any] = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "stop_token_ids": (),
+    "allowed_token_ids": None,
+}
+"""What vLLM has beyond OpenAI, with the values that change nothing."""
+
+T = TypeVar("T")
+
+
+class Dialect(Protocol):
+    """One way of speaking.
+
+    Paths begin with a slash; an empty one means that the server has no such thing.
+    """
+
+    generate_path: str
+    ready_path: str
+    stats_path: str
+    keeps_time: bool
+    """The server ends a request itself when its `budget_s` is used up, and tells how
+    long it took.
+    """
+    resumes: bool
+    """The server goes on with a turn that was begun; what it resumes is part of its
+    answer.
+    """
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        """The body of the POST. Raises `EngineError` for what cannot be said."""
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        """The answer to `request`. Raises `AnswerError`."""
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        """Path and body of the POST that makes the server answer `request_id` now; None
+        where only hanging up stops it.
+        """
+
+
+class Rollweave:
+    """Our own (`engine/clients/server.py`): the nouns themselves, as JSON."""
+
+    generate_path, ready_path, stats_path = (
+        "/rollweave/v1/generate",
+        "/rollweave/v1/ready",
+        "/rollweave/v1/stats",
+    )
+    keeps_time = resumes = True
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        return as_json(request)
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        """Versions of an engine that has only its checkpoint (-1) become 0, as
+        everywhere where no version is told.
+        """
+        result = parse(body, GenerateResult)
+        spans = tuple(
+            VersionSpan(start=span.start, end=span.end, version=max(0, span.version))
+            for span in result.versions
+        )
+        return msgspec.structs.replace(result, versions=spans)
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        return "/rollweave/v1/abort", as_json({"id": request_id})
+
+
+class Vllm:
+    """vLLM's tokens in, tokens out (`--enable-scale-out`)."""
+
+    generate_path, ready_path, stats_path = "/inference/v1/generate", "", ""
+    keeps_time = resumes = False
+
+    def __init__(self, model: str = "") -> None:
+        self._model = model or None
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        said = {
+            "request_id": request.id,
+            "model": self._model,
+            "token_ids": request.tokens,
+            "sampling_params": {**_vllm_sampling(request.sampling), "logprobs": 0},
+            "stream": False,
+        }
+        return as_json(said)
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        answer = parse(body, VllmAnswer)
+        choice = _only(answer.choices)
+        content = choice.logprobs.content if choice.logprobs is not None else None
+        tokens = told(choice.token_ids, "choices[0].token_ids")
+        entries = told(content, "choices[0].logprobs.content")
+        if [entry.token_id for entry in entries] != list(tokens):
+            raise AnswerError(f"its log-probs are of other tokens than its {len(tokens)} token_ids")
+        return _result(
+            request,
+            tokens,
+            [entry.logprob for entry in entries],
+            finish=_finish(choice.finish_reason),
+            spans=choice.weight_versions,
+            cached=answer.usage.cached if answer.usage is not None else 0,
+        )
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        """The prefix is vLLM's; an id without it is ignored in silence."""
+        return "/inference/v1/abort_requests", as_json(
+            {"request_ids": [f"generate-tokens-{request_id}"]}
+        )
+
+
+class Completions:
+    """OpenAI's completions with vLLM's `return_token_ids`.
+
+    With `encode_text`, servers without it: text, encoded by us.
+    """
+
+    generate_path, ready_path, stats_path = "/v1/completions", "", ""
+    keeps_time = resumes = False
+
+    def __init__(
+        self, model: str = "", *, encode_text: Callable[[str], Sequence[int]] | None = None
+    ) -> None:
+        self._model, self._encode_text = model, encode_text
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        said: dict[str, Any] = {
+            "prompt": request.tokens,
+            **_vllm_sampling(request.sampling),
+            "n": 1,
+            "stream": False,
+        }
+        if self._model:
+            said["model"] = self._model
+        if self._encode_text is None:
+            said |= {"logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        else:
+            # A server other than vLLM may refuse fields that OpenAI lacks, even if
+            # neutral.
+            said = {
+                name: value
+                for name, value in said.items()
+                if name not in VLLM_ALONE or value != VLLM_ALONE[name]
+            }
+        return as_json(said)
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        answer = parse(body, CompletionAnswer)
+        choice = _only(answer.choices)
+        finish = _finish(choice.finish_reason)
+        if self._encode_text is not None:
+            tokens: Sequence[int] = self._encode_text(choice.text)
+            result = _result(request, tokens, [0.0] * len(tokens), finish=finish)
+            return msgspec.structs.replace(result, text_only=True)
+        tokens = told(choice.token_ids, "choices[0].token_ids")
+        logprobs = told(
+            choice.logprobs.token_logprobs if choice.logprobs is not None else None,
+            "choices[0].logprobs",
+        )
+        return _result(
+            request,
+            tokens,
+            logprobs,
+            finish=finish,
+            spans=choice.weight_versions,
+            cached=answer.usage.cached if answer.usage is not None else 0,
+        )
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        return None
+
+
+class Sglang:
+    """SGLang's native `/generate`.
+
+    Its seeds count only where it runs with `--enable-deterministic-inference`.
+    """
+
+    generate_path, ready_path, stats_path = "/generate", "", ""
+    keeps_time = resumes = False
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        sampling = request.sampling
+        _only_can(sampling, "sglang", "allowed")
+        params: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": sampling.stop_token_ids,
+            "stop": sampling.stop,
+            "sampling_seed": sampling.seed & SEED_BITS,
+        }
+        said = {
+            "rid": request.id,
+            "input_ids": request.tokens,
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": False,
+        }
+        return as_json(said)
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        answer = parse(body, SglangAnswer)
+        meta = answer.meta_info
+        if meta.output_token_logprobs is None and not answer.output_ids:  # aborted before it began
+            pairs: tuple[tuple[float, int, str | None], ...] = ()
+        else:
+            pairs = told(meta.output_token_logprobs, "meta_info.output_token_logprobs")
+        tokens = [token for _, token, _ in pairs]
+        if answer.output_ids is not None and list(answer.output_ids) != tokens:
+            raise AnswerError(
+                f"its log-probs are of other tokens than its {len(answer.output_ids)} output_ids"
+            )
+        spans = meta.weight_versions
+        if spans is None:
+            spans = (Span(version=meta.weight_version, start=0, end=len(tokens)),)
+        reason = meta.finish_reason.type if meta.finish_reason is not None else None
+        logprobs = [logprob for logprob, _, _ in pairs]
+        return _result(
+            request,
+            tokens,
+            logprobs,
+            finish=_finish(reason),
+            spans=spans,
+            cached=meta.cached_tokens,
+        )
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        """SGLang aborts every request whose id begins so: ids must be of one length."""
+        return "/abort_request", as_json({"rid": request_id})
+
+
+class Prorl:
+    """What ProRL's clients run.
+
+    It knows no stop tokens, so the answer is cut after the first: what follows was
+    never said.
+    """
+
+    generate_path, ready_path, stats_path = "/generate", "", ""
+    keeps_time = resumes = False
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        sampling = request.sampling
+        _only_can(sampling, "prorl", "allowed", "stop")
+        said: dict[str, Any] = {
+            "prompt_ids": request.tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "seed": sampling.seed & SEED_BITS,
+            "max_tokens": sampling.max_tokens,
+        }
+        if sampling.top_k:
+            said["top_k"] = sampling.top_k
+        return as_json(said)
+
+    def decode(self, request: GenerateRequest, body: bytes) -> GenerateResult:
+        """No reason is told: less than what was asked for is a stop."""
+        answer = parse(body, ProrlAnswer)
+        if len(answer.logprobs) != len(answer.response_ids):
+            raise AnswerError(
+                f"it gave {len(answer.logprobs)} log-probs for {len(answer.response_ids)} tokens"
+            )
+        stops = request.sampling.stop_token_ids
+        end = next(
+            (at + 1 for at, token in enumerate(answer.response_ids) if token in stops),
+            len(answer.response_ids),
+        )
+        tokens = answer.response_ids[:end]
+        stopped = len(tokens) < request.sampling.max_tokens or (
+            bool(tokens) and tokens[-1] in stops
+        )
+        return _result(
+            request, tokens, answer.logprobs[:end], finish=Finish.STOP if stopped else Finish.LENGTH
+        )
+
+    def abort(self, request_id: str) -> tuple[str, bytes] | None:
+        return None
+
+
+def dialect(
+    name: DialectName, *, model: str = "", encode_text: Callable[[str], Sequence[int]] | None = None
+) -> Dialect:
+    """The dialect of this name. `model` is the served model's name where the dialect
+    says one.
+
+    With `encode_text`, the server may give text alone; only completions can, and their
+    results are marked.
+    """
+    if encode_text is not None:
+        if name != "completions":
+            raise ValueError(f"text_only must be off unless the dialect is completions, got {name}")
+        return Completions(model, encode_text=encode_text)
+    match name:
+        case "rollweave":
+            return Rollweave()
+        case "vllm":
+            return Vllm(model)
+        case "completions":
+            return Completions(model)
+        case "sglang":
+            return Sglang()
+        case "prorl":
+            return Prorl()
+
+
+def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> None:
+    """Raise `AnswerError` where a result cannot be the continuation of `request` by a
+    model of `vocab` tokens.
+    """
+    tokens, logprobs = result.tokens, result.logprobs
+    if len(tokens) != len(logprobs):
+        raise AnswerError(f"it gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+    if len(tokens) > request.sampling.max_tokens and not result.text_only:
+        raise AnswerError(
+            f"it gave {len(tokens)} tokens, max_tokens is {request.sampling.max_tokens}"
+        )
+    if result.resumed_tokens:
+        given = request.resumed.tokens if request.resumed is not None else ()
+        if result.resumed_tokens != len(given) or tokens[: len(given)] != given:
+            raise AnswerError(
+                f"it went on from other tokens than the {len(given)} that it was given"
+            )
+    if not tokens and result.finish in (Finish.STOP, Finish.LENGTH):
+        raise AnswerError("it gave no token")
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+        raise AnswerError(f"its tokens must be in [0, {vocab}), got {min(tokens)} to {max(tokens)}")
+    for at, logprob in enumerate(logprobs):
+        if not NOT_A_LOGPROB < logprob <= ABOVE_ZERO:
+            raise AnswerError(f"the log-prob of its token {at} is {logprob}")
+    position = 0
+    for span in result.versions:
+        if span.start != position or span.end <= span.start:
+            raise AnswerError(f"its version spans must be contiguous, got {result.versions}")
+        position = span.end
+    if position != len(tokens):
+        raise AnswerError(f"its version spans cover {position} of {len(tokens)} tokens")
+
+
+def _only(choices: Sequence[T]) -> T:
+    if len(choices) != 1:
+        raise AnswerError(f"its answer must have 1 choice, got {len(choices)}")
+    return choices[0]
+
+
+def _vllm_sampling(sampling: Sampling) -> dict[str, Any]:
+    """vLLM's names are those of its completions too; everything is said, since its
+    defaults are the checkpoint's.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "max_tokens": sampling.max_tokens,
+        "seed": sampling.seed & SEED_BITS,
+        "stop": sampling.stop,
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed or None,
+    }
+
+
+def _only_can(sampling: Sampling, name: str, *fields: str) -> None:
+    for field in fields:
+        if getattr(sampling, field):
+            raise EngineError(
+                f"sampling.{field} cannot be said in the dialect {name}, got "
+                f"{getattr(sampling, field)!r:.100}"
+            )
+
+
+def _finish(reason: str | None) -> Finish:
+    match reason:
+        case "stop":
+            return Finish.STOP
+        case "length":
+            return Finish.LENGTH
+        case "abort":
+            return Finish.ABORTED
+        case _:
+            raise AnswerError(
+                f"its finish reason must be stop, length or abort, got {reason!r:.100}"
+            )
+
+
+def _version(label: str | int | None) -> int:
+    """A server's label of its weights as a version: 0 where it is not a number."""
+    text = str(label)
+    return int(text) if text.isdecimal() and len(text) < 19 else 0
+
+
+def _result(
+    request: GenerateRequest,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    *,
+    finish: Finish,
+    spans: Sequence[Span] | None = None,
+    cached: int = 0,
+) -> GenerateResult:
+    if spans is None:
+        spans = (Span(version=None, start=0, end=len(tokens)),)
+    versions = tuple(
+        VersionSpan(start=s.start, end=s.end, version=_version(s.version))
+        for s in spans
+        if s.end > s.start
+    )
+    return GenerateResult(
+        id=request.id,
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=versions,
+        finish=finish,
+        cached_tokens=cached,
+    )

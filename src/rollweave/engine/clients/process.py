@@ -1,0 +1,77 @@
+"""An engine in a child process: its words are frames over the socket pair that
+`io/child.py` opens.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rollweave.engine.clients.client import OpenLink
+from rollweave.io.child import spawn
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.serving import EngineCommand, EngineReply, EngineSpec
+
+_decode = decoder_of(EngineReply)
+
+
+class ProcessLink:
+    """`EngineLink` to `python -m module`, which takes an `EngineSpec` as its first
+    frame.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        module: str,
+        log: Path,
+        env: Mapping[str, str],
+        model_ready: asyncio.Future[None],
+        on_reply: Callable[[EngineReply], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._on_reply = on_reply
+        self._child = spawn(
+            name=spec.id, module=module, log=log, env=env, on_frame=self._on_frame, on_gone=on_lost
+        )
+        model_ready.add_done_callback(lambda _: self._child.send(encode(spec)))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def send(self, command: EngineCommand) -> None:
+        self._child.send(encode(command))
+
+    def kill(self) -> None:
+        self._child.kill()
+
+    async def joined(self) -> None:
+        await self._child.gone()
+
+    def _on_frame(self, payload: bytes) -> None:
+        self._on_reply(_decode(payload))
+
+
+def in_process(
+    spec: EngineSpec,
+    *,
+    module: str,
+    log: Path,
+    env: Mapping[str, str],
+    model_ready: asyncio.Future[None],
+) -> OpenLink:
+    """How `EngineClient` starts an engine as a child process.
+
+    The process begins at once, and takes seconds to import what it needs; it loads its
+    model once `model_ready` is done.
+    """
+    return lambda on_reply, on_lost: ProcessLink(
+        spec,
+        module=module,
+        log=log,
+        env=env,
+        model_ready=model_ready,
+        on_reply=on_reply,
+        on_lost=on_lost,
+    )

@@ -1,0 +1,317 @@
+"""Serves an engine over HTTP: in our own words, as OpenAI's completions with token ids,
+and as ProRL's clients ask.
+
+Invariants: token ids and log-probs leave as the engine gave them; a field that would
+change the sampling and that the engine cannot honor is refused (400), never dropped; a
+client that hangs up, or that a limit cuts off, leaves no generation behind; what the
+engine has under way is bounded (429). The guard in front of it decides which requests
+are admitted.
+"""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.io.http.bodies import BODY_S, body_of
+from rollweave.io.http.fields import refused_field
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.packing import as_json
+from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Sampling
+
+MOST_REQUESTS = 1024
+"""Requests under way: twenty times what an engine serves at once.
+
+More would only wait, and clients may go elsewhere.
+"""
+
+REQUEST_BYTES = 64 << 20
+"""Of the longest request: a prompt of ten million tokens."""
+
+RETRY_S = 1
+"""What a client that was refused for the load is asked to wait."""
+
+T = TypeVar("T")
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TextCodec(Protocol):
+    """The checkpoint's tokenizer, where it has one."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Tokens of a prompt."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of an answer."""
+
+
+class _Abort(msgspec.Struct, frozen=True):
+    id: str
+
+
+class _Prorl(msgspec.Struct, frozen=True):
+    """ProRL's `/generate`."""
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int | None = None
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    """The fields of OpenAI's `/v1/completions`, and of vLLM's additions to it, that are
+    honored.
+    """
+
+    prompt: tuple[int, ...] | str
+    model: str | None = None
+    max_tokens: int | None = 16
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    seed: int | None = None
+    stop: tuple[str, ...] | str | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = True  # always true
+
+
+class EngineServer:
+    """The handlers of one engine.
+
+    `model` is its name in answers; `BODY_S` and `MOST_REQUESTS` are the default limits.
+    """
+
+    def __init__(
+        self,
+        engine: EngineBackend,
+        *,
+        model: str,
+        text: TextCodec | None = None,
+        read_s: float = BODY_S,
+        most_requests: int = MOST_REQUESTS,
+    ) -> None:
+        self._engine, self._model, self._text = engine, model, text
+        self._read_s, self._most_requests = read_s, most_requests
+        self._under_way = 0
+
+    def application(self) -> web.Application:
+        """Serve it with `handler_cancellation`: without it, a client that hangs up
+        would be served on.
+        """
+        app = web.Application(middlewares=[_reported])
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.get("/rollweave/v1/ready", self._ready),
+                web.get("/rollweave/v1/stats", self._stats),
+                web.post("/rollweave/v1/generate", self._own),
+                web.post("/rollweave/v1/abort", self._abort),
+                web.post("/v1/completions", self._completion),
+                web.post("/generate", self._prorl),
+            ]
+        )
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self._engine.lost.done():
+            raise EngineLostError(self._engine.lost.result())
+        return _json({"status": "ok"})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json(
+            {
+                "object": "list",
+                "data": [{"id": self._model, "object": "model", "owned_by": "rollweave"}],
+            }
+        )
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        return _json(await self._engine.ready())
+
+    async def _stats(self, _: web.Request) -> web.Response:
+        return _json(await self._engine.stats())
+
+    async def _own(self, request: web.Request) -> web.Response:
+        return _json(await self._generated(await self._read(request, GenerateRequest)))
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self._engine.abort((await self._read(request, _Abort)).id)
+        return _json({})
+
+    async def _prorl(self, request: web.Request) -> web.Response:
+        asked = await self._read_honored(request, _Prorl)
+        sampling = Sampling(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=max(0, asked.top_k or 0),
+            max_tokens=asked.max_tokens,
+            seed=_seed(asked.seed),
+        )
+        result = await self._generated(
+            GenerateRequest(id=_new_id(), tokens=asked.prompt_ids, sampling=sampling)
+        )
+        return _json({"response_ids": result.tokens, "logprobs": result.logprobs})
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        asked = await self._read_honored(request, _Completion)
+        if (
+            asked.logprobs is not None
+            and asked.logprobs != 0
+            and (asked.logprobs, asked.temperature) != (1, 0)
+        ):
+            text = "must be 0 or null, or 1 at temperature 0: only the sampled token's is known"
+            raise EngineError(f"logprobs {text}, got {asked.logprobs}")
+        if asked.logprobs is not None and asked.return_tokens_as_token_ids is False:
+            raise EngineError(
+                "return_tokens_as_token_ids must be true or null: tokens are named "
+                "by their ids, got False"
+            )
+        prompt = asked.prompt
+        if isinstance(prompt, str):
+            if self._text is None:
+                raise EngineError("prompt must be token ids: the checkpoint has no tokenizer")
+            prompt = tuple(self._text.encode(prompt))
+        sampling = Sampling(
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            top_k=max(0, asked.top_k or 0),
+            max_tokens=16 if asked.max_tokens is None else asked.max_tokens,
+            stop_token_ids=asked.stop_token_ids or (),
+            stop=_texts(asked.stop),
+            allowed=asked.allowed_token_ids or (),
+            seed=_seed(asked.seed),
+        )
+        result = await self._generated(
+            GenerateRequest(id=_new_id(), tokens=prompt, sampling=sampling)
+        )
+        return _json(self._as_completion(asked, result, prompt_tokens=len(prompt)))
+
+    def _as_completion(
+        self, asked: _Completion, result: GenerateResult, *, prompt_tokens: int
+    ) -> dict[str, Any]:
+        count = len(result.tokens)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": self._shown(asked, result.tokens) if self._text is not None else "",
+            "logprobs": None,
+            "finish_reason": "abort" if result.finish is Finish.ABORTED else result.finish.value,
+            "weight_versions": [
+                {"version": str(span.version), "start": span.start, "end": span.end}
+                for span in result.versions
+            ],
+        }
+        if asked.logprobs is not None:
+            names = [f"token_id:{token}" for token in result.tokens]
+            choice["logprobs"] = {
+                "tokens": names,
+                "token_logprobs": result.logprobs,
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+        if asked.return_token_ids:
+            choice["token_ids"] = result.tokens
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": prompt_tokens + count,
+            "prompt_tokens_details": {"cached_tokens": result.cached_tokens},
+        }
+        return {
+            "id": f"cmpl-{result.id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [choice],
+            "usage": usage,
+        }
+
+    def _shown(self, asked: _Completion, tokens: Sequence[int]) -> str:
+        """The text before the stop text or the stop token, as OpenAI's clients expect
+        it.
+        """
+        assert self._text is not None, "a server without a tokenizer shows no text"
+        ended = bool(tokens) and tokens[-1] in (asked.stop_token_ids or ())
+        text = self._text.decode(tokens[:-1] if ended else tokens)
+        return text[
+            : min(
+                (at for each in _texts(asked.stop) if (at := text.find(each)) >= 0),
+                default=len(text),
+            )
+        ]
+
+    async def _read_honored(self, request: web.Request, kind: type[Fields]) -> Fields:
+        """Return the fields that `kind` has.
+
+        Raises EngineError for another field that asks for something.
+        """
+        fields = await self._read(request, dict[str, Any])
+        honored = set(kind.__struct_fields__)
+        others = {name: value for name, value in fields.items() if name not in honored}
+        found = refused_field(others)
+        if found is not None:
+            name, rule = found
+            raise EngineError(f"{name} {rule}, got {others[name]!r:.100}")
+        return msgspec.convert(
+            {name: value for name, value in fields.items() if name in honored}, kind
+        )
+
+    async def _read(self, request: web.Request, kind: type[T]) -> T:
+        return msgspec.json.decode(
+            await body_of(request, most=REQUEST_BYTES, seconds=self._read_s), type=kind
+        )
+
+    async def _generated(self, request: GenerateRequest) -> GenerateResult:
+        """Cancelled with its handler, which cancels it at the engine."""
+        if self._under_way >= self._most_requests:
+            raise web.HTTPTooManyRequests(headers={"Retry-After": str(RETRY_S)})
+        self._under_way += 1
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._under_way -= 1
+
+
+@web.middleware
+async def _reported(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every failure as JSON: `detail` says what is wrong."""
+    try:
+        return await handler(request)
+    except EngineLostError as error:
+        return _json({"detail": str(error)}, status=503)
+    except (EngineError, msgspec.DecodeError, ValueError) as error:
+        return _json({"detail": str(error)}, status=400)
+    except web.HTTPException as error:
+        return _json({"detail": error.reason}, status=error.status, headers=dict(error.headers))
+
+
+def _json(
+    value: object, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    kept = {name: text for name, text in (headers or {}).items() if name.lower() != "content-type"}
+    return web.Response(
+        body=as_json(value), status=status, content_type="application/json", headers=kept
+    )
+
+
+def _texts(stop: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else stop or ()
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)
+
+
+def _seed(seed: int | None) -> int:
+    """Who names no seed wants another answer each time."""
+    return secrets.randbits(63) if seed is None else seed

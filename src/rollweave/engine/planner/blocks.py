@@ -1,0 +1,186 @@
+"""The ledger of the paged KV cache: which blocks are free, shared, or keep a prefix for
+a later turn. Pure bookkeeping.
+
+Invariants (`check`): every block is exactly one of *blank* (free, holds nothing),
+*idle* (free, but its content is indexed and may be hit) or *held* (reference count
+above zero). An index entry names a block that holds exactly the tokens of its key. Keys
+chain over the whole prefix and start from the id of the weights that computed it, and a
+change of weights forgets the whole index: KV of old weights can never be hit after an
+update.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+Key = bytes
+"""Digest of one full block: of its tokens, of all tokens before it, and of the weights
+that computed it (16 bytes).
+"""
+
+
+def root_key(weights_id: int) -> Key:
+    """The parent of a sequence's first block under weights `weights_id`."""
+    return hashlib.blake2b(b"weights:%d" % weights_id, digest_size=16).digest()
+
+
+def child_key(parent: Key, tokens: Sequence[int]) -> Key:
+    """The key of the block that holds `tokens` right after the block `parent`."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockLedger:
+    """Allocates `blocks` blocks of `block_tokens` tokens.
+
+    With `caching` off, nothing is indexed and nothing is hit.
+    """
+
+    def __init__(
+        self, *, blocks: int, block_tokens: int, caching: bool = True, weights_id: int = -1
+    ) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ValueError(
+                f"blocks and block_tokens must be at least 1, got {blocks} and {block_tokens}"
+            )
+        self.total = blocks
+        self.block_tokens = block_tokens
+        self.caching = caching
+        self.weights_id = weights_id
+        self.root = root_key(weights_id)
+        self._refs = [0] * blocks
+        self._key_of: list[Key | None] = [None] * blocks
+        self._index: dict[Key, int] = {}
+        self._blank = list(range(blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be allocated now: blank ones, and idle ones whose content
+        would be forgotten.
+        """
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        return self.total - self.free
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def keys(self, tokens: Sequence[int], *, known: Sequence[Key] = ()) -> list[Key]:
+        """Keys of all full blocks of `tokens`; `known` are those of its first blocks,
+        so that they are not hashed again.
+        """
+        found = list(known)
+        parent = found[-1] if found else self.root
+        size = self.block_tokens
+        for start in range(len(found) * size, len(tokens) - size + 1, size):
+            parent = child_key(parent, tokens[start : start + size])
+            found.append(parent)
+        return found
+
+    def match(self, keys: Sequence[Key]) -> list[int]:
+        """The longest prefix of `keys` that is in the cache, as blocks.
+
+        Nothing is held yet: see `share`.
+        """
+        found: list[int] = []
+        for key in keys:
+            block = self._index.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unused(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are idle: holding them takes that much from `free`."""
+        return sum(1 for block in blocks if not self._refs[block])
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Hold blocks that `match` found once more."""
+        for block in blocks:
+            if not self._refs[block]:
+                del self._idle[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hold `count` blocks without content. Forgets the least recently used idle
+        ones where no blank is left.
+
+        Raises ValueError when fewer than `count` are free; then nothing has changed.
+        """
+        if count > self.free:
+            raise ValueError(f"count must be at most the {self.free} free blocks, got {count}")
+        taken: list[int] = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._idle.popitem(last=False)
+                self._forget(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def commit(self, block: int, key: Key) -> None:
+        """Index the held `block`, whose tokens have all been computed, under `key`.
+
+        The first block of a key stays.
+        """
+        if self.caching and self._key_of[block] is None and key not in self._index:
+            self._key_of[block] = key
+            self._index[key] = block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Hold `blocks` once less.
+
+        The last of a prefix becomes the first to be forgotten: a prefix is of use
+        without it.
+        """
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if not self._refs[block]:
+                if self._key_of[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._idle[block] = None
+
+    def retag(self, weights_id: int) -> None:
+        """New weights: forget all content.
+
+        Held blocks stay held, and are no longer indexed.
+        """
+        self.weights_id = weights_id
+        self.root = root_key(weights_id)
+        self._index.clear()
+        self._key_of = [None] * self.total
+        self._blank.extend(self._idle)
+        self._idle.clear()
+
+    def references(self, block: int) -> int:
+        return self._refs[block]
+
+    def _forget(self, block: int) -> None:
+        key = self._key_of[block]
+        if key is not None:
+            self._key_of[block] = None
+            del self._index[key]
+
+    def check(self) -> None:
+        """Assert the invariants of this module."""
+        blank, idle = set(self._blank), set(self._idle)
+        held = {block for block in range(self.total) if self._refs[block]}
+        assert len(blank) == len(self._blank), "a block is blank twice"
+        assert len(blank) + len(idle) + len(held) == len(blank | idle | held) == self.total, (
+            "a block is lost, or in two states"
+        )
+        assert min(self._refs) >= 0, "a block was released too often"
+        assert all(self._key_of[block] is not None for block in idle), (
+            "an idle block is not indexed"
+        )
+        assert all(self._key_of[block] is None for block in blank), "a blank block is indexed"
+        assert {block: key for key, block in self._index.items()} == {
+            block: key for block, key in enumerate(self._key_of) if key is not None
+        }, "index and blocks disagree"
+        assert self.caching or not self._index, "indexed with caching off"

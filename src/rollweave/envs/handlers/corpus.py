@@ -1,0 +1,142 @@
+"""A user's documents, and an index of their passages by BM25 (package bm25s, which
+needs numpy alone).
+
+Invariant: equal queries of equal documents find the same passages, in the same order.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rollweave.io.extras import from_extra
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import ConfigError
+
+with from_extra("search"):
+    import bm25s
+
+PASSAGE_WORDS = 160
+"""Of a document at once: about 220 tokens, so five of them are a thousand."""
+
+MOST_BYTES = 256 * 2**20
+"""Of a corpus: its index is kept in memory."""
+
+
+class Document(Noun, frozen=True, kw_only=True):
+    """A title and a text; what a search finds are passages of it."""
+
+    title: str
+    text: str
+
+
+class Bm25:
+    """An index over passages in memory."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self._passages = [part for document in documents for part in passages(document)]
+        # Titles count: a passage in the middle of an article need not repeat what the
+        # article is about.
+        words = _words([f"{passage.title} {passage.text}" for passage in self._passages])
+        self._index = bm25s.BM25(backend="numpy")
+        self._known = {word for text in words for word in text}
+        if self._known:
+            self._index.index(words, show_progress=False)
+
+    async def find(self, query: str, count: int) -> Sequence[Document]:
+        wanted = [word for word in _words([query])[0] if word in self._known]
+        if not wanted:
+            return ()
+        scores = self._index.get_scores(wanted)
+        best = np.argsort(-scores, kind="stable")[:count]
+        return [self._passages[place] for place in best if scores[place] > 0]
+
+
+def passages(document: Document) -> list[Document]:
+    """The document in pieces of at most `PASSAGE_WORDS` words, cut between paragraphs
+    where that is possible.
+    """
+    pieces: list[str] = []
+    size = PASSAGE_WORDS
+    for paragraph in re.split(r"\n\s*\n", document.text):
+        words = paragraph.split()
+        for start in range(0, len(words), PASSAGE_WORDS):
+            part = words[start : start + PASSAGE_WORDS]
+            if size + len(part) <= PASSAGE_WORDS:
+                pieces[-1] += "\n" + " ".join(part)
+                size += len(part)
+            else:
+                pieces.append(" ".join(part))
+                size = len(part)
+    return [Document(title=document.title, text=piece) for piece in pieces]
+
+
+@functools.lru_cache(4)
+def documents(path: str) -> tuple[Document, ...]:
+    """Those of a folder (its .txt and .md files), or of a JSONL file of {"title",
+    "text"}. Raises ConfigError.
+    """
+    place = Path(path)
+    folder = place.is_dir()
+    files = (
+        sorted(
+            file for file in place.rglob("*") if file.suffix in (".txt", ".md") and file.is_file()
+        )
+        if folder
+        else [place]
+    )
+    try:
+        size = sum(file.stat().st_size for file in files)
+        read = (
+            [file.read_text(encoding="utf-8-sig") for file in files] if size <= MOST_BYTES else []
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"options.corpus must be a folder of UTF-8 texts or a JSONL file, got {path!r}: {error}"
+        ) from error
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"options.corpus must have at most {MOST_BYTES} bytes, {path!r} has {size}"
+        )
+    if folder:
+        found = [
+            Document(title=str(file.relative_to(place)), text=text)
+            for file, text in zip(files, read, strict=True)
+        ]
+    else:
+        found = [
+            _record(path, number, line)
+            for number, line in enumerate(read[0].split("\n"), 1)
+            if line.strip()
+        ]
+    if not any(document.text.strip() for document in found):
+        raise ConfigError(
+            f"options.corpus must have documents (.txt, .md, or lines of JSON), {path!r} has none"
+        )
+    return tuple(found)
+
+
+def _record(path: str, number: int, line: str) -> Document:
+    try:
+        record = json.loads(line)
+        return Document(
+            title=str(record.get("title", f"line {number}")), text=_text(record["text"])
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}:{number}: must be a JSON object with 'text': {type(error).__name__}: {error}"
+        ) from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text must be a string, got {type(value).__name__}")
+    return value
+
+
+def _words(texts: list[str]) -> list[list[str]]:
+    found: list[list[str]] = bm25s.tokenize(texts, return_ids=False, show_progress=False)
+    return found

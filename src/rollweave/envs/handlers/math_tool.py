@@ -1,0 +1,89 @@
+r"""Mathematics with an interpreter: the agent may run Python (numpy, scipy, sympy where
+they are), then answers in `\boxed{}`.
+
+After ProRL Agent's mathematics task (§4): IPython and a `think` tool. Invariant: a
+problem belongs to exactly one split by its own text.
+"""
+
+import random
+from collections.abc import Sequence
+
+from rollweave.envs.base import Options, Score, Split, mix, new_task, split_of
+from rollweave.envs.handlers.answers import same
+from rollweave.envs.handlers.base import Agent
+from rollweave.envs.handlers.math_problems import FAMILIES, LEVELS
+from rollweave.envs.handlers.solving import TOOL_S, Solving, own_question
+from rollweave.envs.handlers.tools import Calls
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.work import Task
+
+ABOUT = "Solve the problem. You may compute with the tool ipython, as often as you need."
+TOOLS = ("ipython", "think")
+
+
+class MathTool(Solving):
+    """Problems of `families` (all by default) at `level` 1 to 3, or the user's own:
+    records of the JSONL file `path`.
+
+    A record has its `question`, a text, and its `answer`: a number, a fraction, a
+    tuple, or words (`answers.same`). `held_out` is a file of held-out records; without
+    it two eighths of `path` are held out. Reward 1 for the right answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        families: Sequence[str] = (),
+        level: int = 1,
+        path: str = "",
+        held_out: str = "",
+        question: str = "question",
+        answer: str = "answer",
+        calls: Calls = "native",
+        tool_s: float = TOOL_S,
+    ) -> None:
+        _check({"families": families, "level": level, "path": path, "held_out": held_out})
+        super().__init__(calls=calls, tool_s=tool_s)
+
+    async def run(self, agent: Agent) -> None:
+        await self.solve(agent, about=ABOUT, names=TOOLS)
+
+    async def eval(self) -> Score:
+        right = self._answer is not None and same(self._answer, self._asked.answer)
+        return Score(reward=float(right), success=right)
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """A problem of the split.
+
+        Raises ConfigError for wrong options, and for a file without records of the
+        split.
+        """
+        _check(options)
+        if options.get("path"):
+            own = own_question(options, index=index, seed=seed, split=split)
+            return new_task(question=own.question, answer=own.answer)
+        rng, families = (
+            random.Random(mix(seed, split, index)),
+            list(options.get("families", ())) or list(FAMILIES),
+        )
+        while True:
+            family = rng.choice(families)
+            problem = FAMILIES[family](rng, options.get("level", 1))
+            if split_of(problem.question) is split:
+                return new_task(question=problem.question, answer=problem.answer)
+
+
+def _check(options: Options) -> None:
+    unknown = [family for family in options.get("families", ()) if family not in FAMILIES]
+    if unknown:
+        raise ConfigError(
+            f"options.families must be some of {', '.join(FAMILIES)}, got {unknown[0]!r}"
+        )
+    level = options.get("level", 1)
+    if not isinstance(level, int) or not 1 <= level <= LEVELS:
+        raise ConfigError(f"options.level must be from 1 to {LEVELS}, got {level!r}")
+    if options.get("held_out") and not options.get("path"):
+        raise ConfigError(
+            f"options.held_out must come with options.path, got {options['held_out']!r} alone"
+        )

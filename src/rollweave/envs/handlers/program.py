@@ -1,0 +1,360 @@
+"""Any agent program as a handler: it runs in a sandbox without a network, and reaches
+the agent by OpenAI's chat API alone.
+
+`init` starts the sandbox and writes the files, and the task as `task.json`, into the
+folder in which the program will run. `run` starts the program with OPENAI_BASE_URL and
+OPENAI_API_KEY and waits for its end; beyond the agent's turns or tokens the gateway
+answers it 429 or 400, and what was said so far counts. `eval` scores what it left.
+
+Invariants: the program never sees the fields of its task that are `hidden`, nor
+`score_files`; a scoring command runs in a clean sandbox, in which only the files of the
+submission come from the program, in a folder outside the one in which the command runs;
+a program that could not run to its end gives no reward, unless it exceeded the
+sandbox's memory, processes or CPU, which gives 0.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import posixpath
+import stat
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
+from rollweave.envs.handlers.base import Agent, Job
+from rollweave.envs.handlers.boxed import Boxed
+from rollweave.envs.handlers.sandboxes import Sandboxes, forget
+from rollweave.envs.handlers.toolbox import check_positive
+from rollweave.envs.records import drawn, records
+from rollweave.envs.registry import load
+from rollweave.sandbox.base import (
+    HOST,
+    MIB,
+    ExecResult,
+    Sandbox,
+    SandboxSpec,
+    Snapshot,
+    check_taken,
+)
+from rollweave.sandbox.relay import relay
+from rollweave.sandbox.tools import plain
+from rollweave.schema.errors import ConfigError, RewardError, SandboxError, SandboxLostError
+from rollweave.schema.text import decimal
+from rollweave.schema.work import Task
+
+TASK = "task.json"
+
+FOLDER_FILES = 10_000
+"""In a folder that is copied in: more are an image."""
+
+FOLDER_BYTES = 256 * MIB
+
+SCORE_S = 600.0
+"""Seconds of a scoring command: a test suite."""
+
+TAIL = 4000
+"""Characters of output that a result keeps."""
+
+SUBMISSION = "SUBMISSION"
+"""Environment variable with the submission's folder, for a scoring command."""
+
+SUBMITTED = "/home/submission"
+"""Folder of the submission: outside the home, so that tools that search the home for
+modules, tests or settings miss it.
+"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a scoring function is given.
+
+    `task` is the whole task, hidden fields too; `outputs` are the files that are there.
+    """
+
+    task: Mapping[str, Any]
+    rc: int
+    stdout: str
+    stderr: str
+    outputs: Mapping[str, str] = field(default_factory=dict)
+
+
+class Program(Boxed):
+    """Implements `AgentHandler`. Paths in the sandbox may be relative to its home,
+    where the program runs.
+
+    - `command`: the program and its arguments. On the image `host`, `python` is the one
+      that rollweave runs on.
+    - `score`: `package.module:function`, called with an `Outcome`, may be async,
+      returns a number or a `Score`. Or a command: it runs in the home of a clean
+      sandbox, with the `Outcome` as JSON on standard input and the folder of the
+      submission in the variable SUBMISSION; the last line that it prints is the reward.
+    - `submission`: the files and folders below the program's home that a scoring
+      command gets; by default the whole home. Other files that the program wrote are
+      left out, and so are symbolic links that lead out of the home.
+    - `score_files`: path → text, written before the scoring command only: the tests,
+      for example.
+    - `tasks`, `held_out`: JSONL files, one task a line. Without `tasks` each task is
+      empty; without `held_out` two eighths of `tasks` are held out. `hidden`: fields of
+      a task that the program does not see.
+    - `files`: path → text; `folder`: one of the host's whose files are copied into the
+      home; `outputs`: paths of text files that are read when the program has ended.
+    - `env`: further variables. `image`, `limits`, `network`: of the sandbox
+      (`docs/SANDBOX.md`).
+    - `timeout_s`: seconds of the program, with all that it waits for; beyond them the
+      attempt has failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str],
+        score: str | Sequence[str],
+        submission: Sequence[str] = (".",),
+        score_files: Mapping[str, str] | None = None,
+        tasks: str = "",
+        held_out: str = "",
+        hidden: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
+        folder: str = "",
+        outputs: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        image: str = HOST,
+        limits: Mapping[str, Any] | None = None,
+        network: bool = False,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        """Raises ConfigError that names the option."""
+        del tasks, held_out  # of `make_task`
+        self._command = _typed("command", command, list[str])
+        if not self._command:
+            raise ConfigError("options.command must have at least a program, got []")
+        self._score = score if isinstance(score, str) else _typed("score", score, list[str])
+        if not self._score:
+            raise ConfigError(f"options.score must be a function or a command, got {score!r}")
+        self._function = _function(score) if isinstance(score, str) else None
+        self._submission = _typed("submission", submission, list[str])
+        if not self._submission:
+            raise ConfigError("options.submission must have at least one path, got []")
+        try:
+            check_taken(self._submission, SUBMITTED)
+        except ValueError as error:
+            raise ConfigError(f"options.submission: {error}") from error
+        self._score_files = _typed("score_files", score_files or {}, dict[str, str])
+        self._hidden = _typed("hidden", hidden, list[str])
+        self._files = _typed("files", files or {}, dict[str, str])
+        self._folder = folder
+        self._outputs = _typed("outputs", outputs, list[str])
+        self._env = _typed("env", env or {}, dict[str, str])
+        self._timeout_s = _typed("timeout_s", timeout_s, float)
+        check_positive(timeout_s=self._timeout_s)
+        try:
+            spec = {"image": image, "network": network, "limits": limits or {}, "env": self._env}
+            # one pool for all programs
+            self._spec = msgspec.structs.replace(msgspec.convert(spec, SandboxSpec), env={})
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"options of the sandbox: {error}") from error
+        self._sandboxes: Sandboxes | None = None
+        self._snapshot: Snapshot | None = None
+        self._forget: weakref.finalize[Any, Program] | None = None
+        self._outcome: Outcome | None = None
+        self._task: dict[str, Any] = {}
+        self._scored = ""
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """The next line of `tasks`. Raises ConfigError."""
+        path, own = options.get("tasks", ""), mix(seed, split, index)
+        if not path:
+            return new_task(seed=own)
+        file, row = drawn(
+            path,
+            options.get("held_out", ""),
+            "",
+            option="tasks",
+            index=index,
+            seed=seed,
+            split=split,
+        )
+        return msgspec.structs.replace(
+            new_task(seed=own), payload=json.dumps(records(file, "", "tasks")[row])
+        )
+
+    async def init(self, job: Job) -> None:
+        self._task = payload_of(job.task)
+        self._sandboxes = job.sandboxes
+        copied = await asyncio.to_thread(_read_folder, self._folder) if self._folder else []
+        self._sandbox = await job.sandboxes.start(self._spec)
+        for path, data, mode in copied:
+            await self._sandbox.write(path, data, mode=mode)
+        for path, text in self._files.items():
+            await self._sandbox.write(path, text.encode())
+        seen = {name: value for name, value in self._task.items() if name not in self._hidden}
+        await self._sandbox.write(TASK, json.dumps(seen, indent=1).encode())
+
+    async def run(self, agent: Agent) -> None:
+        """Raises SandboxError where the program cannot be started, or does not end in
+        time.
+        """
+        assert self._sandbox is not None, "init comes first"
+        sandbox, endpoint = self._sandbox, await agent.endpoint()
+        async with relay(sandbox, endpoint.url) as url:
+            openai = {
+                "OPENAI_BASE_URL": url,
+                "OPENAI_API_BASE": url,
+                "OPENAI_API_KEY": endpoint.token,
+            }
+            env = {**self._path(), **openai, **self._env}
+            result = await sandbox.exec(self._command, env=env, timeout_s=self._timeout_s)
+        self._outcome = Outcome(
+            task=self._task,
+            rc=result.rc,
+            **_texts(result),
+            outputs=await self._read_outputs(sandbox),
+        )
+        if result.timed_out:
+            raise SandboxError(f"the program did not end within timeout_s, {self._timeout_s:g} s")
+        if self._function is None:
+            self._snapshot = await sandbox.snapshot(only=self._submission, at=SUBMITTED)
+            self._forget = weakref.finalize(self, forget, self._snapshot)
+
+    async def eval(self) -> Score:
+        """Raises RewardError for a command that fails, or prints no number."""
+        assert self._outcome is not None, "run comes first"
+        if self._function is not None:
+            found = self._function(self._outcome)
+            found = await found if inspect.isawaitable(found) else found
+            return found if isinstance(found, Score) else Score(reward=found)
+        try:
+            return Score(reward=await self._run_score(self._outcome))
+        finally:
+            if self._forget is not None:
+                await asyncio.to_thread(self._forget)
+
+    def final_result(self) -> dict[str, Any]:
+        """Exit status and the end of what was printed, by the program and by the
+        scoring command.
+        """
+        outcome = self._outcome
+        if outcome is None:
+            return {}
+        said = {
+            "rc": outcome.rc,
+            "stdout": outcome.stdout[-TAIL:],
+            "stderr": outcome.stderr[-TAIL:],
+        }
+        return {
+            **said,
+            "outputs": {path: text[-TAIL:] for path, text in outcome.outputs.items()},
+            "score": self._scored,
+        }
+
+    async def _run_score(self, outcome: Outcome) -> float:
+        assert self._sandboxes is not None, "init comes first"
+        assert self._snapshot is not None, "run took one"
+        sandbox = await self._sandboxes.branch(self._snapshot)
+        try:
+            for path, text in self._score_files.items():
+                await sandbox.write(path, text.encode())
+            told = json.dumps(outcome.__dict__).encode()
+            submitted = posixpath.normpath(
+                f"{sandbox.workdir}/{posixpath.relpath(SUBMITTED, self._spec.workdir)}"
+            )
+            env = {**self._path(), **self._env, SUBMISSION: submitted}
+            result = await sandbox.exec(list(self._score), stdin=told, env=env, timeout_s=SCORE_S)
+        finally:
+            await sandbox.stop(grace_s=0.0)
+        said = _texts(result)
+        self._scored = (said["stdout"] + said["stderr"])[-TAIL:]
+        if result.rc or result.timed_out:
+            how = (
+                f"took more than {SCORE_S:g} s"
+                if result.timed_out
+                else f"ended with status {result.rc}"
+            )
+            raise RewardError(f"the scoring command {how}: {self._scored[-400:]}")
+        last = said["stdout"].strip().rpartition("\n")[2]
+        reward = decimal(last.strip())
+        if reward is None:
+            raise RewardError(
+                "the scoring command's last line must be a number in ASCII digits, "
+                f"got {last[:100]!r}"
+            )
+        return reward
+
+    async def _read_outputs(self, sandbox: Sandbox) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for path in self._outputs:
+            try:
+                found[path] = plain((await sandbox.read(path)).decode(errors="replace"))
+            except SandboxLostError:
+                raise
+            except (
+                SandboxError
+            ):  # it is not there, or no file, or too large: the score tells what that means
+                continue
+        return found
+
+    def _path(self) -> dict[str, str]:
+        if self._spec.image != HOST:
+            return {}
+        return {"PATH": f"{os.path.dirname(sys.executable)}:{self._spec.environment()['PATH']}"}
+
+
+def _texts(result: ExecResult) -> dict[str, str]:
+    return {
+        name: plain(getattr(result, name).decode(errors="replace")) for name in ("stdout", "stderr")
+    }
+
+
+def _typed(name: str, value: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"options.{name}: {error}, got {value!r:.100}") from error
+
+
+def _function(reference: str) -> Any:
+    function = load(reference, what="options.score")
+    if not callable(function):
+        raise ConfigError(
+            f"options.score must be a function or a command, {reference} is a "
+            f"{type(function).__name__}"
+        )
+    return function
+
+
+def _read_folder(folder: str) -> list[tuple[str, bytes, int]]:
+    """Relative path, bytes and mode of each file. Links are not followed.
+
+    Raises ConfigError.
+    """
+    root, found, size = Path(folder), [], 0
+    if not root.is_dir():
+        raise ConfigError(f"options.folder must be a folder, got {folder!r}")
+    for parent, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(parent) / name
+            mode = path.lstat().st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"options.folder must have files and folders alone, got {path}")
+            data = path.read_bytes()
+            size += len(data)
+            found.append((str(path.relative_to(root)), data, stat.S_IMODE(mode)))
+            if size > FOLDER_BYTES or len(found) > FOLDER_FILES:
+                raise ConfigError(
+                    f"options.folder must have at most {FOLDER_FILES} files and {FOLDER_BYTES} "
+                    f"bytes, {folder} has more: "
+                    "make an image of it"
+                )
+    return found

@@ -1,0 +1,149 @@
+r"""Science with tools: bash, IPython, `think` and `search`, then an answer in
+`\boxed{}` (after ProRL Agent's STEM task, §4).
+
+What is searched is one of three: invented worlds that come with us, the user's own
+documents, or the web with the user's key.
+
+Invariants: training, validation and test have worlds of their own, which depend on the
+run's seed; a question belongs to exactly one split; the search runs outside of the
+sandbox, which has no network and no key.
+"""
+
+import asyncio
+import functools
+import random
+import threading
+
+from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of, split_of
+from rollweave.envs.handlers.answers import close
+from rollweave.envs.handlers.base import Agent, Job
+from rollweave.envs.handlers.corpus import Bm25, documents
+from rollweave.envs.handlers.invented import question as invented_question
+from rollweave.envs.handlers.invented import world
+from rollweave.envs.handlers.search import Search, search_tool, web_search
+from rollweave.envs.handlers.solving import TOOL_S, Solving, own_question
+from rollweave.envs.handlers.tools import Calls
+from rollweave.schema.errors import ConfigError, EnvError
+from rollweave.schema.work import Task
+
+ABOUT = (
+    "Answer the question. Facts are found with the tool search; compute with bash or ipython. "
+    "The answer is a number, without its unit, or a name."
+)
+TOOLS = ("bash", "ipython", "think")
+
+WORLDS = 16
+"""Of each split: 900 articles, so that they are looked up rather than learnt by heart."""
+
+TOLERANCE = 0.01
+"""Relative, of a number: what rounding on the way may cost."""
+
+
+class Stem(Solving):
+    """Questions about invented worlds; or the user's own, records of the JSONL file
+    `path`, with `corpus` or `web`.
+
+    `corpus` is a folder of .txt and .md files, or a JSONL file of {"title", "text"}.
+    `web` is {service = "tavily" or "serper", key_env = the environment variable with
+    the key, url = another address that speaks like it}. `held_out`, `question` and
+    `answer` are as in `math_tool`. Reward 1 for a number within `tolerance` of the
+    right one (relative), or the right words.
+    """
+
+    def __init__(
+        self,
+        *,
+        corpus: str = "",
+        web: Options | None = None,
+        path: str = "",
+        held_out: str = "",
+        question: str = "question",
+        answer: str = "answer",
+        tolerance: float = TOLERANCE,
+        calls: Calls = "native",
+        tool_s: float = TOOL_S,
+    ) -> None:
+        _check({"corpus": corpus, "web": web, "path": path, "held_out": held_out})
+        if not 0 <= tolerance < 1:
+            raise ConfigError(f"options.tolerance must be from 0 to below 1, got {tolerance}")
+        self._corpus, self._tolerance = corpus, tolerance
+        self._search: Search | None = web_search(web) if web else None
+        super().__init__(calls=calls, tool_s=tool_s)
+
+    async def init(self, job: Job) -> None:
+        if self._search is None:
+            seed = None if self._corpus else payload_of(job.task).get("world")
+            if not self._corpus and not isinstance(seed, int):
+                raise EnvError(
+                    "payload must have the seed of its world where there is no "
+                    f"options.corpus, got {seed!r}"
+                )
+            self._search = await asyncio.to_thread(_index, self._corpus, seed)
+        await super().init(job)
+
+    async def run(self, agent: Agent) -> None:
+        assert self._search is not None, "init comes first"
+        tools = [search_tool(self._search)]
+        await self.solve(agent, about=ABOUT, names=TOOLS, tools=tools)
+
+    async def eval(self) -> Score:
+        said = self._answer
+        right = said is not None and close(said, self._asked.answer, tolerance=self._tolerance)
+        return Score(reward=float(right), success=right)
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """A question of the split.
+
+        Raises ConfigError for wrong options, and for a file without records of the
+        split.
+        """
+        _check(options)
+        if options.get("path"):
+            own = own_question(options, index=index, seed=seed, split=split)
+            return new_task(question=own.question, answer=own.answer)
+        rng = random.Random(mix(seed, split, index))
+        while True:
+            place = mix(seed, split, "world", rng.randrange(WORLDS))
+            asked = invented_question(world(place), rng)
+            if split_of(asked.question) is split:
+                return new_task(question=asked.question, answer=asked.answer, world=place)
+
+
+def _check(options: Options) -> None:
+    given = {name: options.get(name) for name in ("corpus", "web", "path", "held_out")}
+    if given["corpus"] and given["web"]:
+        raise ConfigError(
+            f"options must have corpus or web, not both, got {given['corpus']!r} "
+            f"and {given['web']!r}"
+        )
+    if bool(given["path"]) != bool(given["corpus"] or given["web"]):
+        rule = (
+            "options.path, with your questions, must come with options.corpus or options.web to "
+            "search, and they with it"
+        )
+        raise ConfigError(
+            f"{rule}, got { ({name: value for name, value in given.items() if value}) }"
+        )
+    if given["held_out"] and not given["path"]:
+        raise ConfigError(
+            f"options.held_out must come with options.path, got {given['held_out']!r} alone"
+        )
+    if given["corpus"]:
+        documents(given["corpus"])
+    if given["web"]:
+        web_search(given["web"])
+
+
+def _index(corpus: str, seed: int | None) -> Bm25:
+    """The index of a corpus or world. Runs on threads: none is made twice."""
+    with _MAKING:
+        return _made(corpus, seed)
+
+
+_MAKING = threading.Lock()
+
+
+@functools.lru_cache(64)
+def _made(corpus: str, seed: int | None) -> Bm25:
+    return Bm25(documents(corpus) if seed is None else world(seed).documents)

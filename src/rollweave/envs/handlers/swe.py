@@ -1,0 +1,190 @@
+"""Mend a bug: a small repository in a sandbox, an issue that tells the symptom, hidden
+tests as the reward (ProRL Agent §4).
+
+Invariants: what the agent's sandbox holds counts for nothing but the files that it
+changed; they are judged in a fresh sandbox, by tests whose verdict is made outside of
+it (`envs/handlers/probes.py`); files below `tests/` are not taken over.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollweave.envs.base import Options, Score, Split, mix, new_task, payload_of
+from rollweave.envs.handlers.base import Agent, Job, LimitError, Tool
+from rollweave.envs.handlers.boxed import Boxed
+from rollweave.envs.handlers.changes import CHANGED_BYTES, LISTING, Changes, changes, patch
+from rollweave.envs.handlers.probes import Seen, look, passed
+from rollweave.envs.handlers.swe_bugs import (
+    TESTS,
+    Bug,
+    broken,
+    bugs,
+    bugs_of,
+    files_of,
+    shown,
+    sources_of_tests,
+)
+from rollweave.envs.handlers.toolbox import check_positive, check_tools, toolbox
+from rollweave.envs.handlers.tools import Calls, converse, told_in_text
+from rollweave.sandbox.base import MIB, Limits, Sandbox, SandboxSpec
+from rollweave.sandbox.rootfs import python_of
+from rollweave.schema.chat import Message
+from rollweave.schema.errors import SandboxError
+from rollweave.schema.work import Task
+
+ROOT = "/project"
+
+SPEC = SandboxSpec(
+    workdir=ROOT, limits=Limits(memory_bytes=1024 * MIB, disk_bytes=256 * MIB, cpu_s=600.0)
+)
+"""Of the agent's sandbox and of that in which its files are tested."""
+
+LIST_S = 20.0
+
+PROMPT = """The Python project in {root} has a bug. One of its users writes:
+
+{issue}
+
+Mend the project, then {end}. `python3 -m unittest` runs its tests: they pass already; others, \
+which you do not see, fail as long as the bug is there. Changes of tests are not taken over."""
+
+_expected: dict[str, Seen] = {}
+"""What the tests of a repository note where it is right: asked once in each process."""
+
+
+class Swe(Boxed):
+    """A task is a bug of `assets/swe_repos`; its payload names it: `{"bug":
+    "ledger-0168b0"}`.
+
+    `tools` and `calls` say how the agent works; with `calls = "text"` only tools that
+    take one text. The reward is 1 where all tests pass, else 0; `partial`: the share of
+    the failing tests that now pass, unless another one broke.
+    """
+
+    def __init__(
+        self,
+        *,
+        tools: Sequence[str] | None = None,
+        calls: Calls = "native",
+        partial: bool = False,
+        timeout_s: float = 30.0,
+        output_bytes: int = 10_000,
+    ) -> None:
+        default = (
+            ("bash", "submit") if calls == "text" else ("bash", "str_replace_editor", "submit")
+        )
+        self._tools = tuple(tools if tools is not None else default)
+        check_tools(self._tools, calls)
+        check_positive(timeout_s=timeout_s, output_bytes=output_bytes)
+        self._calls: Calls = calls
+        self._partial, self._timeout_s, self._output_bytes = partial, timeout_s, output_bytes
+        self._bug: Bug | None = None
+        self._changed: Changes = {}
+        self._passed: dict[str, bool] = {}
+        self._refused = ""
+
+    async def init(self, job: Job) -> None:
+        """Start a sandbox and write the broken repository."""
+        name = str(payload_of(job.task).get("bug"))
+        if name not in bugs():
+            raise ValueError(f"task.payload.bug must be the id of a bug, got {name!r}")
+        self._bug, self._sandboxes = bugs()[name], job.sandboxes
+        self._sandbox = await job.sandboxes.start(SPEC)
+        await _write(self._sandbox, shown(self._bug))
+
+    async def run(self, agent: Agent) -> None:
+        """Let the agent work; what it changed is kept, also where it may say nothing
+        more.
+        """
+        assert self._sandbox is not None
+        assert self._bug is not None
+        tools = toolbox(
+            self._sandbox, self._tools, timeout_s=self._timeout_s, output_bytes=self._output_bytes
+        )
+        try:
+            await converse(agent, prompt(self._bug, tools, self._calls), tools, calls=self._calls)
+        except LimitError:
+            await self._collect(self._sandbox, self._bug)
+            raise
+        await self._collect(self._sandbox, self._bug)
+
+    async def eval(self) -> Score:
+        """Run all tests on the changed files, in a fresh sandbox."""
+        assert self._bug is not None
+        if self._changed:
+            self._passed = await self._judged(self._bug)
+        fixed = [self._passed.get(name, False) for name in self._bug.fails]
+        kept = all(ok for name, ok in self._passed.items() if name not in self._bug.fails)
+        success = all(fixed) and kept
+        if self._partial:
+            return Score(reward=sum(fixed) / len(fixed) if kept else 0.0, success=success)
+        return Score(reward=float(success), success=success)
+
+    def final_result(self) -> dict[str, Any]:
+        """The change as a patch, and which tests passed."""
+        if self._bug is None:
+            return {}
+        fails = self._bug.fails
+        return {
+            "bug": self._bug.id,
+            "git_patch": patch(shown(self._bug), self._changed),
+            "refused": self._refused,
+            "FAIL_TO_PASS": {name: self._passed.get(name, False) for name in fails},
+            "PASS_TO_PASS": {name: ok for name, ok in self._passed.items() if name not in fails},
+        }
+
+    @classmethod
+    def make_task(cls, *, index: int, seed: int, split: Split, options: Options) -> Task:
+        """Bugs of the split in a random order, again and again."""
+        found = bugs_of(split)
+        turn, place = divmod(index, len(found))
+        return new_task(
+            bug=random.Random(mix(seed, split, turn)).sample(found, len(found))[place].id
+        )
+
+    async def _collect(self, sandbox: Sandbox, bug: Bug) -> None:
+        program = [python_of(SPEC), "-I", "-S", "-c", LISTING, ROOT, str(CHANGED_BYTES)]
+        found = await sandbox.exec(program, timeout_s=LIST_S)
+        self._changed, self._refused = changes(found.stdout, shown(bug), keep=_is_no_test)
+
+    async def _judged(self, bug: Bug) -> dict[str, bool]:
+        if bug.repo not in _expected:
+            right = await self._look(bug.repo, files_of(bug.repo))
+            if not all(passed(right, right).values()):
+                raise SandboxError(
+                    f"the tests of {bug.repo} must come to their end on this machine, and did not"
+                )
+            _expected[bug.repo] = right
+        files = {path: text for path, text in broken(bug).items() if _is_no_test(path)}
+        changed = {path: text for path, text in self._changed.items() if text is not None}
+        kept = {path: text for path, text in files.items() if path not in self._changed}
+        return passed(await self._look(bug.repo, kept | changed), _expected[bug.repo])
+
+    async def _look(self, repo: str, files: Mapping[str, str]) -> Seen:
+        sandbox = self._sandbox = await self._sandboxes.start(SPEC)
+        try:
+            await _write(sandbox, files)
+            return await look(sandbox, SPEC, sources_of_tests(repo), root=ROOT)
+        finally:
+            await self.close()
+
+
+def prompt(bug: Bug, tools: Sequence[Tool], calls: Calls) -> list[Message]:
+    """The first messages."""
+    end = "call submit" if any(tool.name == "submit" for tool in tools) else "say that you are done"
+    text = PROMPT.format(root=ROOT, issue=bug.issue, end=end)
+    return [
+        Message(
+            role="user", content=f"{text}\n\n{told_in_text(tools)}" if calls == "text" else text
+        )
+    ]
+
+
+async def _write(sandbox: Sandbox, files: Mapping[str, str]) -> None:
+    for path, text in files.items():
+        await sandbox.write(f"{ROOT}/{path}", text.encode())
+
+
+def _is_no_test(path: str) -> bool:
+    return not path.startswith(TESTS)

@@ -1,0 +1,222 @@
+"""The loop of an agent with tools: it speaks, what it calls is checked and run, it
+reads the answers, until it calls nothing.
+
+Invariants: calls run in their order, no two at once, and each gets one answer, up to
+one that is final; whatever is wrong with a call is told to the agent and raises
+nothing; what the agent cannot help passes: a lost sandbox, `LimitError`, a bug of the
+tool. Answers are as long as the tools make them: ours (`envs/handlers/toolbox.py`) are
+bounded.
+"""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rollweave.envs.handlers.base import Agent, Tool
+from rollweave.io.extras import from_extra
+from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.errors import SandboxRefusedError
+
+with from_extra("tools"):
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.protocols import Validator
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+Calls = Literal["native", "text"]
+"""How the agent calls: as its chat template says, or in fenced blocks, for models whose
+template shows no tools.
+"""
+
+AT_ONCE = 16
+"""Calls of one message. More are a model that repeats itself."""
+
+TOLD = 3
+"""Faults of one call that are told: the agent mends these first."""
+
+FAULT_CHARS = 300
+"""Of each: a fault quotes the argument."""
+
+ARGUMENT_BYTES = 1 << 20
+"""Of a call's arguments: more does not fit into what a sandbox is sent."""
+
+_FENCE = "```"
+
+
+class Final(str):
+    """A tool's answer after which the agent is not asked again."""
+
+    __slots__ = ()
+
+
+async def converse(
+    agent: Agent,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    *,
+    calls: Calls = "native",
+) -> tuple[Message, ...]:
+    """Let the agent go on from `messages` until it calls no tool, or a tool's answer is
+    `Final`. All messages.
+
+    With `calls = "text"` a fenced block with a tool's name calls it, one a message, and
+    the answer is a user's message: the first messages have to tell (`told_in_text`).
+    Raises LimitError, SandboxError; ValueError for tools that cannot be offered.
+    """
+    known = {tool.name: (tool, _checker(tool)) for tool in tools}
+    if len(known) < len(tools):
+        raise ValueError(
+            f"tools must have names of their own, got {', '.join(tool.name for tool in tools)}"
+        )
+    fields = {tool.name: _text_field(tool) for tool in tools} if calls == "text" else {}
+    said = list(messages)
+    while True:
+        reply = await agent.chat(said, tools=tools if calls == "native" else ())
+        said.append(reply)
+        done = True
+        if calls == "text":
+            found = _in_text(reply.content, fields)
+            if found is not None:
+                answer = found if isinstance(found, str) else await _answer(known, found)
+                said.append(Message(role="user", content=answer))
+                done = isinstance(answer, Final)
+        else:
+            for number, call in enumerate(reply.tool_calls):
+                if number < AT_ONCE:
+                    answer = await _answer(known, call)
+                else:
+                    answer = f"Not run: a message may have at most {AT_ONCE} calls."
+                said.append(
+                    Message(role="tool", content=answer, tool_call_id=call.id, name=call.name)
+                )
+                done = isinstance(answer, Final)
+                if done:
+                    break
+        if done:
+            return tuple(said)
+
+
+def told_in_text(tools: Sequence[Tool]) -> str:
+    """What a prompt has to say where calls are fenced blocks.
+
+    Raises ValueError as `converse` does.
+    """
+    lines = [
+        "To use a tool, write one block like this and end your message; its output is sent "
+        f"to you:\n{_FENCE}TOOL"
+    ]
+    lines += [f"TEXT\n{_FENCE}", "Where TOOL is one of:"]
+    for tool in tools:
+        field = _text_field(tool)
+        lines.append(
+            f"- {tool.name}{f' (TEXT is the {field})' if field else ' (TEXT is empty)'}: "
+            f"{tool.description}"
+        )
+    return "\n".join([*lines, "A message without such a block is your last."])
+
+
+def blocks(text: str) -> tuple[list[tuple[str, str]], str]:
+    """Fenced blocks as `(language, body)`, and the language of one that is not closed
+    ("" where all are).
+
+    A fence is a line that begins with three backquotes; only a bare one closes, so that
+    a body may show others.
+    """
+    found: list[tuple[str, str]] = []
+    language, body = "", [""]
+    for line in text.split("\n"):
+        mark = line.strip()
+        if not language:
+            name = mark.removeprefix(_FENCE).strip()
+            if mark.startswith(_FENCE) and name and "`" not in name:
+                language, body = name, []
+        elif mark == _FENCE:
+            found.append((language, "\n".join(body)))
+            language = ""
+        else:
+            body.append(line)
+    return found, language
+
+
+def _in_text(text: str, fields: Mapping[str, str]) -> ToolCall | str | None:
+    """The call that a message makes, or what is wrong with it; None where it makes
+    none.
+    """
+    found, unclosed = blocks(text)
+    wanted = [(name, body) for name, body in found if name in fields]
+    if unclosed in fields:
+        return f"Nothing was run: the block {unclosed} does not end with a line of {_FENCE}."
+    if len(wanted) > 1:
+        return (
+            "Nothing was run: a message may have one block that calls a tool, and this has "
+            f"{len(wanted)}."
+        )
+    if not wanted:
+        return None
+    name, body = wanted[0]
+    return ToolCall(name=name, arguments=json.dumps({fields[name]: body} if fields[name] else {}))
+
+
+async def _answer(known: Mapping[str, tuple[Tool, Validator]], call: ToolCall) -> str:
+    if call.name not in known:
+        return f"There is no tool {call.name!r:.100}. The tools are: {', '.join(known) or 'none'}."
+    tool, checker = known[call.name]
+    if (size := len(call.arguments.encode(errors="replace"))) > ARGUMENT_BYTES:
+        return (
+            f"The arguments of {tool.name} must have at most {ARGUMENT_BYTES} bytes, and have "
+            f"{size}."
+        )
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError) as error:
+        return f"The arguments of {tool.name} are not JSON: {error!s:.{FAULT_CHARS}}"
+    errors = itertools.islice(checker.iter_errors(arguments), TOLD + 1)
+    faults = [f"{error.json_path}: {error.message:.{FAULT_CHARS}}" for error in errors]
+    if not isinstance(arguments, dict):
+        faults = [f"$: must be an object, got {arguments!r:.{FAULT_CHARS}}"]
+    elif not faults and (
+        wrong := [name for name, value in arguments.items() if not _can_be_sent(value)]
+    ):
+        faults = [f"$.{wrong[0]}: is no Unicode text"]
+    if faults:
+        more = ["and more"] if len(faults) > TOLD else []
+        return "\n".join([f"The arguments of {tool.name} do not fit:", *faults[:TOLD], *more])
+    try:
+        return await tool.call(arguments)
+    except SandboxRefusedError as error:
+        return f"Refused: {error}"
+
+
+def _can_be_sent(value: object) -> bool:
+    """Half of a surrogate pair, which JSON can escape, is no text."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except ValueError:
+        return False
+    return True
+
+
+def _checker(tool: Tool) -> Validator:
+    kind: type[Validator] = validator_for(tool.parameters, default=Draft202012Validator)
+    try:
+        kind.check_schema(tool.parameters)
+    except SchemaError as error:
+        raise ValueError(
+            f"tool {tool.name!r} must have a JSON schema of its parameters: {error.message}"
+        ) from error
+    registry: Registry[Any] = Registry()  # an empty one: no reference is fetched from anywhere
+    return kind(tool.parameters, registry=registry)
+
+
+def _text_field(tool: Tool) -> str:
+    """The parameter that a block's body is; "" where the tool takes none."""
+    needed = list(tool.parameters.get("required", ()))
+    kinds = [tool.parameters["properties"][name].get("type") for name in needed]
+    if kinds not in ([], ["string"]):
+        raise ValueError(
+            f"tool {tool.name!r} must need one text at most to be called by a block, "
+            f"needs {', '.join(needed)}"
+        )
+    return needed[0] if needed else ""

@@ -1,0 +1,1 @@
+"""Wire frames, whole files and child processes."""

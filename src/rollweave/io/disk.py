@@ -1,0 +1,130 @@
+"""How the run's own files are written: append-only files whose pieces are whole, and
+small files that are replaced whole.
+
+Invariants: what `append` returned from has been handed to the operating system; where a
+write fails (a full disk, say) the file is what it was before, and the error is a
+`DiskError` that names it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from rollweave.schema.errors import DiskError
+
+NEW_SUFFIX = ".new"
+"""What a replacement is called until it is whole."""
+
+READ_CHUNK = 1 << 20
+"""Number of bytes read at once to compute a file's digest."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk says within into a `DiskError` about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(path, error) from error
+
+
+def disk_error(path: Path, error: OSError) -> DiskError:
+    return DiskError(error.errno or 0, f"cannot write {path}: {error.strerror or error}")
+
+
+class AppendFile:
+    """A file that only grows. No buffer of ours: each piece is one write."""
+
+    def __init__(self, path: Path, *, keep: int, header: bytes = b"") -> None:
+        """Open or create `path`, and cut it to its first `keep` bytes; where that is 0,
+        begin with `header`.
+
+        Raises DiskError.
+        """
+        self.path = path
+        self.size = keep
+        """Bytes written, all of them whole pieces."""
+        with writing(path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            with writing(path):
+                os.ftruncate(self._fd, keep)
+            if keep == 0:
+                self.append(header)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, piece: bytes) -> int:
+        """Write one piece and return its offset.
+
+        Raises DiskError, and the file then is as it was before.
+        """
+        offset, view, done = self.size, memoryview(piece), 0
+        try:
+            while done < len(piece):
+                done += os.pwrite(self._fd, view[done:], offset + done)
+        except BaseException as error:
+            os.ftruncate(self._fd, offset)  # half a piece must not stand before the next one
+            if isinstance(error, OSError):
+                raise disk_error(self.path, error) from error
+            raise
+        self.size = offset + done
+        return offset
+
+    def sync(self) -> None:
+        """Return when everything that was appended would survive a power loss.
+
+        Raises DiskError.
+        """
+        with writing(self.path):
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def replace_file(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write `content` to `path` atomically, and sync it to the disk. Raises DiskError;
+    `path` is then unchanged.
+
+    `mode` is as for `open(2)`: the umask applies.
+    """
+    new = path.with_name(path.name + NEW_SUFFIX)
+    with writing(path):
+        try:
+            new.unlink(missing_ok=True)  # a leftover may have another mode
+            with open(new, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+    # `path` is replaced; some file systems cannot sync a directory
+    with contextlib.suppress(OSError):
+        _sync_directory(path.parent)
+
+
+def file_digest(path: Path) -> str:
+    """Return the xxh3-128 of the file, in hex. Raises OSError."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

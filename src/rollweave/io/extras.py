@@ -1,0 +1,77 @@
+"""Optional dependencies: import them, and say how to install one that is missing."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from rollweave.schema.errors import ConfigError
+
+EXTRAS = {
+    "envs": ("gymnasium", "reasoning_gym"),
+    "predict": ("sklearn", "threadpoolctl", "transformers"),
+    "search": ("bm25s",),
+    "tools": ("jsonschema", "IPython"),
+}
+"""The modules that a run imports from each extra of `pyproject.toml`.
+
+Sinks and transports have extras of their names.
+"""
+
+
+class MissingExtraError(ConfigError):
+    """A package of an extra is not installed.
+
+    The message names the package and how to install its extra.
+    """
+
+
+@contextlib.contextmanager
+def from_extra(extra: str) -> Iterator[None]:
+    """Import packages of `extra` in this context.
+
+    Raises MissingExtraError for one that is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{error.name} is not installed ({how_to_install(extra)})"
+        ) from error
+
+
+def missing_from(extra: str) -> list[str]:
+    """Return the modules of `extra` that are not installed."""
+    return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+
+
+def how_to_install(extra: str) -> str:
+    """Return the pip command for optional dependency group `extra`: by path for a
+    checkout, else by name from an index.
+    """
+    checkout = _checkout()
+    return (
+        f"pip install 'rollweave[{extra}]'"
+        if checkout is None
+        else f"pip install -e '{checkout}[{extra}]'"
+    )
+
+
+def _checkout() -> Path | None:
+    """Return the checkout of an editable installation; None for any other installation."""
+    try:
+        record = importlib.metadata.distribution("rollweave").read_text("direct_url.json")
+        origin = json.loads(record) if record else {}
+        path = (
+            Path(unquote(urlparse(origin["url"]).path))
+            if origin.get("dir_info", {}).get("editable")
+            else None
+        )
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError):
+        return None
+    if path is not None and path == Path.cwd():
+        return Path(".")
+    return path

@@ -1,0 +1,1 @@
+"""HTTP listeners: who may connect, and what a request may cost."""

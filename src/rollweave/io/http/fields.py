@@ -1,0 +1,168 @@
+"""Fields that clients of OpenAI, vLLM and SGLang send and that no server here honors,
+and their neutral values.
+
+A server reads the fields that it honors and passes all others to `refused_field`.
+Invariant: no field that would change what is sampled or answered is ignored. A field
+passes if it is null, has a neutral value, or by its nature changes neither; any other
+value is refused, and so is a field that is in no table.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    # OpenAI.
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "stream": (False,),
+    "stream_options": (),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # How tokens are chosen.
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "early_stopping": (False,),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "stop_regex": ([],),
+    "thinking_token_budget": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # Grammars.
+    "ebnf": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "regex": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    # What the prompt is made of.
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "enable_thinking": (),
+    "images_config": (),
+    "input_ids": (),
+    "lora_path": (),
+    "max_dynamic_patch": (),
+    "media_io_kwargs": ({},),
+    "min_dynamic_patch": (),
+    "mm_processor_kwargs": ({},),
+    "ngram_corpus_id": (),
+    "reasoning": ({},),
+    "session_params": ({},),
+    "task": (),
+    "thinking": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_audio_in_video": (False,),
+    # What the answer holds.
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "logprob_token_ids": ([],),
+    "no_stop_trim": (False,),
+    "prompt_logprobs": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_mm_kwargs": (True,),
+    "return_prompt_text": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+    "separate_reasoning": (False,),
+    "skip_special_tokens": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_reasoning": (True,),
+    # Which server of a cluster does the work.
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "ec_transfer_params": ({},),
+    "kv_transfer_params": ({},),
+    "routed_dp_rank": (),
+}
+"""Field → its values, other than null, that ask for nothing."""
+
+WITHOUT_EFFECT = frozenset(
+    (
+        "cache_salt",
+        "custom_labels",
+        "extra_key",
+        "metadata",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "rid",
+        "safety_identifier",
+        "service_tier",
+        "session_id",
+        "store",
+        "user",
+    )
+)
+"""Fields that name, account for, store or schedule a request: their values do not
+change what is sampled or answered.
+"""
+
+
+def refused_field(
+    fields: Mapping[str, object],
+    *,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    without_effect: Collection[str] = WITHOUT_EFFECT,
+) -> tuple[str, str] | None:
+    """Return the first field that asks for something unsupported, and the rule that it
+    breaks; None if all may pass.
+    """
+    for name, value in fields.items():
+        if value is None or name in without_effect:
+            continue
+        if name not in neutral:
+            return name, "must not be given: no field of that name is known"
+        if not any(_same(value, each) for each in neutral[name]):
+            allowed = " or ".join(json.dumps(each) for each in (*neutral[name], None))
+            return name, f"must be {allowed}: it is not supported"
+    return None
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Compare JSON values; unlike in Python, true is not 1."""
+    return value == neutral and isinstance(value, bool) is isinstance(neutral, bool)

@@ -1,0 +1,277 @@
+"""The guard in front of every HTTP listener: it decides which requests reach a handler.
+
+Invariants: a web page in a browser reaches no handler, whether it connects openly (a
+foreign `Origin`), by a name that it has pointed at this host (a foreign `Host`), or by
+a request that needs no preflight (any body but JSON); where the server has a token, no
+handler but those of `OPEN` is reached without it; a request is refused before its body
+is read.
+"""
+
+import contextlib
+import hmac
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from rollweave.schema.address import ip_address, split_host
+from rollweave.schema.errors import ConfigError
+
+OPEN = frozenset({"/health", "/ready"})
+"""Paths that require no token, for programs that start and watch servers: that a server
+runs is no secret.
+"""
+
+TOKEN_BYTES = 32
+"""Number of random bytes in a generated token."""
+
+JSON = "application/json"
+
+OWN_SITE = ("same-origin", "none")
+"""Values of Sec-Fetch-Site in a browser's requests that no other site's page made."""
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Refused(web.HTTPException):
+    """The guard refuses a request with `status`; `reason` is the rule that it breaks."""
+
+    def __init__(self, status: int, rule: str) -> None:
+        self.status_code = status
+        super().__init__(
+            reason=rule, headers={"WWW-Authenticate": "Bearer"} if status == 401 else None
+        )
+
+
+class Guard:
+    """Admits requests that carry `token`, or any if it is None. Clients may call the
+    server by its address or one of `hosts`.
+
+    Each of `hosts` is a name, or a name and a port ("gpu-7" or "gpu-7:8000"). Clients
+    call a server on the loopback by localhost or a loopback address, with the server's
+    port. They call a server on another address by any IP address, since no foreign name
+    server can forge one, or by the name of this machine.
+    """
+
+    def __init__(self, *, token: str | None, hosts: Iterable[str] = ()) -> None:
+        self._token = token
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._machine = socket.gethostname().lower()
+
+    def middleware(self) -> Middleware:
+        """The aiohttp middleware.
+
+        It must be the innermost one, so that the application's own middlewares write
+        the errors.
+        """
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            local = (
+                request.transport.get_extra_info("sockname")
+                if request.transport is not None
+                else None
+            )
+            headers = {name: request.headers.getall(name, []) for name in _READ}
+            found = self.objection(
+                request.path,
+                headers,
+                local=local[:2] if local else ("", 0),
+                has_body=request.body_exists,
+                target=request.raw_path,
+            )
+            if found is not None:
+                raise Refused(*found)
+            return await handler(request)
+
+        return check
+
+    def objection(
+        self,
+        path: str,
+        headers: Mapping[str, Sequence[str]],
+        *,
+        local: tuple[str, int],
+        has_body: bool,
+        target: str = "/",
+    ) -> tuple[int, str] | None:
+        """Return status and rule if the request is refused. `headers` has all values of
+        those in `_READ`; `local` is the server's end of the connection, and `target`
+        what the request's first line asks for.
+        """
+        (host, *more), origins = headers["Host"] or [""], headers["Origin"]
+        if more or not self._is_called(host.lower(), local):
+            return 421, f"Host must be one of {', '.join(self.names(local))}, got {host!a:.100}"
+        if not target.startswith("/") and target != "*" and _authority(target) != host.lower():
+            return (
+                421,
+                "the request's target must be a path, or an address with the host of Host, got "
+                f"{target!a:.100}",
+            )
+        if any(origin not in (f"http://{host}", f"https://{host}") for origin in origins):
+            return (
+                403,
+                "Origin must be absent, or that of this server: no other site's page may ask, "
+                f"got {origins[0]!a:.100}",
+            )
+        if any(site not in OWN_SITE for site in headers["Sec-Fetch-Site"]):
+            return 403, "the request must not come from another site's page"
+        if (
+            self._token is not None
+            and path not in OPEN
+            and not self._is_known(headers["Authorization"])
+        ):
+            return 401, "the request must carry this server's token (Authorization: Bearer TOKEN)"
+        kinds = headers["Content-Type"]
+        if has_body and [kind.partition(";")[0].strip().lower() for kind in kinds] != [JSON]:
+            return 415, f"Content-Type must be {JSON}, got {kinds[0] if kinds else ''!a:.100}"
+        return None
+
+    def names(self, local: tuple[str, int]) -> list[str]:
+        """Return the names by which clients may call the server at its end `local` of a
+        connection.
+        """
+        address, port = local
+        found = [f"{name}:{port}" for name in ("localhost", "127.0.0.1", "[::1]")]
+        return [
+            *found,
+            *([] if _is_loopback(address) else [self._machine, "an IP address"]),
+            *sorted(self._hosts),
+        ]
+
+    def _is_called(self, host: str, local: tuple[str, int]) -> bool:
+        try:
+            name, port = split_host(host)
+        except ValueError:
+            return False
+        port = 80 if port is None else port
+        written = f"[{name}]" if ":" in name else name
+        if not self._hosts.isdisjoint((name, written, f"{written}:{port}")):
+            return True
+        if name == "localhost" or _is_loopback(name):
+            return port == local[1]
+        return not _is_loopback(local[0]) and (
+            name == self._machine or ip_address(name) is not None
+        )
+
+    def _is_known(self, said: Sequence[str]) -> bool:
+        scheme, _, token = said[0].partition(" ") if len(said) == 1 else ("", "", "")
+        wanted = (self._token or "").encode()
+        return (
+            hmac.compare_digest(token.strip().encode(errors="surrogateescape"), wanted)
+            and scheme.lower() == "bearer"
+        )
+
+
+_READ = ("Host", "Origin", "Sec-Fetch-Site", "Authorization", "Content-Type")
+
+
+def _authority(target: str) -> str:
+    """Return host and port of a request's target that is a whole address, in lower
+    case; empty for any other.
+    """
+    return re.split(r"[/?#\\]", target.partition("://")[2])[0].lower()
+
+
+def _is_loopback(name: str) -> bool:
+    found = ip_address(name)
+    return found is not None and found.is_loopback
+
+
+# Tokens.
+
+
+def is_loopback_host(host: str) -> bool:
+    """True if only this host can reach a server that listens at `host`."""
+    return host == "localhost" or _is_loopback(host)
+
+
+def given_token(variable: str | None, *, no_token: bool, host: str, named: str) -> str | None:
+    """Return the token in the environment's `variable`; None without a variable, and
+    with `no_token`.
+
+    `named` is the setting that names the variable. Raises ConfigError for an invalid
+    token, and for `no_token` where other hosts can connect to `host`.
+    """
+    if no_token and variable is not None:
+        raise ConfigError(f"--no-token must not be given together with {named}")
+    if no_token and not is_loopback_host(host):
+        raise ConfigError(
+            "--no-token must be left out where others than this host can connect, "
+            f"got the address {host!r}"
+        )
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(
+            f"{named} must name a variable of the environment that is not empty, got {variable!r}"
+        )
+    if not (token.isprintable() and token.strip() == token):
+        raise ConfigError(
+            f"{named} must name a variable without a line's end or outer spaces, got {variable!r}"
+        )
+    return token
+
+
+def kept_token(path: Path) -> str:
+    """Return the token in the file `path`. A missing file is created with a new token,
+    readable by its owner alone (mode 600).
+
+    Raises ConfigError for a file that others may read or that holds no token, and where
+    none can be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            _write_new(path, secrets.token_urlsafe(TOKEN_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} must be a file that a token can be kept in: {error.strerror or error}"
+        ) from error
+    return read_token(path)
+
+
+def read_token(path: Path) -> str:
+    """Return the token in the file `path`. Raises ConfigError for a file that is
+    missing, that others may read, or that holds no token.
+    """
+    try:
+        with path.open("rb") as file:
+            found, content = os.fstat(file.fileno()), file.read(4096)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} must be a file with the server's token: {error.strerror or error}"
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(
+            f"{path} must be a file that its owner alone may read (chmod 600), got mode {mode:o}"
+        )
+    token = content.decode("ascii", errors="replace").strip()
+    if len(token) < 16 or not token.isprintable() or not token.isascii():
+        raise ConfigError(
+            f"{path} must hold a token of 16 printable characters or more; delete "
+            "the file to get a new one"
+        )
+    return token
+
+
+def _write_new(path: Path, token: str) -> None:
+    """Create the file atomically; if another process was quicker, keep its token."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "w") as file:
+            file.write(token + "\n")
+        with contextlib.suppress(FileExistsError):
+            os.link(new, path)
+    finally:
+        new.unlink()

@@ -1,0 +1,340 @@
+"""HTTP listeners: one way to open and close them, behind the guard, with deadlines and
+bounds.
+
+Invariants: a request reaches the application only through its guard (`guard.py`); only
+`bodies.py` reads and inflates a body; a connection without a whole request, and one
+whose client does not read, is closed after a deadline; while there is a connection
+without a whole request, a new client is admitted in its place.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+
+import msgspec
+from aiohttp import http_exceptions, web
+
+from rollweave.io.http.expectation import check_expectation, withhold
+from rollweave.io.http.guard import Guard
+from rollweave.schema.errors import ConfigError
+
+BACKLOG = 128
+"""Connections that wait in the kernel, at most; so many are accepted before the first
+of them is looked at.
+"""
+
+HEAD_S = 30.0
+"""Seconds within which a connection must send a request's head, from its start or from
+its last answer.
+"""
+
+LINGER_S = 2.0
+"""Seconds for the rest of a request that was answered before it was read: closing at
+once could discard the answer.
+"""
+
+STALL_S = 60.0
+"""Seconds after which a client that reads nothing of an answer is disconnected."""
+
+TURNED_AWAY = 64
+"""Connections over the bound that are told so at one time; still more are closed
+without a word.
+"""
+
+TURNED_AWAY_S = 2.0
+"""That such a one may take to ask and to hear it."""
+
+RETRY_S = 1
+"""Seconds after which a client that was turned away may try again (Retry-After)."""
+
+FILES = 1 << 16
+"""Maximum number of open files to ask the system for.
+
+No more, because child programs may close every possible number.
+"""
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """False for what is no HTTP: whoever sent it is told, and it is no failure of ours."""
+    return not (
+        record.exc_info and isinstance(record.exc_info[1], http_exceptions.HttpProcessingError)
+    )
+
+
+_LOG = logging.getLogger("rollweave.http")
+_LOG.addFilter(_is_ours)
+
+
+def check_address(host: str, port: int, *, names: str) -> None:
+    """Raise ConfigError if nothing can listen there, before anything else is started.
+
+    `names` are those of the settings.
+    """
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        raise cannot_listen(host, port, error, names=names) from error
+
+
+def cannot_listen(host: str, port: int, error: OSError, *, names: str) -> ConfigError:
+    """Say in one line what the system reported."""
+    # an unknown name has one of the resolver's negative numbers
+    known = error.errno is not None and error.errno > 0
+    words = (
+        os.strerror(error.errno)
+        if known and error.errno is not None
+        else error.strerror or str(error)
+    )
+    return ConfigError(
+        f"{names} must be a free address of this machine, got {host}:{port}: "
+        f"{words[:1].lower()}{words[1:]}"
+    )
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    guard: Guard,
+    shutdown_s: float,
+    most: int | None = None,
+) -> AsyncIterator[str]:
+    """Serve while the context is open; its base URL. Port 0 is a free one. Raises
+    OSError where the port is taken.
+
+    A client that disconnects cancels its request. On exit, requests under way have
+    `shutdown_s` to finish. At most `most` connections are admitted, by default half of
+    the files that may be open. For a moment there may be `BACKLOG` and `TURNED_AWAY`
+    more, which also take files.
+    """
+    app.middlewares.extend((guard.middleware(), check_expectation))
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=True
+    )
+    await runner.setup()
+    try:
+        assert runner.server is not None, "it was set up"
+        withhold(runner.server)
+        entrance = Entrance(runner.server, most if most is not None else _half_of_the_files())
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: Doorman(entrance), host, port, backlog=BACKLOG
+        )
+        try:
+            bound = listener.sockets[0].getsockname()
+            yield (
+                f"http://[{bound[0]}]:{bound[1]}"
+                if ":" in bound[0]
+                else f"http://{bound[0]}:{bound[1]}"
+            )
+        finally:
+            listener.close()
+            entrance.close()
+    finally:
+        await runner.cleanup()
+
+
+class Entrance:
+    """Tracks the connections of `server`, and which of them have no whole request:
+    those make room for others.
+    """
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        self.server, self._most = server, most
+        self.turned_away: set[Doorman] = set()
+        self._idle: dict[str, dict[Connection, None]] = {}  # by peer; those idle longest first
+        handle = server.request_handler
+
+        async def handled(request: web.BaseRequest) -> web.StreamResponse:
+            if isinstance(request.protocol, Connection):
+                self._forget(request.protocol)  # until it is answered
+            return await handle(request)
+
+        server.request_handler = handled
+
+    def has_room(self) -> bool:
+        """True if one more is admitted.
+
+        If needed, close one without a whole request, of the peer with the most.
+        """
+        if len(self.server.connections) < self._most:
+            return True
+        peers = max(self._idle.values(), key=len, default=None)
+        if peers is None:
+            return False
+        next(iter(peers)).drop()
+        return True
+
+    def refusal(self) -> bytes:
+        """Return a complete HTTP answer, sent without reading a request."""
+        error = {"type": "busy", "message": f"at most {self._most} connections may be open"}
+        body = msgspec.json.encode({"error": error, "detail": error["message"]})
+        head = (
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: "
+            f"{RETRY_S}\r\nConnection: close"
+        )
+        return b"HTTP/1.1 503 Service Unavailable\r\n" + head.encode() + b"\r\n\r\n" + body
+
+    def note_idle(self, connection: "Connection") -> None:
+        self._forget(connection)
+        self._idle.setdefault(connection.peer, {})[connection] = None
+
+    def note_lost(self, connection: "Connection") -> None:
+        self._forget(connection)
+
+    def _forget(self, connection: "Connection") -> None:
+        peers = self._idle.get(connection.peer, {})
+        peers.pop(connection, None)
+        if not peers:
+            self._idle.pop(connection.peer, None)
+
+    def close(self) -> None:
+        """Stop waiting for connections that were turned away."""
+        for doorman in self.turned_away:
+            doorman.close()
+
+
+class Connection(web.RequestHandler):
+    """One client's connection.
+
+    It is idle from its start, or from its last answer, to the end of the next request's
+    head.
+    """
+
+    __slots__ = ("_buffered", "_entrance", "_stall", "_wire", "peer")
+
+    def __init__(self, entrance: Entrance) -> None:
+        # `log_access` is called for the end of every answer; it logs nothing.
+        super().__init__(
+            entrance.server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=HEAD_S,
+            lingering_time=LINGER_S,
+            auto_decompress=False,
+            logger=_LOG,
+        )
+        self._entrance = entrance
+        self._wire: asyncio.Transport | None = None
+        self._stall: asyncio.TimerHandle | None = None
+        self._buffered = 0
+        self.peer = ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream"
+        self._wire = transport
+        self.peer = str((transport.get_extra_info("peername") or ("",))[0])
+        # so that `pause_writing` is called as soon as anything waits
+        transport.set_write_buffer_limits(high=0)
+        self._entrance.note_idle(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._entrance.note_lost(self)
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def log_access(
+        self, request: web.BaseRequest, response: web.StreamResponse, time: float | None
+    ) -> None:
+        self._entrance.note_idle(self)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._end_stall()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        assert self._wire is not None, "it writes"
+        self._buffered = self._wire.get_write_buffer_size()
+        self._stall = asyncio.get_running_loop().call_later(STALL_S, self._look)
+
+    def _look(self) -> None:
+        """Close the connection if the client has read nothing since the last check:
+        nothing is added meanwhile.
+        """
+        assert self._wire is not None, "it writes"
+        if self._wire.get_write_buffer_size() < self._buffered:
+            self._watch()
+        else:
+            self.drop()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def drop(self) -> None:
+        """Close the connection at once and discard what the client has not read."""
+        self._entrance.note_lost(self)
+        if self._wire is not None:
+            self._wire.abort()
+
+
+class Doorman(asyncio.Protocol):
+    """Admits a new connection, or answers that it must try again later."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self._entrance = entrance
+        self._transport: asyncio.Transport | None = None
+        self._told = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream"
+        if self._entrance.has_room():
+            connection = Connection(self._entrance)
+            transport.set_protocol(connection)
+            connection.connection_made(transport)
+        elif len(self._entrance.turned_away) < TURNED_AWAY:
+            self._transport = transport
+            self._entrance.turned_away.add(self)
+            asyncio.get_running_loop().call_later(TURNED_AWAY_S, self.close)
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """It has asked for something.
+
+        What else it says is read and dropped: to close before would take back the
+        answer.
+        """
+        if self._transport is not None and not self._told:
+            self._told = True
+            self._transport.write(self._entrance.refusal())
+            self._transport.write_eof()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._entrance.turned_away.discard(self)
+
+    def close(self) -> None:
+        """Do not wait for it any longer."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _half_of_the_files() -> int:
+    """Raise the limit of open files and return half of it; the other half is for
+    engines, sandboxes and our own files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # some systems refuse the maximum that they report
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return (FILES if soft == resource.RLIM_INFINITY else soft) // 2

@@ -1,1 +1,0 @@
-"""The live world: the pump, the effects of the core's commands, processes, recovery, metrics and traces."""

@@ -1,0 +1,148 @@
+"""Files of checksummed records: a header with magic and version, then appended records,
+each with its own head.
+
+Every byte is checked: the header is compared whole, a record's length and kind have a
+checksum that also covers its offset, and its payload has a digest. Invariants: a file
+that is cut off at any byte, or ends in space that a power loss left unwritten, reads as
+its complete records; damage anywhere else raises `CorruptJournalError` with file,
+offset and remedy.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from rollweave.schema.errors import CorruptJournalError
+
+HEADER = struct.Struct("<8sI")  # magic, version
+# payload bytes, kind, check of these two at this offset, xxh3-64 of the payload
+HEAD = struct.Struct("<IB3xIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    `offset` is where its head begins, `end` where the next record begins.
+    """
+
+    offset: int
+    end: int
+    kind: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One kind of file.
+
+    `remedy` completes the error for a damaged file: what a user can do, with {path} and
+    {offset}.
+    """
+
+    name: str
+    magic: bytes
+    version: int
+    kinds: tuple[int, ...]
+    remedy: str
+
+    @property
+    def header(self) -> bytes:
+        return HEADER.pack(self.magic, self.version)
+
+    def record(self, kind: int, payload: bytes, offset: int) -> bytes:
+        """Return the bytes of a record to be appended at `offset`."""
+        return self.head(kind, payload, offset) + payload
+
+    def head(self, kind: int, payload: bytes, offset: int) -> bytes:
+        check = self._check(len(payload), kind, offset)
+        return HEAD.pack(len(payload), kind, check, xxhash.xxh3_64_intdigest(payload))
+
+    def scan(self, path: Path) -> Iterator[Record]:
+        """Yield the complete records of a file, in order, up to its torn tail.
+
+        Raises CorruptJournalError, OSError.
+        """
+        data = path.read_bytes()
+        if self._is_torn_header(data):
+            return
+        magic, found = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"", 0)
+        if magic != self.magic:
+            raise self.damaged(path, 0, f"is not {self.name} at byte 0")
+        if found != self.version:
+            raise CorruptJournalError(
+                f"{path}: schema version must be {self.version}, got "
+                f"{found} (byte {len(self.magic)})"
+            )
+        offset, view = HEADER.size, memoryview(data)
+        while offset + HEAD.size <= len(data):
+            nbytes, kind, check, digest = HEAD.unpack_from(data, offset)
+            start = offset + HEAD.size
+            if check != self._check(nbytes, kind, offset) or kind not in self.kinds:
+                if not _blank(data, start):
+                    raise self.damaged(path, offset, f"record at byte {offset} is damaged")
+                return
+            end = start + nbytes
+            if end > len(data):
+                return
+            if xxhash.xxh3_64_intdigest(view[start:end]) != digest:
+                if not (_blank(data, end) and _unwritten(view[start:end])):
+                    raise self.damaged(
+                        path, offset, f"record at byte {offset} does not match its checksum"
+                    )
+                return
+            yield Record(offset=offset, end=end, kind=kind, payload=data[start:end])
+            offset = end
+
+    def whole_bytes(self, path: Path) -> int:
+        """Return the length of the header and all complete records; 0 without a file or
+        a complete header. Raises as `scan`.
+        """
+        end = self.header_bytes(path)
+        for record in self.scan(path) if path.exists() else ():
+            end = record.end
+        return end
+
+    def header_bytes(self, path: Path) -> int:
+        """Return the length of the header; 0 without a file or a complete header.
+
+        Raises OSError.
+        """
+        if not path.exists():
+            return 0
+        with path.open("rb") as file:
+            return HEADER.size if file.read(HEADER.size) == self.header else 0
+
+    def _check(self, nbytes: int, kind: int, offset: int) -> int:
+        """Compute the checksum of length and kind: it keeps a damaged length from
+        looking like a record that was cut off.
+        """
+        return xxhash.xxh32_intdigest(struct.pack("<IBQ", nbytes, kind, offset), seed=self.version)
+
+    def _is_torn_header(self, data: bytes) -> bool:
+        """True if the file was cut off while it was created: it never held a record."""
+        return self.header.startswith(data.rstrip(b"\0")) and not data.startswith(self.header)
+
+    def damaged(self, path: Path, offset: int, problem: str) -> CorruptJournalError:
+        """Return the error for a file that is damaged at `offset`."""
+        return CorruptJournalError(
+            f"{path}: {problem} ({path.stat().st_size} bytes)",
+            self.remedy.format(path=path, offset=offset),
+        )
+
+
+def _blank(data: bytes, start: int) -> bool:
+    """True if no record follows: the file ends, or was extended but not yet written
+    when the power failed.
+    """
+    return data.count(0, start) == max(0, len(data) - start)
+
+
+def _unwritten(payload: memoryview) -> bool:
+    """True if the payload ends in zeros: its space was allocated, but a power loss left
+    it unwritten.
+    """
+    return not payload or payload[-1] == 0

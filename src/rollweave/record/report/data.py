@@ -1,0 +1,195 @@
+"""Reads what a run wrote about itself, whole or killed in the middle.
+
+Invariants: needs only `metrics.jsonl`; what else is missing or damaged leaves its part
+of the report out. Lines that are torn or not of our making are ignored.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollweave.record.rundir import RunDir
+from rollweave.record.trace import ENGINES, ENVIRONMENTS, TRAINER
+from rollweave.schema.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A box of the trace; seconds of the run's clock."""
+
+    row: int
+    lane: int
+    name: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """The first word: `turn`, `init`, `step`, `eval`, `train`, `publish`, `load`…"""
+        return self.name.split(" ", 1)[0]
+
+    @property
+    def engine(self) -> str:
+        """Of a turn: the engine that answered."""
+        parts = self.name.split(" ")
+        return parts[2] if parts[0] == "turn" and len(parts) > 2 else ""
+
+
+@dataclass(slots=True)
+class RunData:
+    """Everything that a report shows."""
+
+    name: str
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    # steps of lineages that were lost with their trainers
+    lost: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    best: int | None = None
+    lives: int = 0
+    simulated: bool = False  # nothing was learned: rewards are drawn
+    summary: dict[str, Any] | None = None
+    config: str = ""
+    spans: list[Span] = field(default_factory=list)
+    lanes: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Task domains in the order in which they came."""
+        names = [name for line in [*self.steps, *self.evaluations] for name in line["reward"]]
+        return list(dict.fromkeys(names))
+
+    @property
+    def measures(self) -> dict[str, str]:
+        """Task domain → its measure: "success" if its environment has reported success
+        in any line, else "reward".
+        """
+        lines = [*self.steps, *self.evaluations]
+        return {
+            name: "success" if any(name in line["success"] for line in lines) else "reward"
+            for name in self.tasks
+        }
+
+    @property
+    def wall_s(self) -> float:
+        if self.summary is not None:
+            return float(self.summary["wall_s"])
+        return float(self.steps[-1]["at"]) if self.steps else 0.0
+
+    def staleness(self) -> Counter[int]:
+        """Trained trajectories by steps between the weights that started them and the
+        step.
+        """
+        ages: Counter[int] = Counter()
+        for line in self.steps:
+            for age, count in line.get("staleness", {}).items():
+                ages[int(age)] += count
+        return ages
+
+    def inherent_staleness(self) -> Counter[int]:
+        """Trajectories by versions published while they were rolled out (Laminar §6)."""
+        return Counter(
+            {int(age): int(count) for age, count in self._counted("inherent_staleness").items()}
+        )
+
+    def stop_reasons(self) -> Counter[str]:
+        return Counter(
+            {reason: int(count) for reason, count in self._counted("stop_reasons").items()}
+        )
+
+    def idle(self, who: str) -> dict[str, float]:
+        """Seconds of `engines` or `trainer` by what they did or waited for."""
+        return self._counted("idle", who)
+
+    def _counted(self, *names: str) -> dict[str, float]:
+        """What was counted over the whole run, also for what was lost: as in its
+        summary; without one, up to its last step.
+
+        Lines add up to less than the summary where a controller was killed: what it did
+        after its last step is in none.
+        """
+        if self.summary is not None and names[0] in self.summary:
+            return _under(self.summary, names)
+        summed: Counter[str] = Counter()
+        for line in [*self.lost, *self.steps]:
+            summed.update(_under(line, names))
+        return dict(summed)
+
+
+def read_run(run: RunDir) -> RunData:
+    """Read the run's files. Raises ConfigError where there is nothing to report."""
+    if not run.metrics.exists():
+        raise ConfigError(f"{run.path} must hold metrics.jsonl, found none yet")
+    data = RunData(name=run.path.resolve().name)
+    for line in _json_lines(run.metrics):
+        _sort_in(data, line)
+    if run.summary.exists():
+        data.summary = next(_objects([run.summary.read_text(errors="replace")]), None)
+    if run.config.is_file():
+        data.config = run.config.read_text(errors="replace")
+    if run.trace.exists():
+        _read_trace(run.trace, data)
+    return data
+
+
+def _sort_in(data: RunData, line: dict[str, Any]) -> None:
+    match line.get("kind"):
+        case "step":
+            while data.steps and data.steps[-1]["step"] >= line["step"]:
+                data.lost.append(data.steps.pop())
+            data.steps.append(line)
+        case "evaluation":
+            data.evaluations.append(line)
+        case "warning":
+            data.warnings.append(line)
+        case "best":
+            data.best = line["step"]
+        case "started" | "resumed":
+            data.lives += 1
+            data.simulated = bool(line.get("simulated"))
+        case _:
+            pass
+
+
+def _under(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    for name in names:
+        values = values.get(name) or {}
+    return values
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from _objects(file)
+
+
+def _objects(texts: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Those of the texts that are JSON objects."""
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
+
+
+def _read_trace(path: Path, data: RunData) -> None:
+    """Boxes and lane names of `trace.json`, which has one event a line."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for event in _objects(line.rstrip().rstrip(",") for line in file):
+            with contextlib.suppress(KeyError, TypeError):  # not an event of ours
+                _read_event(event, data)
+
+
+def _read_event(event: dict[str, Any], data: RunData) -> None:
+    if event.get("ph") == "M" and event["name"] == "thread_name":
+        data.lanes[event["pid"], event["tid"]] = event["args"]["name"]
+    elif event.get("ph") == "X" and event["pid"] in (ENGINES, ENVIRONMENTS, TRAINER):
+        start = event["ts"] / 1e6
+        data.spans.append(
+            Span(event["pid"], event["tid"], event["name"], start, start + event["dur"] / 1e6)
+        )

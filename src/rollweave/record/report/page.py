@@ -1,0 +1,389 @@
+"""The report's page: sections of text, tables and charts in one HTML file that asks the
+network for nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rollweave.io.disk import replace_file
+from rollweave.record.report import timeline
+from rollweave.record.report.charts import (
+    ENGINE_CAUSES,
+    TRAINER_CAUSES,
+    evaluation_chart,
+    idle_over_steps,
+    learning_curve,
+    signals,
+)
+from rollweave.record.report.data import RunData, read_run
+from rollweave.record.report.svg import bars, escape, number, stacked
+from rollweave.record.rundir import RunDir
+from rollweave.record.summary import cut_text, held_out
+
+TABLE_ROWS = 200
+"""Steps listed: of a longer run every so-manieth, and the last."""
+
+
+def write_report(run: RunDir) -> Path:
+    """Write `report.html` into the run directory, whole or not at all.
+
+    Raises ConfigError without a run, and DiskError.
+    """
+    replace_file(run.report, render(read_run(run)).encode())
+    return run.report
+
+
+def render(data: RunData) -> str:
+    """The page."""
+    sections: list[tuple[str, str, Callable[[RunData], str]]] = [
+        ("Learning", "learning", _learning),
+        ("Where the time went", "time", _time),
+        ("Staleness and endings", "staleness", _staleness),
+        ("Timeline", "timeline", _timeline),
+        ("Training signals", "signals", signals),
+        ("Accounting", "accounting", _accounting),
+        ("Warnings", "warnings", _warnings),
+        ("Steps", "steps", _steps),
+        ("Configuration", "configuration", _configuration),
+    ]
+    bodies = [(title, anchor, make(data)) for title, anchor, make in sections]
+    links = "".join(f'<a href="#{anchor}">{title}</a>' for title, anchor, body in bodies if body)
+    main = "".join(
+        f'<section id="{anchor}"><h2>{title}</h2>{body}</section>'
+        for title, anchor, body in bodies
+        if body
+    )
+    style = (
+        resources.files("rollweave.record.report").joinpath("style.css").read_text(encoding="utf-8")
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(data.name)} · rollweave</title><style>{style}</style></head><body>"
+        f"<header>{_header(data)}<nav>{links}</nav></header><main>{main}</main>"
+        "<footer>Written by <b>rollweave report</b> from the files of the run "
+        "directory.</footer></body></html>"
+    )
+
+
+def _header(data: RunData) -> str:
+    summary = data.summary
+    tiles = []
+    latest = data.evaluations[-1] if data.evaluations else None
+    if latest is not None and not data.simulated:
+        what = "final evaluation" if latest["final"] else f"evaluation at step {latest['step']}"
+        for task, (kind, value) in held_out(latest["success"], latest["reward"]).items():
+            title = f"{task}: {'success' if kind == 'success' else 'mean reward'}"
+            tiles.append(
+                (
+                    _figure(kind, value),
+                    title,
+                    f"{latest['episodes'][task]} held-out episodes, {what}",
+                )
+            )
+    elif data.steps and not data.simulated:
+        for task, (kind, value) in held_out(
+            data.steps[-1]["success"], data.steps[-1]["reward"]
+        ).items():
+            tiles.append((_figure(kind, value), f"{task}: training {kind}", "last step"))
+    tiles.append(
+        (_duration(data.wall_s), "wall time", f"{data.lives} lives" if data.lives > 1 else "")
+    )
+    steps = (
+        summary["steps"]
+        if summary is not None
+        else (data.steps[-1]["step"] + 1 if data.steps else 0)
+    )
+    best = data.best if data.best is not None else (summary or {}).get("best_step")
+    tiles.append(
+        (
+            number(steps),
+            "training steps",
+            f"best checkpoint: step {best}" if best is not None else "",
+        )
+    )
+    if ended_by := (summary or {}).get("ended_by"):
+        tiles[-1] = (
+            number(steps),
+            "training steps",
+            "; ".join(note for note in (tiles[-1][2], ended_by) if note),
+        )
+    if summary is not None:
+        rate = summary["tokens"] / summary["wall_s"] if summary["wall_s"] else 0.0
+        tiles.append(
+            (
+                number(summary["trajectories"]),
+                "trajectories",
+                f"{number(summary['tokens'])} sampled tokens",
+            )
+        )
+        tiles.append((number(rate), "sampled tokens/s", "over the whole run"))
+    world = '<span class="badge">simulated</span>' if data.simulated else ""
+    state = "" if summary is not None else '<span class="badge">not finished</span>'
+    if summary is not None and summary.get("error"):
+        state = (
+            f'<span class="badge bad">failed</span><p class="error">{escape(summary["error"])}</p>'
+        )
+    boxes = "".join(
+        f'<div class="tile"><div class="big">{value}</div><div>{escape(name)}</div><div '
+        f'class="dim">{escape(note)}</div></div>'
+        for value, name, note in tiles
+    )
+    return f'<h1>{escape(data.name)} {world} {state}</h1><div class="tiles">{boxes}</div>'
+
+
+def _learning(data: RunData) -> str:
+    if data.simulated or (not data.steps and not data.evaluations):
+        return ""
+    parts = [learning_curve(data)]
+    if data.evaluations:
+        failed = any(line["failed"] for line in data.evaluations)
+        rows = [
+            [
+                f"{line['step']}{' · final' if line['final'] else ''}"
+                f"{' · target' if line.get('target_reached') else ''}",
+                f"{line['at']:.0f} s",
+                *(_rate(line, task) for task in data.tasks),
+                *([str(sum(line["failed"].values()))] if failed else []),
+            ]
+            for line in data.evaluations
+        ]
+        headings = ["step", "at", *data.tasks, *(["failed"] if failed else [])]
+        parts.append(
+            f"<h3>Held-out evaluations</h3>{evaluation_chart(data)}{_table(headings, rows)}"
+        )
+    return "".join(parts)
+
+
+def _rate(line: Mapping[str, Any], task: str) -> str:
+    found = held_out(line["success"], line["reward"]).get(task)
+    if found is None:
+        return ""
+    kind, value = found
+    note = (
+        f"of {line['episodes'][task]}"
+        if kind == "success"
+        else f"mean reward of {line['episodes'][task]}"
+    )
+    return f"{value:.3f} <span class=dim>{note}</span>"
+
+
+def _figure(kind: str, value: float) -> str:
+    return f"{value:.1%}" if kind == "success" else f"{value:.3f}"
+
+
+def _time(data: RunData) -> str:
+    engines, trainer = data.idle("engines"), data.idle("trainer")
+    if not sum(engines.values()) and not sum(trainer.values()):
+        return ""
+    totals = stacked({"engines": engines}, ENGINE_CAUSES) + _legend(ENGINE_CAUSES, engines)
+    totals += stacked({"trainer": trainer}, TRAINER_CAUSES) + _legend(TRAINER_CAUSES, trainer)
+    return f"{totals}<div class=pair>{idle_over_steps(data)}</div>"
+
+
+LEGENDS = {
+    "busy": "working",
+    "environment": "waiting for environments",
+    "stragglers": "waiting for turns on other engines",
+    "reward": "waiting for rewards",
+    "window": "nothing to begin: enough is on its way",
+    "weights": "taking new weights",
+    "starting": "starting and warm-up",
+    "batch": "waiting for a batch",
+    "measuring": "measuring what is in the buffer",
+    "publishing": "publishing weights",
+    "saving": "saving a checkpoint",
+    "evaluation": "final evaluation and end",
+}
+
+
+def _legend(colours: Mapping[str, str], values: Mapping[str, float]) -> str:
+    items = "".join(
+        f'<li><i style="background:var({colour})"></i>{escape(LEGENDS.get(cause, cause))} '
+        f"<b>{values[cause]:.1f} s</b></li>"
+        for cause, colour in colours.items()
+        if values.get(cause, 0) >= 0.05
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def _staleness(data: RunData) -> str:
+    ages, reasons = data.staleness(), data.stop_reasons()
+    if not ages and not reasons:
+        return ""
+    figures = [
+        (
+            _ages(ages),
+            "steps between launch and training",
+            "--blue",
+            "Staleness of what was trained on",
+        ),
+        (
+            _ages(data.inherent_staleness()),
+            "versions published meanwhile",
+            "--blue",
+            "Inherent staleness of rollouts",
+        ),
+    ]
+    shown = dict(reasons.most_common(6))
+    if len(reasons) > len(shown):
+        shown["other"] = sum(reasons.values()) - sum(shown.values())
+    names = {name.replace("_", " "): float(count) for name, count in shown.items()}
+    figures.append((names, "why trajectories ended", "--green", "Stop reasons"))
+    drawn = [
+        f"<figure>{bars(values, label=label, colour=colour)}"
+        f"<figcaption>{caption}</figcaption></figure>"
+        for values, label, colour, caption in figures
+        if values
+    ]
+    return f'<div class="pair">{"".join(drawn)}</div>'
+
+
+def _ages(ages: Counter[int]) -> dict[str, float]:
+    return {str(age): float(ages[age]) for age in sorted(ages)}
+
+
+def _timeline(data: RunData) -> str:
+    whole = timeline.overview(data)
+    if not whole:
+        return ""
+    look, window = timeline.close_look(data)
+    kinds = "".join(
+        f'<li><i style="background:var({timeline.KINDS[kind]})"></i>{name}</li>'
+        for kind, name in timeline.NAMES.items()
+    )
+    near = (
+        f'<h3>A close look <span class="dim">{window}</span></h3>{look}<ul '
+        f'class="legend">{kinds}</ul>'
+        if look
+        else ""
+    )
+    hint = (
+        '<p class="dim">Every box of the run: open <code>trace.json</code> in ui.perfetto.dev.</p>'
+    )
+    return f"<h3>The whole run</h3>{whole}{near}{hint}"
+
+
+def _accounting(data: RunData) -> str:
+    if data.summary is None:
+        return ""
+    account = data.summary["account"]
+    rows = [["started", number(account["started"])], ["trained", number(account["trained"])]]
+    rows += [
+        [f"dropped: {reason.replace('_', ' ')}", number(count)]
+        for reason, count in sorted(account["dropped"].items())
+    ]
+    rows += [
+        ["cancelled", number(account["cancelled"])],
+        ["buffered at the end", number(account["buffered"])],
+    ]
+    parts = (
+        account["trained"]
+        + sum(account["dropped"].values())
+        + account["cancelled"]
+        + account["buffered"]
+    )
+    verdict = (
+        "every trajectory is accounted for"
+        if parts == account["started"]
+        else "the books do not balance"
+    )
+    extra = [
+        [f"{what}: {name.replace('_', ' ')}", number(count)]
+        for what in ("retried", "watchdog", "engines")
+        for name, count in sorted(data.summary.get(what, {}).items())
+        if count
+    ]
+    note = f"<p>started = trained + dropped + cancelled + buffered: <b>{verdict}</b>.</p>"
+    if cut := cut_text(data.summary.get("cut_turns", {}), data.summary.get("turns", 0)):
+        note += f'<p class="error">{escape(cut)}</p>'
+    more = (
+        "<h3>Retries, the watchdog, and engines that came and "
+        f"went</h3>{_table(['what', 'count'], extra)}"
+        if extra
+        else ""
+    )
+    return f"{note}{_table(['trajectories', 'count'], rows)}{more}"
+
+
+def _warnings(data: RunData) -> str:
+    rows = [
+        [f"{line['at']:.1f} s", escape(line["component"]), escape(line["message"])]
+        for line in data.warnings[:TABLE_ROWS]
+    ]
+    return (
+        _folded(f"{len(data.warnings)} warnings", _table(["at", "component", "message"], rows))
+        if rows
+        else ""
+    )
+
+
+def _steps(data: RunData) -> str:
+    if not data.steps:
+        return ""
+    every = -(-len(data.steps) // TABLE_ROWS)
+    chosen = [
+        line
+        for index, line in enumerate(data.steps)
+        if index % every == 0 or index == len(data.steps) - 1
+    ]
+    headings = [
+        "step",
+        "at",
+        *(f"{kind} {task}" for task, kind in data.measures.items()),
+        "reward",
+        "staleness",
+        "tokens/s",
+        "turns",
+        "step took",
+    ]
+    rows = [
+        [
+            str(line["step"] + 1),
+            f"{line['at']:.1f} s",
+            *(
+                f"{line[kind][task]:.2f}" if task in line[kind] else ""
+                for task, kind in data.measures.items()
+            ),
+            f"{sum(line['reward'].values()) / max(1, len(line['reward'])):.2f}",
+            escape(", ".join(f"{age}: {count}" for age, count in line["staleness"].items())),
+            number(line["tokens_per_s"]),
+            f"{line['turns_mean']:.1f}",
+            f"{line['wall_s']:.2f} s",
+        ]
+        for line in chosen
+    ]
+    note = f" (every {every}th)" if every > 1 else ""
+    return _folded(f"{len(data.steps)} steps{note}", _table(headings, rows))
+
+
+def _configuration(data: RunData) -> str:
+    return (
+        _folded("config.toml, as resolved", f"<pre>{escape(data.config)}</pre>")
+        if data.config
+        else ""
+    )
+
+
+def _folded(summary: str, body: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are markup already."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return (
+        "<div "
+        f'class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes}:{rest:02d} min" if minutes else f"{seconds:.1f} s"

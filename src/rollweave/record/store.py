@@ -1,0 +1,417 @@
+"""The trajectory store: every ended attempt with its tokens, on disk, before any event
+speaks of it.
+
+Append-only segment files of checksummed records (`record/records.py`). Invariants: a
+record is either complete or cut off as the torn tail of the newest segment; only
+`discard` removes anything else, and damage is an error that names file, place and
+remedy; `get` returns what was appended, with its score. Memory holds an index of
+places, never tokens: `forget` shrinks the index, the files keep everything for
+`rollweave trace`. The file `floor` has the number of the oldest segment that the index
+referred to when the newest segment began: opening the store reads only the segments
+from there on.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import xxhash
+
+from rollweave.io.disk import AppendFile, replace_file, writing
+from rollweave.record.records import HEAD, HEADER, Format
+from rollweave.schema.base import Tagged, TrajectoryId
+from rollweave.schema.errors import CorruptJournalError, RollweaveError
+from rollweave.schema.packing import packed
+from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
+
+RECORD = 1
+SEGMENT = Format(
+    name="a segment of trajectories",
+    magic=b"RWTRAJ\r\n",
+    version=2,
+    kinds=(RECORD,),
+    remedy="restore an intact copy, or put it aside by `mv {path} {path}.damaged`: its "
+    "trajectories are then rolled "
+    "out again if they are still needed",
+)
+SEGMENT_BYTES = 64 << 20
+"""A new segment begins beyond this size: small enough to copy or delete by hand, large
+enough to be few.
+"""
+
+
+class StoreError(RollweaveError):
+    """A trajectory that should be in the store is not there."""
+
+
+class Ended(Tagged, frozen=True, kw_only=True):
+    """INIT and RUN of an attempt are over, at run time `at`.
+
+    The reward is still unknown.
+    """
+
+    at: float
+    purpose: Purpose
+    member: int
+    trajectory: Trajectory
+
+
+class Scored(Tagged, frozen=True, kw_only=True):
+    """EVAL of an attempt is over: its reward, or why there is none."""
+
+    at: float
+    trajectory_id: TrajectoryId
+    attempt: int
+    reward: float | None
+    success: bool | None
+    stop_reason: StopReason
+    blame: Blame
+    eval_s: float
+    error: str = ""
+    result: str = ""
+
+
+class _EndedTrajectory(msgspec.Struct):
+    id: TrajectoryId
+    attempt: int
+
+
+class _EndedKey(msgspec.Struct, tag="Ended"):
+    """An `Ended` read without its tokens."""
+
+    trajectory: _EndedTrajectory
+    purpose: Purpose
+    member: int
+    at: float
+
+
+_Key = msgspec.msgpack.Decoder(_EndedKey | Scored)
+_Ended = msgspec.msgpack.Decoder(Ended)
+
+
+@dataclass(slots=True)
+class Entry:
+    """Where an attempt lies, and its score once it has one."""
+
+    trajectory_id: TrajectoryId
+    attempt: int
+    purpose: Purpose
+    member: int
+    at: float
+    segment: int
+    offset: int
+    nbytes: int
+    score: Scored | None = None
+
+
+def stored_bytes(directory: Path) -> int:
+    """Count the bytes of records in a store, even if it cannot be opened."""
+    return sum(
+        max(0, _segment_path(directory, number).stat().st_size - HEADER.size)
+        for number in _segments(directory)
+    )
+
+
+def _segment_path(directory: Path, number: int) -> Path:
+    return directory / f"{number:06d}.bin"
+
+
+def _segments(directory: Path) -> list[int]:
+    return sorted(int(path.stem) for path in directory.glob("*.bin") if path.stem.isdecimal())
+
+
+def _scan(directory: Path, number: int, found: list[Entry | Scored]) -> int:
+    """Add the keys of a segment's complete records to `found`; return the length of
+    that part (0 without a header).
+
+    Raises CorruptJournalError for damage; `found` then has the records before it.
+    """
+    path = _segment_path(directory, number)
+    end = SEGMENT.header_bytes(path)
+    for record in SEGMENT.scan(path):
+        try:
+            key = _Key.decode(record.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise CorruptJournalError(
+                f"{path}: record at byte {record.offset} does not decode: {error}"
+            ) from error
+        if isinstance(key, Scored):
+            found.append(key)
+        else:
+            entry = Entry(
+                trajectory_id=key.trajectory.id,
+                attempt=key.trajectory.attempt,
+                purpose=key.purpose,
+                member=key.member,
+                at=key.at,
+                segment=number,
+                offset=record.end - len(record.payload),
+                nbytes=len(record.payload),
+            )
+            found.append(entry)
+        end = record.end
+    return end
+
+
+def _must_be_whole(path: Path, end: int) -> None:
+    """Raise CorruptJournalError for an older segment that ends in the middle of a
+    record: it was complete once.
+    """
+    if end < path.stat().st_size:
+        raise SEGMENT.damaged(path, end, f"record at byte {end} was cut off")
+
+
+def _read(directory: Path, entry: Entry) -> Trajectory:
+    """Raises OSError, and CorruptJournalError for a record that is not what was
+    written.
+    """
+    path = _segment_path(directory, entry.segment)
+    start = entry.offset - HEAD.size
+    with path.open("rb", buffering=0) as file:
+        record = os.pread(file.fileno(), HEAD.size + entry.nbytes, start)
+    payload = record[HEAD.size :]
+    if len(payload) != entry.nbytes or record[: HEAD.size] != SEGMENT.head(RECORD, payload, start):
+        raise SEGMENT.damaged(path, start, f"record at byte {start} does not match its checksum")
+    return _with_score(_Ended.decode(payload).trajectory, entry.score)
+
+
+def _floor(path: Path) -> int:
+    """Read the number in the file `floor`; 0, so that all segments are read, if it is
+    missing or damaged.
+    """
+    try:
+        number = int(path.read_text().split()[0])
+        return number if path.read_bytes() == _floor_line(number) else 0
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _floor_line(number: int) -> bytes:
+    return b"%d %08x\n" % (number, xxhash.xxh32_intdigest(b"%d" % number))
+
+
+def _with_score(trajectory: Trajectory, score: Scored | None) -> Trajectory:
+    if score is None:
+        return trajectory
+    return msgspec.structs.replace(
+        trajectory,
+        reward=score.reward,
+        success=score.success,
+        stop_reason=score.stop_reason,
+        blame=score.blame,
+        error=score.error or trajectory.error,
+        result=score.result or trajectory.result,
+        timing=msgspec.structs.replace(trajectory.timing, eval_s=score.eval_s),
+    )
+
+
+class TrajectoryStore:
+    """Writes and finds trajectories of one run.
+
+    One process at a time; calls must not overlap.
+    """
+
+    def __init__(self, directory: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        """Open `directory`, which is made if absent. Cut off the torn tail of the
+        newest segment, and count it in `torn`.
+
+        Raises `CorruptJournalError` if anything else is damaged, before it changes
+        anything; and `DiskError`.
+        """
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._index: dict[TrajectoryId, Entry] = {}
+        self._floor = directory / "floor"
+        numbers = _segments(directory)
+        self._segment = numbers[-1] if numbers else 0
+        self.torn = 0
+        """Bytes of an incomplete last record that were cut off: its writer was killed."""
+        whole, floor = 0, _floor(self._floor)
+        expected = range(floor, max([floor, *numbers]) + 1)
+        self.absent = [
+            _segment_path(directory, number).name for number in expected if number not in numbers
+        ]
+        """Segments from the floor on that are not there."""
+        for number in [number for number in numbers if number >= floor or number == self._segment]:
+            found: list[Entry | Scored] = []
+            end = _scan(directory, number, found)
+            self._enter(found)
+            path = _segment_path(directory, number)
+            if number == self._segment:
+                whole, self.torn = end, path.stat().st_size - end
+            else:
+                _must_be_whole(path, end)
+        self._file = self._open(self._segment, whole)
+
+    def append(self, record: Ended) -> None:
+        """Write an ended attempt; it replaces earlier attempts of the same trajectory
+        in the index. Raises `DiskError`.
+        """
+        trajectory = record.trajectory
+        payload = packed(record)
+        offset = self._write(payload)
+        self._index[trajectory.id] = Entry(
+            trajectory_id=trajectory.id,
+            attempt=trajectory.attempt,
+            purpose=record.purpose,
+            member=record.member,
+            at=record.at,
+            segment=self._segment,
+            offset=offset,
+            nbytes=len(payload),
+        )
+
+    def score(self, record: Scored) -> None:
+        """Write the score of the attempt that was appended last.
+
+        Raises `StoreError` for an attempt that is not there, and `DiskError`.
+        """
+        entry = self._index.get(record.trajectory_id)
+        if entry is None or entry.attempt != record.attempt:
+            raise StoreError(
+                f"no attempt {record.attempt} of trajectory {record.trajectory_id} to score"
+            )
+        self._write(packed(record))
+        entry.score = record
+
+    def find(self, ids: Iterable[TrajectoryId]) -> list[Entry]:
+        """Where the newest attempt of each lies.
+
+        Raises `StoreError` for one that is not there.
+        """
+        found = []
+        for trajectory_id in ids:
+            entry = self._index.get(trajectory_id)
+            if entry is None:
+                raise StoreError(f"trajectory {trajectory_id} is not in the store")
+            found.append(entry)
+        return found
+
+    def read(self, entries: Iterable[Entry]) -> list[Trajectory]:
+        """The trajectories themselves, with their scores.
+
+        May run on another thread than the rest.
+        """
+        return [_read(self._directory, entry) for entry in entries]
+
+    def get(self, ids: Iterable[TrajectoryId]) -> list[Trajectory]:
+        """`find` and `read` in one."""
+        return self.read(self.find(ids))
+
+    def scored_attempt(self, trajectory_id: TrajectoryId) -> int | None:
+        """The attempt of which the store holds tokens and a reward, or None."""
+        entry = self._index.get(trajectory_id)
+        if entry is None or entry.score is None or entry.score.reward is None:
+            return None
+        return entry.attempt
+
+    def forget(self, ids: Sequence[TrajectoryId]) -> None:
+        """Take these from the index; their records stay on disk."""
+        for trajectory_id in ids:
+            self._index.pop(trajectory_id, None)
+
+    def discard(self, kept: Collection[int]) -> None:
+        """Delete segments of which nothing is in the index, but those in `kept`.
+
+        Raises `DiskError`.
+        """
+        floor = self._oldest()
+        for number in [
+            number for number in _segments(self._directory) if number < floor and number not in kept
+        ]:
+            path = _segment_path(self._directory, number)
+            with writing(path):
+                path.unlink(missing_ok=True)
+
+    def _oldest(self) -> int:
+        """The segment from which on something is in the index."""
+        return min((entry.segment for entry in self._index.values()), default=self._segment)
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment that is written now."""
+        return self._segment
+
+    def ids(self) -> list[TrajectoryId]:
+        """Trajectories in the index."""
+        return list(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, trajectory_id: object) -> bool:
+        return trajectory_id in self._index
+
+    def sync(self) -> None:
+        """Force what was written to the disk itself. Raises `DiskError`."""
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self, found: Iterable[Entry | Scored]) -> None:
+        for key in found:
+            if isinstance(key, Entry):
+                self._index[key.trajectory_id] = key
+                continue
+            entry = self._index.get(key.trajectory_id)
+            if entry is not None and entry.attempt == key.attempt:
+                entry.score = key
+
+    def _open(self, number: int, end: int) -> AppendFile:
+        file = AppendFile(_segment_path(self._directory, number), keep=end, header=SEGMENT.header)
+        self._segment = number
+        return file
+
+    def _write(self, payload: bytes) -> int:
+        """Append one record and return the offset of its payload."""
+        if self._file.size > max(HEADER.size, self._segment_bytes):
+            self._file.close()
+            self._file = self._open(self._segment + 1, 0)
+            replace_file(self._floor, _floor_line(self._oldest()))
+        return self._file.append(SEGMENT.record(RECORD, payload, self._file.size)) + HEAD.size
+
+
+class TrajectoryReader:
+    """Reads the store of a run, also of one that is being written: every attempt, in
+    the order in which they ended.
+
+    `damaged` says where records are not whole, one line a segment: they and those
+    behind them in it are not among `entries`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.entries: list[Entry] = []
+        self.damaged: list[str] = []
+        last: dict[tuple[TrajectoryId, int], Entry] = {}
+        numbers = _segments(directory)
+        for number in numbers:
+            found: list[Entry | Scored] = []
+            try:
+                end = _scan(directory, number, found)
+                if number != numbers[-1]:  # a running controller may still append to the newest
+                    _must_be_whole(_segment_path(directory, number), end)
+            except CorruptJournalError as error:
+                self.damaged.append(error.problem)
+            for key in found:
+                if isinstance(key, Entry):
+                    self.entries.append(key)
+                    last[key.trajectory_id, key.attempt] = key
+                elif (key.trajectory_id, key.attempt) in last:
+                    last[key.trajectory_id, key.attempt].score = key
+
+    def load(self, entry: Entry) -> Trajectory:
+        """The attempt with its tokens and score."""
+        return _read(self._directory, entry)

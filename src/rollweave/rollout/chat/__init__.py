@@ -1,0 +1,1 @@
+"""Conversations as tokens: chat templates, tool calls and token codecs."""

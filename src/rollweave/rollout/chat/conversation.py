@@ -1,0 +1,215 @@
+"""One conversation as the agent lives it: the tokens of its context, and what training
+must know about them.
+
+Invariants: `tokens` only ever grows at its end; sampled ids stand in it as the engine
+gave them, with their log-probs and weight versions; turns and observations alternate.
+What has been said is never rewritten.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollweave.rollout.chat.codec import ChatCodec, ChatError
+from rollweave.schema.chat import Message
+from rollweave.schema.serving import VersionSpan
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
+
+
+@dataclass(slots=True)
+class _Turn:
+    start: int
+    end: int
+    state_key: str
+    reward: float = 0.0
+    finish_reason: str = "stop"
+
+
+PLAN_TOKENS = 64
+"""Tokens of the first turn that stand for the agent's plan."""
+
+
+class Conversation:
+    """Begin with the environment's first messages; then `sampled` and `observe`
+    alternate.
+    """
+
+    def __init__(
+        self, codec: ChatCodec, messages: Sequence[Message], *, state_key: str = ""
+    ) -> None:
+        """Raises ChatError where the chat template refuses the messages."""
+        self._codec = codec
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._segments: list[Segment] = []
+        self._turns: list[_Turn] = []
+        self._state_key = state_key
+        self._messages = list(messages)
+        self._append(codec.start(messages), SegmentKind.PROMPT)
+        self.prompt_tokens = len(self._tokens)
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The context for the next turn, or everything so far after the last one."""
+        return tuple(self._tokens)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said, as text. The agent's words are decoded from its tokens."""
+        return tuple(self._messages)
+
+    @property
+    def turns(self) -> int:
+        """Turns that the agent has taken."""
+        return len(self._turns)
+
+    @property
+    def finish_reason(self) -> str:
+        """How the last turn ended: "stop", or "length" where a token limit cut it."""
+        return self._turns[-1].finish_reason
+
+    @property
+    def plan(self) -> tuple[int, ...]:
+        """The first tokens of the agent's first turn: how it means to go on."""
+        if not self._turns:
+            return ()
+        turn = self._turns[0]
+        return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
+
+    def sampled(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[VersionSpan],
+        *,
+        exact: bool = True,
+        finish_reason: str = "stop",
+    ) -> str:
+        """Take the agent's turn as the engine sampled it, and return its words.
+
+        `versions` must cover the tokens without gaps. A turn that is not `exact`, since
+        the engine gave its text alone, is no output: nothing may be trained on it.
+        Raises ValueError where the result is not consistent in itself.
+        """
+        if self._acted():
+            raise ValueError("sampled must be followed by observe, got sampled twice")
+        if not tokens or len(tokens) != len(logprobs):
+            raise ValueError(
+                "sampled must have one logprob a token and at least one, got "
+                f"{len(logprobs)} for {len(tokens)}"
+            )
+        ends = [0, *(span.end for span in versions)]
+        if (
+            [span.start for span in versions] != ends[:-1]
+            or ends[-1] != len(tokens)
+            or ends != sorted(set(ends))
+        ):
+            raise ValueError(
+                f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
+            )
+        start = len(self._tokens)
+        for span in versions if exact else ():
+            self._append(
+                tokens[span.start : span.end],
+                SegmentKind.OUTPUT,
+                span.version,
+                logprobs[span.start : span.end],
+            )
+        if not exact:
+            self._append(tokens, SegmentKind.OBSERVATION)
+        self._turns.append(
+            _Turn(start, len(self._tokens), self._state_key, finish_reason=finish_reason)
+        )
+        text = self._codec.text(tokens)
+        cut = finish_reason if finish_reason != "stop" else ""
+        self._messages.append(Message(role="assistant", content=text, finish_reason=cut))
+        return text
+
+    def reward(self, value: float) -> None:
+        """Set the reward of the turn just taken."""
+        self._turns[-1].reward = value
+
+    def observe(
+        self, messages: Sequence[Message], *, state_key: str = "", last: bool = False
+    ) -> None:
+        """Append what the environment answered and, unless it is the `last` word, the
+        opening of a turn. Raises ChatError.
+        """
+        if not self._acted():
+            raise ValueError("observe must follow sampled")
+        if not messages:
+            raise ChatError("a turn must be followed by at least one message, got none")
+        turn = self._turns[-1]
+        tokens = self._codec.extend(self._tokens[turn.start : turn.end], messages, prompt=not last)
+        self._append(tokens, SegmentKind.OBSERVATION)
+        self._messages += messages
+        self._state_key = state_key
+
+    def sequence(self) -> TokenSequence:
+        """The training sequence so far."""
+        return TokenSequence(
+            tokens=tuple(self._tokens),
+            segments=tuple(self._segments),
+            logprobs=tuple(self._logprobs),
+            turns=tuple(
+                TurnSpan(
+                    start=turn.start,
+                    end=turn.end,
+                    reward=turn.reward,
+                    state_key=turn.state_key,
+                    finish_reason=turn.finish_reason,
+                )
+                for turn in self._turns
+            ),
+        )
+
+    def _acted(self) -> bool:
+        return bool(self._turns) and self._turns[-1].end == len(self._tokens)
+
+    def _append(
+        self,
+        tokens: Sequence[int],
+        kind: SegmentKind,
+        version: int = -1,
+        logprobs: Sequence[float] | None = None,
+    ) -> None:
+        start = len(self._tokens)
+        if tokens:
+            self._segments.append(
+                Segment(start=start, end=start + len(tokens), kind=kind, version=version)
+            )
+        self._tokens += tokens
+        self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+
+
+def scripted(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
+    """A scripted conversation, tokenized as a rollout of it would be: for supervised
+    warm-up. Log-probs are 0, versions too.
+
+    Raises ValueError where it does not begin with the environment, or has no turn of
+    the agent; ChatError as `Conversation`.
+    """
+    runs = [
+        (agent, list(run))
+        for agent, run in itertools.groupby(messages, lambda message: message.role == "assistant")
+    ]
+    if len(runs) < 2 or runs[0][0] or any(agent and len(run) > 1 for agent, run in runs):
+        roles = ", ".join(message.role for message in messages)
+        raise ValueError(
+            "a transcript must begin with the environment and have single turns of "
+            f"the agent, got {roles}"
+        )
+    conversation = Conversation(codec, runs[0][1])
+    for place, (agent, run) in enumerate(runs[1:], start=2):
+        if agent:
+            tokens = codec.spoken(run[0].content)
+            conversation.sampled(
+                tokens, [0.0] * len(tokens), [VersionSpan(start=0, end=len(tokens), version=0)]
+            )
+        else:
+            conversation.observe(run, last=place == len(runs))
+    return conversation.sequence()

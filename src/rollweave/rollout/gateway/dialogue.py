@@ -1,0 +1,350 @@
+"""What a client of OpenAI's chat API may ask for, as JSON to nouns: strict, and every
+refusal names field, rule and value.
+
+Invariant: each field of a request falls into one of four classes, and `docs/GATEWAY.md`
+lists them all. It is honored (the fields of the models below), the run decides it where
+the session is pinned (`OWN`), it asks for nothing (`io/http/fields.py`, and the tables
+here for messages), or the request is refused.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollweave.io.http.fields import refused_field
+from rollweave.schema.base import Noun
+from rollweave.schema.chat import Message, Role, ToolCall
+from rollweave.schema.errors import RollweaveError
+
+
+class RequestError(RollweaveError):
+    """What the client asks for cannot be had.
+
+    The rest is OpenAI's error object and its HTTP status.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = (
+            "rate_limit_error"
+            if self.status == 429
+            else "invalid_request_error"
+            if self.status < 500
+            else "server_error"
+        )
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+class Ask(Noun, frozen=True, kw_only=True):
+    """A request in our words. None means that the client leaves it to us. `tools` are
+    JSON, one declaration each.
+
+    `call` is the tool that has to be called, "" for any; None where the agent is free.
+    Its words are calls where `reads_calls`.
+    """
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[str, ...] = ()
+    call: str | None = None
+    reads_calls: bool = False
+    one_call: bool = False
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    stream: bool = False
+    include_usage: bool = False
+
+
+OWN = ("temperature", "top_p", "top_k", "seed")
+"""Fields that a pinned session accepts but ignores: the run decides how its turns are
+sampled.
+"""
+
+MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "partial": (False,),
+    "prefix": (False,),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "thinking": ("",),
+    "thinking_blocks": ([],),
+    "tools": ([],),
+}
+"""Fields of a message that other servers put into the prompt → their values that ask
+for nothing.
+"""
+
+ECHOED = frozenset(
+    (
+        "annotations",
+        "cache_control",
+        "parsed",
+        "prompt_cache_breakpoint",
+        "provider_specific_fields",
+    )
+)
+"""Fields of a message, or of a part of one, that clients add or echo and that no prompt
+shows.
+"""
+
+CALL_ECHOED = frozenset(("extra_content", "index", "parsed_arguments", "provider_specific_fields"))
+"""Fields of a tool call that clients add or echo and that no prompt shows."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Open(BaseModel):
+    """A model that keeps further fields, for `_check_others`."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Function(_Open):
+    name: str = Field(min_length=1)
+    arguments: str = "{}"
+
+
+class _Call(_Open):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Part(_Open):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(_Open):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Declared(_Open):
+    """A tool's declaration.
+
+    The chat template shows all of it, so further fields are honored.
+    """
+
+    # May be put into the agent's mouth, so it must not be able to spell a special
+    # token.
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
+
+
+class _Tool(_Open):
+    type: Literal["function"]
+    function: _Declared
+
+
+class _Named(_Strict):
+    name: str = Field(min_length=1)
+
+
+class _Choice(_Strict):
+    type: Literal["function"]
+    function: _Named
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+StopText = Annotated[str, Field(min_length=1)]
+MAX_STOPS = 16
+
+
+class _Chat(_Open):
+    model: str
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
+        None, max_length=MAX_STOPS
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=1)
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+def parse_chat(body: bytes) -> Ask:
+    """A chat request's body. Raises RequestError (400)."""
+    try:
+        chat = _Chat.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    _check_others("", chat)
+    tools = tuple(
+        json.dumps(tool.model_dump(exclude_unset=True), ensure_ascii=False)
+        for tool in chat.tools or ()
+    )
+    names = [tool.function.name for tool in chat.tools or ()]
+    call = _forced(chat, names)
+    if chat.top_logprobs and not chat.logprobs:
+        raise _bad("logprobs", "must be true where top_logprobs is more than 0", chat.logprobs)
+    if chat.top_logprobs and chat.temperature != 0:
+        raise _bad(
+            "top_logprobs",
+            "must be 0 unless temperature is 0: only the sampled token's is known",
+            chat.top_logprobs,
+        )
+    stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
+    return Ask(
+        model=chat.model,
+        messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
+        tools=tools,
+        call=call,
+        reads_calls=bool(tools) and chat.tool_choice != "none",
+        one_call=chat.parallel_tool_calls is False,
+        max_tokens=min(
+            (each for each in (chat.max_tokens, chat.max_completion_tokens) if each is not None),
+            default=None,
+        ),
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        top_k=None if chat.top_k is None else max(0, chat.top_k),
+        seed=chat.seed,
+        stop=stop,
+        stop_token_ids=tuple(chat.stop_token_ids or ()),
+        logprobs=bool(chat.logprobs),
+        top_logprobs=chat.top_logprobs or 0,
+        stream=bool(chat.stream),
+        include_usage=chat.stream_options is not None and bool(chat.stream_options.include_usage),
+    )
+
+
+def _forced(chat: _Chat, names: list[str]) -> str | None:
+    """The tool that must be called, as `Ask.call` has it."""
+    choice = chat.tool_choice
+    if isinstance(choice, _Choice):
+        if choice.function.name not in names:
+            raise _bad(
+                "tool_choice.function.name",
+                f"must be one of the tools {names}",
+                choice.function.name,
+            )
+        return choice.function.name
+    if choice == "required" and not names:
+        raise _bad("tools", "must hold a tool where tool_choice is 'required'", names)
+    return "" if choice == "required" else None
+
+
+def _check_others(path: str, model: _Open, **tables: Any) -> None:
+    """Raise RequestError for a field that the model does not have and that asks for
+    something.
+    """
+    others = model.model_extra or {}
+    found = refused_field(others, **tables)
+    if found is not None:
+        name, rule = found
+        raise _bad(path + name, rule, others[name])
+
+
+def _check_message(message: _Message, path: str) -> None:
+    """Raise RequestError for an unsupported field of the message, or within it, that
+    asks for something.
+    """
+    _check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
+    for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        _check_others(f"{path}content.{place}.", part, neutral={}, without_effect=ECHOED)
+    for place, call in enumerate(message.tool_calls or ()):
+        _check_others(f"{path}tool_calls.{place}.", call, neutral={}, without_effect=CALL_ECHOED)
+        _check_others(
+            f"{path}tool_calls.{place}.function.",
+            call.function,
+            neutral={},
+            without_effect=CALL_ECHOED,
+        )
+
+
+def _message(message: _Message, place: int) -> Message:
+    _check_message(message, f"messages.{place}.")
+    content = message.content
+    role: Role = "system" if message.role == "developer" else message.role
+    if content is None and role != "assistant":
+        raise _bad(f"messages.{place}.content", "must be text", None)
+    if message.tool_calls and role != "assistant":
+        raise _bad(f"messages.{place}.tool_calls", "must be those of an assistant", role)
+    if role == "tool" and message.tool_call_id is None:
+        raise _bad(
+            f"messages.{place}.tool_call_id", "must name the call that the tool answers", None
+        )
+    return Message(
+        role=role,
+        content=content
+        if isinstance(content, str)
+        else "".join(part.text for part in content or ()),
+        tool_calls=tuple(
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+    )
+
+
+def _bad(param: str, rule: str, value: object) -> RequestError:
+    return RequestError(400, f"{param} {rule}, got {value!r:.80}", param=param)
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    """The first thing that is wrong.
+
+    A union reports every branch; the deepest tells what was meant.
+    """
+    problem = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
+    path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in _FIELDS]
+    name = ".".join(path) or "body"
+    value = "" if problem["type"] == "json_invalid" else f", got {problem['input']!r:.80}"
+    return RequestError(400, f"{name}: {problem['msg']}{value}", param=name if path else None)
+
+
+_MODELS = (
+    _Chat,
+    _Message,
+    _Part,
+    _Call,
+    _Function,
+    _Tool,
+    _Declared,
+    _Choice,
+    _Named,
+    _StreamOptions,
+)
+_FIELDS = {name for model in _MODELS for name in model.model_fields}
+"""Names that stand in a request: pydantic's locations also hold those of a union's
+branches.
+"""

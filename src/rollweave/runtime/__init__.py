@@ -1,0 +1,3 @@
+"""The live world: the pump, the effects of the core's commands, processes, recovery,
+metrics and traces.
+"""

@@ -1,0 +1,1 @@
+"""Entry points of the child processes: engine, trainer rank, relay and predictor."""

@@ -1,0 +1,64 @@
+"""The process of one relay: `python -m rollweave.runtime.entrypoints.relay`, started by
+`runtime/links/relay.py`.
+"""
+
+import asyncio
+import os
+
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.weights import (
+    BEAT_S,
+    RelayBeat,
+    RelayCommand,
+    RelayReady,
+    RelayReply,
+    RelaySpec,
+    StopRelay,
+)
+from rollweave.weights.relay import Relay
+from rollweave.weights.transports import transport_of
+
+
+async def serve(parent: Parent, spec: RelaySpec) -> None:
+    """Serve until `StopRelay`, or until our parent is gone."""
+    loop = asyncio.get_running_loop()
+    decode = decoder_of(RelayCommand)
+    stopped = asyncio.Event()
+
+    def say(word: RelayReply) -> None:
+        parent.send(encode(word))
+
+    relay = Relay(transport_of(spec.transport, host=spec.host), say)
+
+    def obey(command: RelayCommand) -> None:
+        if isinstance(command, StopRelay):
+            stopped.set()
+        else:
+            relay.take(command)
+
+    say(RelayReady(address=await relay.listen(spec.host)))
+
+    def heard(payload: bytes) -> None:
+        loop.call_soon_threadsafe(obey, decode(payload))
+
+    parent.listen(heard)
+    while not stopped.is_set():
+        say(RelayBeat())
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await stopped.wait()
+        except TimeoutError:
+            continue
+    await relay.close()
+
+
+def main() -> None:
+    """As `serve`."""
+    parent = Parent.from_arguments()
+    asyncio.run(serve(parent, decoder_of(RelaySpec)(parent.receive())))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # nothing here outlives the process

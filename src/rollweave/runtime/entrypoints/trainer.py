@@ -1,0 +1,71 @@
+"""The process of one trainer rank: `python -m rollweave.runtime.entrypoints.trainer`,
+started by `runtime/links/trainer.py`.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from rollweave.envs.tasks import TaskSource
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.conversation import scripted
+from rollweave.runtime.entrypoints.trainer_server import serve
+from rollweave.runtime.links.trainer import TrainerSpec
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import TrainerError
+from rollweave.schema.training import TrainerReady
+from rollweave.train.scratch import build_checkpoint
+from rollweave.train.trainer import Trainer
+
+MODEL_S = 120.0
+"""Seconds that rank 0 has to build a model from scratch, before the other ranks give up
+on it.
+"""
+
+
+def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
+    """The trainer of one rank.
+
+    A model from scratch is built first where there is none; a fresh run warms it up.
+    """
+    config = RunConfig.model_validate_json(spec.config)
+    torch.set_num_threads(config.trainer.threads)
+    model_dir = Path(spec.model)
+    if config.model.scratch is not None and not model_dir.exists():
+        if spec.rank == 0:
+            build_checkpoint(
+                model_dir, scratch=config.model.scratch, words=spec.words, seed=config.run.seed
+            )
+        else:
+            _await_model(model_dir)
+    trainer = Trainer(config, model_dir, Path(spec.run_dir), rank=spec.rank, world=spec.world)
+    if spec.warm_up and config.warmup.steps:
+        source = TaskSource(config)
+        codec = ChatCodec.from_directory(model_dir)
+        trainer.warm_up(
+            scripted(codec, messages) for messages in source.transcripts(seed=config.run.seed)
+        )
+    return trainer.ready(), trainer
+
+
+def _await_model(model_dir: Path) -> None:
+    """The directory appears whole (it is renamed into place)."""
+    deadline = time.monotonic() + MODEL_S
+    while not model_dir.exists():
+        if time.monotonic() > deadline:
+            raise TrainerError(f"rank 0 has not built {model_dir} within {MODEL_S:g} s")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    """Serve until `StopTrainer`, or until our parent is gone."""
+    serve(build)
+
+
+if __name__ == "__main__":
+    main()
+    # nothing here outlives the process, and the interpreter takes a second to unload
+    # torch
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Connections from the controller to its trainer ranks and relays."""

@@ -1,0 +1,188 @@
+"""Detects code that blocks the event loop, while it still does, and names it: blocked,
+no trajectory advances.
+
+A thread notices that the loop's beats stop, and inspects the stack of the loop's
+thread. Invariants: foreign code is named within a second, once for each time that it
+blocks the loop; the suspension of the process does not count as blocking.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import NamedTuple, Self
+
+from rollweave.record.trace import CONTROLLER, Trace
+from rollweave.schema.commands import Warn
+from rollweave.schema.errors import DiskError
+
+BEAT_S = 0.2
+"""Seconds between two beats of the loop, and between two checks by the thread."""
+
+MISSED = 3
+"""Number of checks without a beat after which the loop counts as blocked: on a busy
+machine, two can lack one by chance.
+"""
+
+COMPONENT = "event loop"
+"""Component in warnings of the watch."""
+
+_LIBRARY = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_PACKAGES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+class Culprit(NamedTuple):
+    """The code that blocks the loop."""
+
+    name: str
+    """`module:Class.method`, or `module:function`."""
+    place: str
+    """File and line at which it blocks."""
+    is_async: bool
+
+    @property
+    def now(self) -> str:
+        """A sentence for while it blocks."""
+        advice = "; call what blocks by asyncio.to_thread" if self.is_async else ""
+        return (
+            f"{self.name} is blocking the event loop ({self.place}): no trajectory advances until "
+            f"it returns{advice}"
+        )
+
+    def later(self, seconds: float) -> str:
+        """A sentence for when it is over."""
+        return f"{self.name} blocked the event loop for {seconds:.1f} s ({self.place})"
+
+
+class LoopWatch:
+    """Watches the running event loop from its own thread, while the context is open."""
+
+    def __init__(
+        self, *, noticed: Callable[[Culprit], None], over: Callable[[Culprit, float], None]
+    ) -> None:
+        """`noticed` is called at once, on the watching thread; `over`, with the
+        duration in seconds, on the loop.
+        """
+        self._noticed, self._over = noticed, over
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._beats = 0
+        self._beat_at = 0.0
+        self._culprit: Culprit | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._handle.cancel()
+        self._ended.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            culprit, self._culprit = self._culprit, None
+            held_s, self._beat_at = now - self._beat_at, now
+            self._beats += 1
+        self._handle = self._loop.call_later(BEAT_S, self._beat)
+        if culprit is not None:
+            self._over(culprit, held_s)
+
+    def _watch(self) -> None:
+        seen, missed = 0, 0
+        while not self._ended.wait(BEAT_S):
+            seen, missed = self._beats, missed + 1 if seen == self._beats else 0
+            if missed != MISSED:
+                continue
+            culprit = found(sys._current_frames().get(self._loop_thread))
+            with self._lock:
+                if culprit is None or self._beats != seen:
+                    continue
+                self._culprit = culprit
+            self._noticed(culprit)
+
+
+@contextlib.contextmanager
+def watched(
+    *,
+    say: Callable[[Warn], None],
+    warned: Callable[[Warn], None],
+    trace: Trace,
+    clock: Callable[[], float],
+) -> Iterator[None]:
+    """Watch a world's running loop: `say` a warning at once, from any thread; record a
+    warning and a span once it is over.
+    """
+
+    def over(culprit: Culprit, seconds: float) -> None:
+        with contextlib.suppress(DiskError):  # the world meets that error itself
+            warned(Warn(component=COMPONENT, message=culprit.later(seconds)))
+            trace.span(CONTROLLER, COMPONENT, culprit.name, clock() - seconds, clock())
+
+    with LoopWatch(
+        noticed=lambda culprit: say(Warn(component=COMPONENT, message=culprit.now)), over=over
+    ):
+        yield
+
+
+def found(frame: FrameType | None) -> Culprit | None:
+    """Find the first foreign function that our code called, on the stack that ends with
+    `frame`; None without one.
+    """
+    first: FrameType | None = None
+    last: FrameType | None = None
+    ours = False
+    for each in reversed(list(_stack(frame))):
+        if _is_library(each):
+            continue
+        if each.f_globals.get("__name__", "").partition(".")[0] == "rollweave":
+            ours = True
+        elif ours and first is None:
+            first = each
+        if first is not None and not each.f_code.co_filename.startswith(_PACKAGES):
+            last = each
+    if first is None:
+        return None
+    last = last or first
+    is_async = bool(first.f_code.co_flags & inspect.CO_COROUTINE)
+    return Culprit(_name(first), f"{last.f_code.co_filename}:{last.f_lineno}", is_async)
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames from the innermost one to the last one of the event loop's
+    callback.
+    """
+    while frame is not None and frame.f_globals.get("__name__") != "asyncio.events":
+        yield frame
+        frame = frame.f_back
+
+
+def _is_library(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith("<frozen ") or (
+        file.startswith(_LIBRARY) and not file.startswith(_PACKAGES)
+    )
+
+
+def _name(frame: FrameType) -> str:
+    """Name a method by the class of its object, which may have inherited it."""
+    owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+    kind = owner if isinstance(owner, type) else type(owner)
+    if owner is not None and hasattr(kind, frame.f_code.co_name):
+        return f"{kind.__module__}:{kind.__qualname__}.{frame.f_code.co_name}"
+    return f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}"

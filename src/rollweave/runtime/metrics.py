@@ -1,0 +1,263 @@
+"""What the run says about itself, line by line: `metrics.jsonl` always, TensorBoard and
+Weights & Biases where asked for.
+
+Invariants: one line of kind `step` a training step, one of kind `evaluation` an
+evaluation, one of kind `warning` a warning, in the order in which they happened; each
+with the run's time. A line is written whole, and a torn one that a power loss left is
+cut off. Sinks only mirror lines.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rollweave.core.policy.staleness import staleness
+from rollweave.core.state import State
+from rollweave.io.disk import AppendFile, writing
+from rollweave.record.steps import Cumulated
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import MarkBest, RecordEvaluation, TrainStep, Warn
+from rollweave.schema.prediction import PredictorStats
+from rollweave.schema.serving import EngineStats
+from rollweave.schema.training import TrainMetrics
+from rollweave.schema.work import Batch
+
+
+class Sink(Protocol):
+    """A mirror of numeric metrics."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Figures of one training step or evaluation."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class Progress(Protocol):
+    """Who shows the run to the user (the CLI's display)."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics.jsonl was written."""
+
+    def phase(self, text: str) -> None:
+        """What the run does now: starting, training, the final evaluation."""
+
+
+class Silent:
+    """A `Progress` that shows nothing."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        return
+
+    def phase(self, text: str) -> None:
+        return
+
+
+class Metrics:
+    """Writes lines. `state` reads the core's state, for counters and idle times."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float],
+        state: Callable[[], State],
+        progress: Progress,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        """Go on at the end of `path`. Raises DiskError, as all that writes a line."""
+        self._file = AppendFile(path, keep=_whole_lines(path))
+        self._clock, self._state, self._progress, self._sinks = clock, state, progress, sinks
+        self._parts: list[tuple[TrainStep, Batch, TrainMetrics]] = []
+        self._before = Cumulated.of(state(), clock())
+        self._engines: Mapping[EngineId, EngineStats] = {}
+        self._predictor: PredictorStats | None = None
+        self.last_evaluation: dict[str, Any] | None = None
+        self.final_evaluation: dict[str, Any] | None = None
+
+    def sampled(
+        self, engines: Mapping[EngineId, EngineStats], predictor: PredictorStats | None = None
+    ) -> None:
+        """Statistics of engines and predictor for the next step's line."""
+        self._engines, self._predictor = engines, predictor
+
+    def trained(self, command: TrainStep, batch: Batch, metrics: TrainMetrics) -> None:
+        """A mini-batch is trained; after the step's last one the line is written."""
+        if command.part == 0:
+            self._parts.clear()  # of a step that was lost with its trainer
+        self._parts.append((command, batch, metrics))
+        if command.part + 1 < command.parts:
+            return
+        parts, self._parts = self._parts, []
+        now, state = self._clock(), self._state()
+        counted = Cumulated.of(state, now)
+        line = {
+            "kind": "step",
+            "step": command.step,
+            "at": round(now, 3),
+            **_outcome(parts, state.defines_success),
+            "staleness": _staleness(parts),
+            "trainer": _mean_values(parts),
+            **counted.since(self._before),
+            "engines": {engine: _engine_line(stats) for engine, stats in self._engines.items()},
+        }
+        if self._predictor is not None:
+            line["predictor"] = msgspec.structs.asdict(self._predictor)
+        self._before = counted
+        self._write(line)
+        self._mirror(command.step, line)
+
+    def evaluated(self, command: RecordEvaluation) -> None:
+        """Write an evaluation's line."""
+        line = {
+            "kind": "evaluation",
+            "step": command.version,
+            "at": round(self._clock(), 3),
+            "final": command.final,
+            "success": command.success,
+            "reward": command.reward,
+            "episodes": command.episodes,
+            "failed": command.failed,
+            "target_reached": command.target_reached,
+        }
+        self.last_evaluation = line
+        if command.final:
+            self.final_evaluation = line
+        self._write(line)
+        self._mirror(command.version, line, prefix="evaluation/")
+
+    def warned(self, command: Warn) -> None:
+        """Write a warning's line."""
+        self._write(
+            {
+                "kind": "warning",
+                "at": round(self._clock(), 3),
+                "component": command.component,
+                "message": command.message,
+            }
+        )
+
+    def best(self, command: MarkBest) -> None:
+        """Write which checkpoint is the best now."""
+        self._write({"kind": "best", "at": round(self._clock(), 3), "step": command.step})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write a line of another kind: the run's start, its end."""
+        self._write({"kind": kind, "at": round(self._clock(), 3), **fields})
+
+    def close(self) -> None:
+        self._file.close()
+        with writing(self._file.path.parent):
+            for sink in self._sinks:
+                sink.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.append(json.dumps(line).encode() + b"\n")
+        self._progress.line(line)
+
+    def _mirror(self, step: int, line: Mapping[str, Any], prefix: str = "") -> None:
+        if self._sinks:
+            values = {
+                f"{prefix}{name}": value
+                for name, value in _flat(line)
+                if name not in ("step", "final", "target_reached")
+            }
+            with writing(self._file.path.parent):
+                for sink in self._sinks:
+                    sink.write(step, values)
+
+
+def written_steps(path: Path) -> set[int]:
+    """Return the steps of which `path` has a readable line; none if there is no such
+    file.
+    """
+    found: set[int] = set()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            read = json.loads(line)
+            if read["kind"] == "step":
+                found.add(read["step"])
+    return found
+
+
+def _whole_lines(path: Path) -> int:
+    """Bytes up to the end of the last whole line."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
+
+
+def _outcome(
+    parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]], defining: Collection[str]
+) -> dict[str, Any]:
+    """Return reward and success of what was trained on, by task domain; success only
+    where an environment defines it.
+    """
+    rewards: dict[str, list[float]] = {}
+    successes: dict[str, list[bool]] = {}
+    tokens = turns = 0
+    for _, batch, _ in parts:
+        for group in batch.groups:
+            for trajectory in group.trajectories:
+                reward = trajectory.reward or 0.0
+                rewards.setdefault(group.env, []).append(reward)
+                successes.setdefault(group.env, []).append(bool(trajectory.success))
+                tokens += sum(len(sequence.tokens) for sequence in trajectory.sequences)
+                turns += sum(len(sequence.turns) for sequence in trajectory.sequences)
+    count = sum(map(len, rewards.values()))
+    return {
+        "reward": {name: sum(values) / len(values) for name, values in rewards.items()},
+        "success": {
+            name: sum(values) / len(values)
+            for name, values in successes.items()
+            if name in defining
+        },
+        "trajectories": count,
+        "batch_tokens": tokens,
+        "turns_mean": turns / count if count else 0.0,
+    }
+
+
+def _staleness(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, int]:
+    """How many trajectories by steps between the weights that started them and the
+    step.
+    """
+    ages = Counter(
+        staleness(trajectory.initiated_version, command.step)
+        for command, batch, _ in parts
+        for group in batch.groups
+        for trajectory in group.trajectories
+    )
+    return {str(age): ages[age] for age in sorted(ages)}
+
+
+def _mean_values(parts: Sequence[tuple[TrainStep, Batch, TrainMetrics]]) -> dict[str, float]:
+    """The trainer's figures, averaged over mini-batches; its seconds and tokens,
+    summed.
+    """
+    gathered: dict[str, list[float]] = {}
+    for _, _, metrics in parts:
+        for name, value in metrics.values.items():
+            gathered.setdefault(name, []).append(value)
+    figures = {name: sum(values) / len(values) for name, values in gathered.items()}
+    figures["train_s"] = sum(metrics.train_s for _, _, metrics in parts)
+    figures["trained_tokens"] = float(sum(metrics.tokens for _, _, metrics in parts))
+    return figures
+
+
+def _engine_line(stats: EngineStats) -> dict[str, float]:
+    return {name: getattr(stats, name) for name in stats.__struct_fields__}
+
+
+def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """Numbers of a nested line as `a/b` names."""
+    found: list[tuple[str, float]] = []
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            found.extend(_flat(value, f"{prefix}{name}/"))
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}{name}", float(value)))
+    return found

@@ -1,0 +1,3 @@
+"""Checks that run before anything starts: the configuration, environments, model and
+memory.
+"""

@@ -1,0 +1,86 @@
+"""Checks and how they are shown: used by `doctor` and by `--dry-run`."""
+
+import enum
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rollweave.schema.base import Noun
+from rollweave.schema.errors import ConfigError
+
+
+class Status(enum.StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Check(Noun, frozen=True, kw_only=True):
+    """One thing that was looked at.
+
+    `detail` says what was found, and for a failure the field, the rule and the value.
+    """
+
+    name: str
+    status: Status
+    detail: str
+
+
+MARKS = {Status.OK: "[green]✓[/]", Status.WARN: "[yellow]![/]", Status.FAIL: "[red]✗[/]"}
+
+
+def ok(name: str, detail: str) -> Check:
+    return Check(name=name, status=Status.OK, detail=detail)
+
+
+def warn(name: str, detail: str) -> Check:
+    return Check(name=name, status=Status.WARN, detail=detail)
+
+
+def fail(name: str, detail: str) -> Check:
+    return Check(name=name, status=Status.FAIL, detail=detail)
+
+
+def failures(checks: Sequence[Check]) -> list[Check]:
+    return [check for check in checks if check.status is Status.FAIL]
+
+
+def must_do(checks: Sequence[Check]) -> None:
+    """Raise ConfigError with one line for each check that failed."""
+    wrong = failures(checks)
+    if wrong:
+        raise ConfigError("\n".join(f"{check.name}: {check.detail}" for check in wrong))
+
+
+def show(checks: Sequence[Check], console: Console) -> None:
+    """A table: mark, what was looked at, what was found."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(width=1)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        table.add_row(MARKS[check.status], escape(check.name), escape(check.detail))
+    console.print(table)
+
+
+def human_bytes(count: float) -> str:
+    """`3.4 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """`35 ms`, `7.5 s`, `2 min 05 s`, `3 h 12 min`."""
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,230 @@
+"""Everything about a run that can be known before it costs anything. `deep` also begins
+an episode of each domain.
+
+Each check says for itself what is wrong; all are made, so that the user learns every
+problem at once.
+"""
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.core.seats import first_seats
+from rollweave.envs.rules import named, rule
+from rollweave.io.extras import how_to_install, missing_from
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.preflight.checks import Check, fail, ok, warn
+from rollweave.runtime.preflight.environments import Domain, examine_domain
+from rollweave.runtime.preflight.machine import cores
+from rollweave.runtime.preflight.model import examine_model
+from rollweave.runtime.preflight.unused import without_effect
+from rollweave.runtime.recover import lost, rebuild
+from rollweave.runtime.sinks import missing_sinks
+from rollweave.runtime.supervisors.relays import host_of, missing_extra
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError, CorruptJournalError
+
+UNUSED = "no effect"
+"""Name of the checks for settings without effect, which a real run shows, too."""
+
+
+def examine(
+    config: RunConfig, *, resume: bool = False, fresh: bool = False, deep: bool = True
+) -> list[Check]:
+    """All checks.
+
+    `deep` also resets an environment of each domain with a task: that may take time,
+    and open what it opens.
+    """
+    with contextlib.chdir("."):
+        rules = list(_rules(config))
+    checks = [
+        *_readable_directory(config, resume=resume, fresh=fresh, deep=deep),
+        *_sinks(config),
+        *rules,
+    ]
+    domains: list[Domain] = []
+    for index in range(len(config.tasks)):
+        with contextlib.chdir("."):  # back to where we were, wherever the user's code goes
+            domain, found = examine_domain(config, index, deep=deep)
+        checks += found
+        if domain is not None:
+            domains.append(domain)
+    unused = [warn(UNUSED, line) for line in without_effect(config, cores=cores())]
+    return [
+        *checks,
+        *_cpu(config),
+        *_relays(config),
+        *_predictor(config),
+        *examine_model(config, domains),
+        *_target(config),
+        *unused,
+    ]
+
+
+def _readable_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> list[Check]:
+    try:
+        return list(_run_directory(config, resume=resume, fresh=fresh, deep=deep))
+    except (OSError, ValueError) as error:  # a name too long, a null byte, no permission to look
+        return [
+            fail(
+                "run.dir",
+                "must be a readable directory, or not there yet, got "
+                f"{config.run.dir!r:.200}: {error}",
+            )
+        ]
+
+
+def _run_directory(config: RunConfig, *, resume: bool, fresh: bool, deep: bool) -> Iterator[Check]:
+    path = Path(config.run.dir) / config.run.name
+    run = RunDir(path)
+    try:
+        run.must_fit()
+    except ConfigError as error:
+        if not fresh:
+            yield fail("run.dir", str(error))
+            return
+    if resume:
+        if not run.config.exists():
+            yield fail("run.name", f"{path} must hold a run to resume, found no config.toml")
+            return
+        try:
+            run.must_be_writable()
+        except ConfigError as error:
+            yield fail("run.dir", str(error))
+            return
+        if strays := config.strays_from(load(run.config)) if run.journal.exists() else ():
+            yield from (fail("--resume", line) for line in strays)
+            return
+        if not deep:  # the run itself checks the rest before it changes anything
+            yield ok("run.name", f"resumes in {path}")
+            return
+        try:
+            begun = rebuild(config, run)
+        except (ConfigError, CorruptJournalError) as error:
+            yield from (
+                fail("--resume", line.removeprefix("--resume: "))
+                for line in str(error).splitlines()
+            )
+            return
+        yield ok(
+            "run.name",
+            f"resumes in {path} {lost(begun).words()}" if begun.resumed else f"begins in {path}",
+        )
+        yield from (ok("--resume", f"changed since: {line}") for line in begun.knobs)
+        yield from (warn("--resume", doubt.message) for doubt in begun.doubts)
+        return
+    holds = run.holds_something()
+    if holds and not fresh:
+        yield fail(
+            "run.name",
+            f"{path} holds a run already; go on with --resume, delete it with "
+            "--fresh, or choose another name",
+        )
+        return
+    parent = path
+    while not parent.exists():
+        parent = parent.parent
+    try:  # try to make a directory, as the run will: /proc and the like refuse only that
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".rollweave-"):
+            pass
+    except OSError as error:
+        yield fail(
+            "run.dir",
+            f"must be a directory to write to, got {config.run.dir} ({parent}: "
+            f"{error.strerror or error})",
+        )
+        return
+    yield ok("run.name", f"{path}{' (the former run is deleted)' if holds else ''}")
+
+
+def _sinks(config: RunConfig) -> Iterator[Check]:
+    missing = missing_sinks(config.run.sinks)
+    for name in config.run.sinks:
+        if name in missing:
+            yield fail("run.sinks", f"{name} must be installed ({how_to_install(name)}), got none")
+        else:
+            yield ok("run.sinks", name)
+
+
+def _predictor(config: RunConfig) -> Iterator[Check]:
+    if scheduling(config.rollout).predicts and (missing := missing_from("predict")):
+        yield fail(
+            "rollout.predictor",
+            f"{missing[0]} must be installed ({how_to_install('predict')}), got none",
+        )
+
+
+def _relays(config: RunConfig) -> Iterator[Check]:
+    weights = config.weights
+    if not weights.relays:
+        return
+    if (extra := missing_extra(weights)) is not None:
+        yield fail(
+            "weights.transport", f"{extra} must be installed ({how_to_install(extra)}), got none"
+        )
+    try:
+        for machine in range(weights.relays):
+            with socket.socket() as probe:
+                probe.bind((host_of(machine), 0))
+    except OSError as error:
+        yield fail(
+            "weights.relays",
+            "must each have a loopback address of its own, "
+            f"{host_of(machine)} cannot be had: {error}",
+        )
+    else:
+        first, last = host_of(0), host_of(weights.relays - 1)
+        yield ok(
+            "relays", f"{weights.relays} processes on {first} to {last} over {weights.transport}"
+        )
+
+
+def _target(config: RunConfig) -> Iterator[Check]:
+    """Warn of what no check of an environment can find: whether it will ever report
+    success.
+    """
+    if config.eval.stop_at is not None:
+        text = (
+            f"{config.eval.stop_at:g} is compared with success, which environments report "
+            "(Step.success, Score.success): "
+            "if one never does, the run trains all of run.steps, and says so"
+        )
+        yield warn("eval.stop_at", text)
+
+
+def _rules(config: RunConfig) -> Iterator[Check]:
+    for knob, name in named(config):
+        try:
+            rule(name)
+        except ConfigError as error:
+            yield fail(knob, str(error))
+        else:
+            yield ok(knob, f"function {name}")
+
+
+def _cpu(config: RunConfig) -> Iterator[Check]:
+    trainer, degrees = config.trainer, [seat.degree for seat in first_seats(config)]
+    threads = sum(degrees) + trainer.ranks * trainer.threads
+    engines = " + ".join(
+        f"{degrees.count(degree)} engines × {degree}" for degree in dict.fromkeys(degrees)
+    )
+    text = f"{engines} + {trainer.ranks} trainers × {trainer.threads} threads on {cores()} cores"
+    yield (
+        ok("cores", text) if threads <= cores() else warn("cores", f"{text}: they will take turns")
+    )
+    if trainer.ranks > 1:
+        try:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+        except OSError as error:
+            yield fail(
+                "trainer.ranks",
+                f"must have a local port for {trainer.ranks} ranks to meet, got {error}",
+            )
+        else:
+            yield ok("ports", "trainer ranks meet on a free local port; nothing else listens")

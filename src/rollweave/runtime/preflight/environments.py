@@ -1,0 +1,330 @@
+"""The part of a dry run that looks at environments: the user's code, so every call is
+guarded and limited in time.
+"""
+
+import asyncio
+import inspect
+import queue
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rollweave.core.evaluation import FINAL_TASKS_FROM
+from rollweave.envs.base import Observation
+from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError, Tool
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.envs.registry import check_options, is_handler, resolve
+from rollweave.envs.tasks import TaskSource
+from rollweave.rollout.handled import declared
+from rollweave.runtime.preflight.checks import Check, fail, ok
+from rollweave.schema.base import Noun
+from rollweave.schema.chat import Message
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import FaultsConfig, TaskConfig
+from rollweave.schema.errors import ConfigError, RollweaveError
+from rollweave.schema.work import Limits, Purpose, StopReason, Task
+
+T = TypeVar("T")
+
+PATIENCE_S = 30.0
+"""Seconds that a class method of an environment may take: they are called once a run,
+to plan it.
+"""
+
+
+TRANSCRIPTS = 64
+"""Number of transcripts that are checked.
+
+They are random, so one that does not fit may still appear later.
+"""
+
+
+class Domain(Noun, frozen=True, kw_only=True):
+    """What the model must know about a task domain that was found to be in order."""
+
+    name: str
+    words: tuple[str, ...]
+    allowed: tuple[str, ...]
+    limits: Limits
+    transcripts: tuple[tuple[Message, ...], ...] = ()  # for the warm-up, some of them
+    # all of them, with their places, if the domain can list them
+    prompts: tuple[tuple[str, tuple[Message, ...]], ...] = ()
+    first: tuple[Message, ...] = ()  # of an episode that was begun; none where none was
+    tools: tuple[str, ...] = ()  # offered to the agent, as its chat template shows them
+
+
+class BrokenError(RollweaveError):
+    """The environment breaks the rule that the message names."""
+
+
+def examine_domain(
+    config: RunConfig, index: int, *, deep: bool
+) -> tuple[Domain | None, list[Check]]:
+    """Look at `config.tasks[index]`; the domain is None where a check failed."""
+    task = config.tasks[index]
+    where = f"tasks.{index}"
+    checks: list[Check] = []
+    transcripts: tuple[tuple[Message, ...], ...] = ()
+    try:
+        kind = _guarded(lambda: resolve(task.env), PATIENCE_S, "env must be imported")
+        check_options(task.env, task.options)
+        checks.append(ok(f"{where}.env", f"{task.name}: {kind.__module__}.{kind.__qualname__}"))
+        words = _words(kind, "words", task)
+        allowed = _words(kind, "allowed_words", task)
+        if config.warmup.steps:
+            transcripts, found = _transcripts(kind, task, where)
+            checks.append(found)
+        drawn = _drawn(config, task)
+        prompts = _prompts(kind, task)
+        first: tuple[Message, ...] = ()
+        tools: tuple[str, ...] = ()
+        if deep and is_handler(task.env):
+            asked = _first_turn(config, task, drawn)
+            first, tools = asked.messages, asked.tools
+            offered = f", with {len(tools)} tools" if tools else ""
+            begins = (
+                f"begins with {_text(first)!r:.90}{offered}" if first else "its handler makes ready"
+            )
+            checks.append(ok(f"{where} task", begins))
+        elif deep:
+            first = _first_look(config, task, drawn).messages
+            checks.append(ok(f"{where} task", f"begins with {_text(first)!r:.90}"))
+    except (ConfigError, BrokenError) as error:
+        return None, [*checks, fail(where, str(error))]
+    domain = Domain(
+        name=where,
+        words=words,
+        allowed=allowed,
+        limits=task.limits,
+        transcripts=transcripts,
+        prompts=prompts,
+        first=first,
+        tools=tools,
+    )
+    return domain, checks
+
+
+def _text(messages: Sequence[Message]) -> str:
+    return " ".join(message.content for message in messages).strip()
+
+
+def _words(kind: type[Any], name: str, task: TaskConfig) -> tuple[str, ...]:
+    """What an optional class method says, checked to be words."""
+    method = getattr(kind, name, None)
+    if method is None:
+        return ()
+    said = _guarded(lambda: _listed(method(task.options)), PATIENCE_S, f"{name} must return words")
+    wrong = (
+        [said]
+        if isinstance(said, str)
+        else [word for word in said if not isinstance(word, str) or not word]
+    )
+    if wrong:
+        raise BrokenError(f"{name} must return a list of non-empty strings, got {wrong[0]!r:.80}")
+    return tuple(said)
+
+
+def _prompts(kind: type[Any], task: TaskConfig) -> tuple[tuple[str, tuple[Message, ...]], ...]:
+    """Return all prompts of a domain that can list them."""
+    method = getattr(kind, "prompts", None)
+    if method is None:
+        return ()
+    listed: list[tuple[str, Sequence[Message]]] = _guarded(
+        lambda: list(method(task.options)), PATIENCE_S, "prompts must return places and messages"
+    )
+    return tuple((place, tuple(messages)) for place, messages in listed)
+
+
+def _listed(said: Any) -> Any:
+    """Iterated here, in the user's code, unless it is a string, whose letters were not
+    meant.
+    """
+    return said if isinstance(said, str) else tuple(said)
+
+
+def _transcripts(
+    kind: type[Any], task: TaskConfig, where: str
+) -> tuple[tuple[tuple[Message, ...], ...], Check]:
+    """Return the first transcripts of the warm-up, and a check that describes them."""
+    method = getattr(kind, "transcript", None)
+    if method is None:
+        raise BrokenError(
+            f"env must have transcript() where warmup.steps is set, {task.env} has none"
+        )
+    found: list[tuple[Any, ...]] = _guarded(
+        lambda: [tuple(method(random.Random(seed), task.options)) for seed in range(TRANSCRIPTS)],
+        PATIENCE_S,
+        "transcript must return messages",
+    )
+    for said in found:
+        if not said or any(not isinstance(message, Message) for message in said):
+            raise BrokenError(f"transcript must return messages, got {list(said)!r:.80}")
+    return tuple(found), ok(
+        f"{where} warm-up", _first_paragraph(method) or f"{len(found[0])} messages in a transcript"
+    )
+
+
+def _drawn(config: RunConfig, task: TaskConfig) -> Task:
+    """The first training task, and before it the first of each kind of evaluation: do
+    options and data do?
+    """
+    source = TaskSource(_alone(config, task))
+    wanted = [
+        (FINAL_TASKS_FROM, config.eval.final_episodes),
+        (0, config.eval.every and config.eval.episodes),
+    ]
+
+    def draw() -> Task:
+        for index, count in wanted:
+            if count:
+                source.draw(task.name, index, Purpose.EVAL)
+        return source.draw(task.name, 0, Purpose.TRAIN)
+
+    return _guarded(draw, PATIENCE_S, "a task must be drawn")
+
+
+def _alone(config: RunConfig, task: TaskConfig) -> RunConfig:
+    return config.model_copy(update={"tasks": (task,), "faults": FaultsConfig()})
+
+
+def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation:
+    """Reset an environment with the first training task, where the run would have it:
+    inline or in a process.
+    """
+
+    async def look(logs: Path) -> Observation:
+        source = TaskSource(_alone(config, task), logs=logs)
+        try:
+            env = await source.worlds(task.name).open(drawn, seed=0)
+            try:
+                async with asyncio.timeout(task.step_s):
+                    return await env.reset(drawn)
+            except TimeoutError:
+                raise BrokenError(
+                    f"reset must answer within step_s, got nothing in {task.step_s:g} s"
+                ) from None
+            finally:
+                env.kill()
+        finally:
+            await source.close()
+
+    with tempfile.TemporaryDirectory(prefix="rollweave-dry-run-") as logs:
+        limit_s = PATIENCE_S + task.step_s
+        return _guarded(
+            lambda: asyncio.run(look(Path(logs))), limit_s, "an environment must be reset"
+        )
+
+
+class _DryRunError(RollweaveError):
+    """Ends the attempt after the handler's first question: a dry run has no agent."""
+
+
+class _Listener:
+    """An `Agent` that records the first question and ends the attempt there."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns_left = turns
+        self.messages: tuple[Message, ...] = ()
+        self.tools: tuple[str, ...] = ()
+        self.heard = False
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+    ) -> Message:
+        if not self.heard:
+            self.messages, self.tools, self.heard = (
+                tuple(messages),
+                tuple(declared(tool) for tool in tools),
+                True,
+            )
+        self.turns_left = 0
+        raise LimitError(StopReason.MAX_TURNS, "a dry run has no agent")
+
+    async def endpoint(self) -> Endpoint:
+        self.heard = True
+        raise _DryRunError("a dry run has no agent")
+
+
+def _first_turn(config: RunConfig, task: TaskConfig, drawn: Task) -> _Listener:
+    """Let a handler prepare the first training task and ask its agent once, then free
+    what that acquired.
+    """
+
+    async def ask(handler: AgentHandler, agent: _Listener) -> None:
+        try:
+            async with asyncio.timeout(task.step_s):
+                await handler.run(agent)
+        except TimeoutError:
+            raise BrokenError(
+                f"run must ask the agent within step_s, and did not in {task.step_s:g} s"
+            ) from None
+        except Exception:
+            # else the error is the one that the agent raised, or its consequence
+            if not agent.heard:
+                raise
+        if not agent.heard:
+            raise BrokenError("run must ask the agent at least once, and returned without asking")
+
+    async def look() -> _Listener:
+        agent = _Listener(task.max_turns)
+        sandboxes = Sandboxes(config.sandbox.backend)
+        try:
+            handler = resolve(task.env)(**task.options)
+            try:
+                async with asyncio.timeout(task.step_s):
+                    await handler.init(Job(task=drawn, seed=0, sandboxes=sandboxes))
+            except TimeoutError:
+                raise BrokenError(
+                    f"init must end within step_s, did not in {task.step_s:g} s"
+                ) from None
+            else:
+                await ask(handler, agent)
+            finally:
+                if hasattr(handler, "close"):
+                    await handler.close()
+        finally:
+            await sandboxes.close()
+        return agent
+
+    limit_s = 2 * (PATIENCE_S + task.step_s)
+    return _guarded(
+        lambda: asyncio.run(look()), limit_s, "a handler must make ready and ask its agent"
+    )
+
+
+def _guarded(call: Callable[[], T], limit_s: float, rule: str) -> T:
+    """Call the user's code on a thread of its own.
+
+    Raises BrokenError for what it raises, and for silence beyond `limit_s`.
+    """
+    answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put((True, call()))
+        except BaseException as error:
+            answer.put((False, error))
+
+    threading.Thread(target=work, name="dry-run", daemon=True).start()
+    try:
+        fine, value = answer.get(timeout=limit_s)
+    except queue.Empty:
+        raise BrokenError(f"{rule} within {limit_s:g} s, got no answer") from None
+    if fine:
+        found: T = value
+        return found
+    if isinstance(value, ConfigError | BrokenError):
+        raise value
+    text = str(value) if isinstance(value, RollweaveError) else f"{type(value).__name__}: {value}"
+    raise BrokenError(f"{rule}, got {text}") from value
+
+
+def _first_paragraph(method: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())

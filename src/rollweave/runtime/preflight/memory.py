@@ -1,0 +1,203 @@
+"""How much memory and disk a run will need, from its configuration and the model's
+shape alone.
+
+An estimate for planning, labelled as such: exact for weights, gradients, optimizer and
+KV cache; activations by the tensors that a forward pass keeps for the backward pass; a
+fixed share for each interpreter with its libraries.
+"""
+
+from rollweave.core.seats import first_seats
+from rollweave.schema.base import Noun
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ScratchModel
+from rollweave.weights.checkpoint import ModelShape
+
+PROCESS_BYTES = 450 << 20
+"""An interpreter with torch and transformers imported and warm: 350 to 450 MB measured
+on CPU.
+"""
+
+HEAD_ROWS_BYTES = 64 << 20
+"""Logits, log-probs and their gradient at one time: the trainer computes the head in
+bounded parts.
+"""
+
+PUBLICATIONS = 3
+"""Weight versions that the trainer keeps published."""
+
+CHECKPOINTS_KEPT = 3
+"""Newest, best, and the one being written."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MASTER_BYTES = 4  # the trainer keeps its weights, gradients and both moments in float32
+STORED_TOKEN_BYTES = 16
+"""One token in the trajectory store: id, log-prob, and its share of the segments."""
+
+
+class Need(Noun, frozen=True, kw_only=True):
+    """One thing that takes memory.
+
+    `count` of them exist, `each` in bytes; `on_device` is GPU memory where there is a
+    GPU.
+    """
+
+    what: str
+    count: int
+    each: int
+    on_device: bool
+
+    @property
+    def total(self) -> int:
+        return self.count * self.each
+
+
+def scratch_shape(scratch: ScratchModel, vocab: int) -> ModelShape:
+    """The shape of the model that `[model.scratch]` builds, with `vocab` token ids."""
+    return ModelShape(
+        vocab=vocab,
+        hidden=scratch.hidden,
+        layers=scratch.layers,
+        heads=scratch.heads,
+        kv_heads=scratch.kv_heads,
+        head_dim=scratch.head_dim,
+        ffn=scratch.ffn,
+        context=scratch.context,
+        eps=1e-6,
+        tied=True,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        inv_freq=(),
+        eos_token_ids=(),
+    )
+
+
+def parameters(shape: ModelShape) -> int:
+    """Numbers that are trained."""
+    total = 0
+    for dimensions in shape.tensors().values():
+        size = 1
+        for dimension in dimensions:
+            size *= dimension
+        total += size
+    return total
+
+
+def memory(config: RunConfig, shape: ModelShape) -> list[Need]:
+    """What the run keeps in memory, largest parts named.
+
+    Environments are the user's and not counted.
+    """
+    trainer, seats = config.trainer, first_seats(config)
+    kv_tokens = [config.engines[seat.group].kv_tokens for seat in seats]
+    count = parameters(shape)
+    width = DTYPE_BYTES[config.model.dtype]
+    shard = -(-count // trainer.ranks)
+    needs = [
+        Need(
+            what="trainer: weights", count=trainer.ranks, each=shard * MASTER_BYTES, on_device=True
+        ),
+        Need(
+            what="trainer: gradients",
+            count=trainer.ranks,
+            each=shard * MASTER_BYTES,
+            on_device=True,
+        ),
+        Need(
+            what="trainer: optimizer (AdamW)",
+            count=trainer.ranks,
+            each=2 * shard * MASTER_BYTES,
+            on_device=True,
+        ),
+        Need(
+            what="trainer: activations",
+            count=trainer.ranks,
+            each=activations(config, shape),
+            on_device=True,
+        ),
+        Need(
+            what="trainer: copy for a checkpoint",
+            count=1,
+            each=3 * count * MASTER_BYTES,
+            on_device=False,
+        ),
+        Need(
+            what="trainer: published weights",
+            count=PUBLICATIONS,
+            each=count * MASTER_BYTES,
+            on_device=False,
+        ),
+        Need(what="engines: weights", count=len(seats), each=count * width, on_device=True),
+        *(
+            Need(
+                what="engines: KV cache",
+                count=kv_tokens.count(tokens),
+                each=tokens * kv_bytes(shape, width),
+                on_device=True,
+            )
+            for tokens in dict.fromkeys(kv_tokens)
+        ),
+        Need(
+            what="processes",
+            count=1 + len(seats) + trainer.ranks,
+            each=PROCESS_BYTES,
+            on_device=False,
+        ),
+    ]
+    if config.algorithm.kl:
+        needs.insert(
+            3,
+            Need(
+                what="trainer: reference",
+                count=trainer.ranks,
+                each=shard * MASTER_BYTES,
+                on_device=True,
+            ),
+        )
+    return needs
+
+
+def kv_bytes(shape: ModelShape, width: int) -> int:
+    """Keys and values of one token."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * width
+
+
+def activations(config: RunConfig, shape: ModelShape) -> int:
+    """What one packed forward pass of `micro_tokens` keeps for the backward pass.
+
+    Each layer: its two inputs, their norms and the two sums (6 hidden), queries twice
+    and the attended values, keys and values twice, gate, up, their product and its
+    activation (4 ffn), and the attention weights of the longest sequence.
+    """
+    longest = max(task.max_tokens for task in config.tasks)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    per_token = shape.layers * (
+        6 * shape.hidden + 3 * q + 4 * kv + 4 * shape.ffn + shape.heads * longest
+    )
+    tokens = min(config.trainer.micro_tokens, batch_tokens(config))
+    return tokens * per_token * DTYPE_BYTES[config.model.dtype] + HEAD_ROWS_BYTES
+
+
+def batch_tokens(config: RunConfig) -> int:
+    """Most tokens of one training batch."""
+    longest = max(task.max_tokens for task in config.tasks)
+    return (
+        config.rollout.groups_per_step
+        * max(config.group_size(task.name) for task in config.tasks)
+        * longest
+    )
+
+
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Disk of the checkpoints that are kept: float32 weights and moments, and an export
+    in the model's format.
+    """
+    each = parameters(shape) * (3 * MASTER_BYTES + MASTER_BYTES)
+    return CHECKPOINTS_KEPT * each
+
+
+def trajectory_bytes(config: RunConfig) -> int:
+    """Most disk of the trajectory store: every trajectory at its longest."""
+    started = config.run.steps * batch_tokens(config)
+    return int(started * STORED_TOKEN_BYTES)

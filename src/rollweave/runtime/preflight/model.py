@@ -1,0 +1,312 @@
+"""The part of a dry run that looks at the model: its files, and whether memory and disk
+will hold it.
+
+It is done before every run: a model from scratch on the CPU is looked at without torch,
+which costs seconds to import.
+"""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollweave.rollout.chat.codec import ChatCodec, ChatError
+from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.template import ChatTemplate
+from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
+from rollweave.runtime.preflight.environments import Domain
+from rollweave.runtime.preflight.machine import gpu_memory, memory_bytes
+from rollweave.runtime.preflight.memory import (
+    Need,
+    checkpoint_bytes,
+    memory,
+    parameters,
+    scratch_shape,
+    trajectory_bytes,
+)
+from rollweave.schema.chat import Message
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError, WeightsError
+from rollweave.train.scratch import CHAT_TEMPLATE, build_tokenizer
+from rollweave.weights.checkpoint import ModelShape, read_shape, read_sizes
+
+NAMED = 5
+"""Maximum number of prompts that are named as too long; the others are counted."""
+
+SLACK = 8
+"""Maximum number of tokens that a template may add to a message because it is not
+empty.
+"""
+
+COMFORT = 0.8
+"""Share of what is free beyond which an estimate deserves a warning."""
+
+
+def examine_model(config: RunConfig, domains: Sequence[Domain]) -> list[Check]:
+    """The model, and what it needs.
+
+    `domains` are the task domains that are in order.
+    """
+    try:
+        shape, checks = _model(config, domains, complete=len(domains) == len(config.tasks))
+    except ConfigError as error:
+        return [fail("model", str(error))]
+    except (ValueError, KeyError, TypeError) as error:
+        return [fail("model", _text(error))]
+    if shape is not None:
+        checks += _memory(config, shape)
+        checks += _disk(config, shape)
+    return checks
+
+
+def _model(
+    config: RunConfig, domains: Sequence[Domain], *, complete: bool
+) -> tuple[ModelShape | None, list[Check]]:
+    """The model's shape, None where it depends on tasks that are broken.
+
+    Raises ConfigError, ValueError or KeyError.
+    """
+    if config.model.scratch is not None:
+        if not complete:
+            return None, [warn("model.scratch", "its vocabulary depends on the tasks, see there")]
+        words = [word for domain in domains for word in domain.words]
+        tokenizer = build_tokenizer(words)
+        for word in (word for domain in domains for word in domain.allowed):
+            if len(tokenizer.encode(word).ids) != 1:
+                raise ConfigError(
+                    f"allowed_words must be among words, which are one token each, got {word!r}"
+                )
+        codec = ChatCodec(tokenizer, ChatTemplate(CHAT_TEMPLATE, special={}, name="model.scratch"))
+        vocab = tokenizer.get_vocab_size()
+        shape = scratch_shape(config.model.scratch, vocab)
+        text = (
+            f"{parameters(shape):,} random weights, {vocab} tokens, {len(set(words))} of them "
+            "words of the tasks"
+        )
+        checks = [ok("model.scratch", text)]
+        if not config.warmup.steps:
+            checks.append(
+                warn(
+                    "warmup.steps",
+                    "random weights without a warm-up hardly ever succeed, so nothing is learned",
+                )
+            )
+        return shape, [
+            *checks,
+            *_prompts(codec, domains),
+            *_overlong(codec, domains),
+            *_transcripts(codec, domains),
+        ]
+    assert config.model.path is not None, "the configuration has one of path and scratch"
+    directory = Path(config.model.path)
+    if not directory.is_dir():
+        raise ConfigError(f"model.path must be a checkpoint directory, got {config.model.path!r}")
+    shape = read_shape(directory)
+    checks = [
+        ok("model.path", f"{directory}: {parameters(shape):,} weights, context {shape.context:,}"),
+        _weights(directory, shape),
+    ]
+    codec = ChatCodec.from_directory(directory)
+    checks.append(
+        ok(
+            "chat template",
+            f"grows turn by turn; a turn ends at token {', '.join(map(str, codec.stop_token_ids))}",
+        )
+    )
+    for domain in domains:
+        codec.words(domain.allowed)
+    longest = max(task.max_tokens for task in config.tasks)
+    if longest > shape.context:
+        checks.append(
+            fail(
+                "tasks.max_tokens",
+                f"must be at most the model's context ({shape.context}), got {longest}",
+            )
+        )
+    return shape, [
+        *checks,
+        *_prompts(codec, domains),
+        *_overlong(codec, domains),
+        *_transcripts(codec, domains),
+    ]
+
+
+def _prompts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Whether what an episode begins with leaves room for the agent."""
+    for domain in domains:
+        if not domain.first:
+            continue
+        try:
+            if domain.tools and not codec.shows_tools:
+                yield fail(
+                    domain.name,
+                    f"the model's chat template must show the {len(domain.tools)} tools that the "
+                    "handler offers its agent, got "
+                    'one that shows none; with options.calls = "text", if the handler has it, '
+                    "none is needed",
+                )
+                continue
+            count = len(codec.start(domain.first, domain.tools))
+        except ChatError as error:
+            yield fail(domain.name, f"first messages: {error}")
+            continue
+        limit = domain.limits.max_tokens
+        if count >= limit:
+            yield fail(
+                f"{domain.name}.max_tokens",
+                f"must be more than the first prompt ({count} tokens), got {limit}",
+            )
+        else:
+            yield ok(f"{domain.name} prompt", f"{count} of {limit} tokens")
+
+
+def _overlong(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Check that every prompt that can be listed leaves room for the agent.
+
+    Name the first ones that do not; count all.
+    """
+    for domain in domains:
+        limit, found = domain.limits.max_tokens, list[str]()
+        for place, messages in domain.prompts:
+            bare = tuple(msgspec.structs.replace(message, content="") for message in messages)
+            # a token has at least one byte of its text, so that most prompts need not
+            # be tokenized
+            try:
+                least = len(codec.start(bare)) + sum(
+                    len(message.content.encode()) + SLACK for message in messages
+                )
+                count = len(codec.start(messages)) if least >= limit else least
+            except ChatError as error:
+                yield fail(domain.name, f"prompt of {place}: {error}")
+                break
+            if count >= limit:
+                found.append(f"{place} ({count} tokens)")
+        if found:
+            more = ", …" if len(found) > NAMED else ""
+            text = (
+                f"{len(found):,} of {len(domain.prompts):,} are not shorter: "
+                f"{', '.join(found[:NAMED])}{more}"
+            )
+            yield fail(
+                f"{domain.name}.max_tokens", f"must be more than every prompt, got {limit}; {text}"
+            )
+
+
+def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]:
+    """Check that a rollout's limits admit what the warm-up teaches.
+
+    Name the first transcript that breaks each limit.
+    """
+    for domain in domains:
+        broken: dict[str, str] = {}
+        for number, messages in enumerate(domain.transcripts):
+            try:
+                sequence = scripted(codec, messages)
+            except (ChatError, ValueError) as error:
+                yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
+                break
+            for place, (turn, said) in enumerate(
+                zip(sequence.turns, _spoken(messages), strict=True)
+            ):
+                length = turn.end - turn.start
+                if length > domain.limits.max_turn_tokens:
+                    text = (
+                        f"turn {place}, {said!r:.60}, has {length} tokens with the one that ends it"
+                    )
+                    broken.setdefault(
+                        "max_turn_tokens",
+                        f"every turn of transcript(): in transcript {number} {text}",
+                    )
+            if len(sequence.tokens) > domain.limits.max_tokens:
+                text = f"every transcript(): number {number} has {len(sequence.tokens)} tokens"
+                broken.setdefault("max_tokens", text)
+        for limit, text in broken.items():
+            yield fail(
+                f"{domain.name}.{limit}", f"must hold {text}, got {getattr(domain.limits, limit)}"
+            )
+
+
+def _spoken(messages: Sequence[Message]) -> list[str]:
+    return [message.content for message in messages if message.role == "assistant"]
+
+
+def _weights(directory: Path, shape: ModelShape) -> Check:
+    """The files' headers against the shape: a torn download, or weights of another
+    model. Raises ConfigError.
+    """
+    try:
+        shape.check(read_sizes(directory))
+    except WeightsError as error:
+        raise ConfigError(f"{directory}: {error}") from error
+    return ok(
+        "weights", human_bytes(sum(file.stat().st_size for file in directory.glob("*.safetensors")))
+    )
+
+
+def _memory(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+    needs = memory(config, shape)
+    on_gpu = config.model.device != "cpu"
+    for need in needs:
+        times = f" ({need.count} × {human_bytes(need.each)})" if need.count > 1 else ""
+        yield ok(f"  {need.what}", f"{human_bytes(need.total)}{times}")
+    _, available = memory_bytes()
+    host = [need for need in needs if not (on_gpu and need.on_device)]
+    yield _fits("memory", host, available, "free")
+    if on_gpu:
+        try:
+            _, free = gpu_memory(config.model.device)
+        except (RuntimeError, AssertionError) as error:
+            yield fail(
+                "model.device",
+                f"must be a CUDA device that works, got {config.model.device} ({error})",
+            )
+            return
+        yield _fits(config.model.device, [need for need in needs if need.on_device], free, "free")
+
+
+def _fits(name: str, needs: Sequence[Need], available: int, what: str) -> Check:
+    total = sum(need.total for need in needs)
+    text = f"about {human_bytes(total)} of {human_bytes(available)} {what}"
+    if not available:
+        return warn(name, f"about {human_bytes(total)}; what this machine has cannot be read")
+    if total > available:
+        largest = max(needs, key=lambda need: need.total)
+        return fail(
+            name,
+            f"must fit: needs {text}; the largest part is {largest.what}, "
+            f"{human_bytes(largest.total)}",
+        )
+    return warn(name, f"{text}: tight") if total > COMFORT * available else ok(name, text)
+
+
+def _disk(config: RunConfig, shape: ModelShape) -> Iterator[Check]:
+    parent = Path(config.run.dir)
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        total, _, free = shutil.disk_usage(parent)
+    except (OSError, ValueError):
+        return  # no directory can have this name: `run.dir` has a check of its own
+    if not total:
+        return  # /proc and the like hold no files at all; the check of `run.dir` reports that
+    checkpoints, trajectories = checkpoint_bytes(config, shape), trajectory_bytes(config)
+    text = (
+        f"{human_bytes(checkpoints)} checkpoints + at most {human_bytes(trajectories)} "
+        f"trajectories of {human_bytes(free)} free"
+    )
+    if checkpoints > free:
+        yield fail("disk", f"must hold the checkpoints: {text}")
+    elif checkpoints + trajectories > COMFORT * free:
+        yield warn("disk", f"{text}: tight")
+    else:
+        yield ok("disk", text)
+
+
+def _text(error: Exception) -> str:
+    what = (
+        f"name {error}"
+        if isinstance(error, KeyError)
+        else f"have values of the right types: {error}"
+    )
+    return f"config.json must {what}"

@@ -1,0 +1,356 @@
+"""The beginning of a run: fresh, or rebuilt from its journal, which begins with a
+snapshot.
+
+Invariants: replaying never executes a command; events are replayed under the
+configuration under which they happened; a run starts fresh only in a directory where no
+run has left results; the directory agrees with the journal, or one error names what is
+missing; trajectories that the core believes to be scored but the store lacks are named,
+so that the core drops them.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rollweave.core.core import Core
+from rollweave.core.state import ALIVE, Stage, State
+from rollweave.envs.rules import rules_of
+from rollweave.record.identity import (
+    Identity,
+    Kind,
+    changed_files,
+    new_identity,
+    read_identity,
+    write_identity,
+)
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryStore, stored_bytes
+from rollweave.runtime.checkpoints import Checkpoints
+from rollweave.runtime.metrics import written_steps
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import Warn
+from rollweave.schema.config.loading import differences, dumps, load, loads
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
+from rollweave.schema.work import Purpose
+
+START_OVER = (
+    "or start over on purpose: `rollweave train CONFIG --fresh` deletes the whole directory first"
+)
+START_SERVICE_OVER = "or start over on purpose, in another run.name or after deleting the directory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The core to continue with, the run's time, and the contents of its first event.
+
+    `events` were replayed; `differing` of them led to other commands than in the former
+    life: the code has changed since. `knobs` are the settings that differ from the
+    former life's, one line each.
+    """
+
+    core: Core
+    at: float
+    resumed: bool
+    identity: Identity
+    missing: tuple[TrajectoryId, ...] = ()
+    doubts: tuple[Warn, ...] = ()
+    """What the directory lacks, or what was changed in it, without being in the way of
+    the run.
+    """
+    events: int = 0
+    differing: int = 0
+    knobs: tuple[str, ...] = ()
+
+    def first(
+        self, engines: tuple[EngineSeat, ...], *, relays: int = 0, serving: bool = False
+    ) -> RunStarted | WorldLost:
+        """The event with which this life begins."""
+        if self.resumed:
+            return WorldLost(engines=engines, missing=self.missing, relays=relays)
+        return RunStarted(engines=engines, relays=relays, serving=serving, run_id=self.identity.id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost:
+    """What a resumed run must do again, because its former life saved no checkpoint of
+    it.
+    """
+
+    step: int
+    """The step from which it continues."""
+    steps: int
+    """Number of steps that were trained after that one, and are trained again."""
+    trajectories: int
+    """Number of attempts that were under way, and begin again."""
+    missing: int
+    """Number of stored trajectories whose tokens are lost."""
+    seconds: float
+    """Run time from that checkpoint to the end of the former life."""
+
+    def words(self) -> str:
+        """Describe it for people."""
+        where = f"at step {self.step}{' if its checkpoint is whole' if self.step else ''}"
+        if not (self.steps or self.trajectories or self.missing):
+            return f"{where}; nothing is lost"
+        stored = (
+            f"{self.missing} stored trajector{'y' if self.missing == 1 else 'ies'}, "
+            if self.missing
+            else ""
+        )
+        return (
+            f"{where}; lost: {self.steps} trained step{'s' * (self.steps != 1)} after its "
+            "checkpoint, "
+            f"{self.trajectories} rollouts under way, {stored}{self.seconds:.0f} s"
+        )
+
+
+def lost(begun: Beginning) -> Lost:
+    """Return what a run with this beginning has lost."""
+    state = begun.core.state
+    step = state.checkpoint if state.checkpoint is not None else 0
+    under_way = sum(
+        one.stage in (*ALIVE, Stage.EVAL_QUEUED)
+        and state.groups[one.group_id].purpose is Purpose.TRAIN
+        for one in state.trajectories.values()
+    )
+    return Lost(
+        step=step,
+        steps=max(0, state.trainer.step - step),
+        trajectories=under_way,
+        missing=len(begun.missing),
+        seconds=max(0.0, begun.at - state.checkpoint_at),
+    )
+
+
+def recover(
+    config: RunConfig, run: RunDir, store: TrajectoryStore, *, serving: bool = False
+) -> Beginning:
+    """Return the run's beginning, checked as by `rebuild`, and bring the store in line
+    with the core.
+    """
+    begun = rebuild(config, run, serving=serving)
+    if not begun.resumed or not (missing := _missing(begun.core, store)):
+        return begun
+    absent = f" (missing there: {', '.join(store.absent)})" if store.absent else ""
+    text = (
+        f"{len(missing)} stored trajectories are not in {run.trajectories}{absent}: they are "
+        "dropped as world_lost, and others "
+        "are rolled out where they are still needed"
+    )
+    doubts = (*begun.doubts, Warn(component="trajectories", message=text))
+    return dataclasses.replace(begun, missing=missing, doubts=doubts)
+
+
+def settle(config: RunConfig, run: RunDir, begun: Beginning) -> Beginning:
+    """Write `config` as that under which the run goes on, also into its identity.
+
+    Raises DiskError.
+    """
+    identity = msgspec.structs.replace(begun.identity, config=dumps(config))
+    write_identity(run.identity, identity)
+    run.write_config(config)
+    return dataclasses.replace(begun, identity=identity)
+
+
+def rebuild(config: RunConfig, run: RunDir, *, serving: bool = False) -> Beginning:
+    """Return the run's beginning, without changing the directory.
+
+    The former life is replayed under its own configuration. Then `config` takes over,
+    which may ask for more steps, but not for another model: `ConfigError` says which
+    setting must not change, what is missing from the directory, and what to do. Raises
+    `CorruptJournalError` if the journal is damaged before its end.
+    """
+    kind: Kind = "service" if serving else "training"
+    identity = read_identity(run.identity)
+    if identity is not None and identity.kind != kind:
+        raise _other_kind(run, identity.kind)
+    core = Core(config, rules=rules_of(config))
+    fresh = Beginning(core=core, at=0.0, resumed=False, identity=identity or new_identity(kind))
+    if not run.journal.exists():
+        _must_be_empty(run, "is missing", serving=serving)
+        return fresh
+    written = load(run.config)
+    former = (
+        loads(identity.config, name=str(run.identity))
+        if identity is not None and identity.config
+        else written
+    )
+    if strays := config.strays_from(former):
+        raise ConfigError("\n".join(strays))
+    try:
+        rules = rules_of(former)
+    except ConfigError as error:
+        raise ConfigError(
+            f"what has happened was decided by the configuration that the run began with: {error}"
+        ) from error
+    replay = Replay(run.journal, former, rules=rules)
+    if (found := replay.run_id) and identity is not None and found != identity.id:
+        raise ConfigError(
+            f"{run.journal} must be the journal of run {identity.id}, as {run.identity.name} "
+            f"says, got that of run {found}; "
+            f"bring the right one back, {_start_over(serving)}"
+        )
+    core = replay.finish()
+    at = core.state.idle.clock
+    if at is None:  # it was killed before its first event, or its records are lost
+        _must_be_empty(run, "has no whole record", serving=serving)
+        return fresh
+    if core.state.serving is not serving:
+        raise _other_kind(run, "service" if core.state.serving else "training")
+    _must_know_checkpoints(run, core.state)
+    _must_have_its_model(config, run, identity)
+    core = Core.restore(core.snapshot(), config, rules=rules_of(config))
+    return Beginning(
+        core=core,
+        at=at,
+        resumed=True,
+        identity=identity or Identity(id=core.state.run_id, kind=kind),
+        events=replay.events,
+        differing=replay.differing,
+        knobs=tuple(differences(former, config)),
+        doubts=tuple(_doubts(run, core.state, identity, differences(former, written))),
+    )
+
+
+def _doubts(
+    run: RunDir, state: State, identity: Identity | None, edited: list[str]
+) -> Iterator[Warn]:
+    if identity is None and state.run_id:
+        text = (
+            f"{run.identity.name} is missing: whether journal and model are the run's own was not "
+            "checked; it is written anew"
+        )
+        yield Warn(component="run", message=text)
+    if edited:
+        yield Warn(
+            component="config",
+            message=f"{run.config.name} has changed since the run wrote it: {'; '.join(edited)}",
+        )
+    unknown = sorted(set(range(state.checkpoint or 0)) - written_steps(run.metrics))
+    if unknown:
+        text = (
+            f"{run.metrics.name} has no readable line of {len(unknown)} trained steps from "
+            f"{unknown[0]} to {unknown[-1]}: "
+            "the report lacks them"
+        )
+        yield Warn(component="metrics", message=text)
+
+
+def _other_kind(run: RunDir, kind: str) -> ConfigError:
+    if kind == "training":
+        return ConfigError(
+            f"run.name: {run.path} holds a training run; choose another name for the service"
+        )
+    if kind == "service":
+        return ConfigError(
+            f"--resume: {run.path} holds a service, which `rollweave serve` "
+            "resumes; choose another run.name"
+        )
+    return ConfigError(
+        f"run.name: {run.path} holds a simulation, which cannot be resumed; choose another run.name"
+    )
+
+
+def _start_over(serving: bool) -> str:
+    return START_SERVICE_OVER if serving else START_OVER
+
+
+def _must_be_empty(run: RunDir, journal: str, *, serving: bool) -> None:
+    """Raise ConfigError if a run has left results that a fresh start would delete or
+    mix with its own.
+    """
+    found = list(_results(run))
+    if found:
+        raise ConfigError(
+            f"{'run.name' if serving else '--resume'}: {run.path} holds {', '.join(found)}, but "
+            f"{run.journal.name} {journal}: "
+            "the run's state is unknown, and nothing was changed; bring the journal back, "
+            f"{_start_over(serving)}"
+        )
+
+
+def _results(run: RunDir) -> Iterator[str]:
+    if steps := Checkpoints(run.checkpoints).steps():
+        yield f"{_steps(steps)} of its checkpoints"
+    if nbytes := stored_bytes(run.trajectories):
+        yield f"{nbytes:,} bytes of trajectories"
+    if run.metrics.exists() and b'"kind": "step"' in run.metrics.read_bytes():
+        yield f"{run.metrics.name} of trained steps"
+    if run.summary.exists():
+        yield run.summary.name
+
+
+def _must_know_checkpoints(run: RunDir, state: State) -> None:
+    """Check that the journal has lost no records: it records the request for a
+    checkpoint before the checkpoint exists.
+    """
+    checkpoints = Checkpoints(run.checkpoints)
+    there = checkpoints.steps()
+    # The state of an earlier version did not record requests.
+    of_earlier_version = state.checkpoint is not None and state.asked_to_save < state.checkpoint
+    unknown = [step for step in there if step > state.asked_to_save]
+    if unknown and not of_earlier_version:
+        raise ConfigError(
+            f"{run.journal}: its last record is of step {state.trainer.step}, "
+            f"{state.idle.clock:.1f} s into the run, but "
+            f"{_steps(unknown)} of {run.checkpoints} came later: the journal has lost its end; "
+            "bring the whole journal back, "
+            f"{_start_over(False)}; an exported checkpoint begins a new run by model.path = "
+            f"{str(checkpoints.path(there[-1]) / 'hf')!r}"
+        )
+    wanted = [step for step in (state.checkpoint, state.fallback) if step is not None]
+    if wanted and not any(step in there for step in wanted):
+        raise ConfigError(
+            f"{run.checkpoints} must hold step {wanted[0]}, where {run.journal.name} resumes, "
+            "found "
+            f"{_steps(there) if there else 'no checkpoint'}; bring it back, {_start_over(False)}"
+        )
+
+
+def _must_have_its_model(config: RunConfig, run: RunDir, identity: Identity | None) -> None:
+    if identity is None or identity.model is None:
+        return
+    directory = model_dir(config, run)
+    if wrong := changed_files(directory, identity.model):
+        raise ConfigError(
+            f"the model must stay as the run began with it: {'; '.join(wrong)}; bring the former "
+            "files back, "
+            f"{_start_over(False)}"
+        )
+
+
+def model_dir(config: RunConfig, run: RunDir) -> Path:
+    """Return the path of the model that the run begins with; the first trainer builds a
+    model from scratch there.
+    """
+    return Path(config.model.path).absolute() if config.model.path is not None else run.model
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def _missing(core: Core, store: TrajectoryStore) -> tuple[TrajectoryId, ...]:
+    """Scored trajectories whose tokens are gone.
+
+    What the core has not heard to be over leaves the store's index.
+    """
+    known = core.state.trajectories
+    over = {
+        name
+        for name, trajectory in known.items()
+        if trajectory.stage in (Stage.SCORED, Stage.ENDED)
+    }
+    store.forget([name for name in store.ids() if name not in over])
+    scored = {
+        name: trajectory for name, trajectory in known.items() if trajectory.stage is Stage.SCORED
+    }
+    return tuple(
+        found.id for found in scored.values() if store.scored_attempt(found.id) != found.attempt
+    )

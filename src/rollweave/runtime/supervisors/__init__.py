@@ -1,0 +1,1 @@
+"""Supervisors of the child processes: start, watch, replace."""

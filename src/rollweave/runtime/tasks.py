@@ -1,0 +1,96 @@
+"""Every task of the live world has one owner: this group.
+
+Invariants: a task that raises is our own bug, or the disk's, and ends the whole group
+with that error (several with a group of them; a full disk meets everyone who writes,
+and is one error); `cancel_all` ends every task, and each that is spawned after it.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rollweave.schema.errors import DiskError
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """An `asyncio.TaskGroup` whose members can all be cancelled without an error."""
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._live: set[asyncio.Task[Any]] = set()
+        self._closing = False
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run `coroutine` as a task of this group."""
+        task = self._group.create_task(coroutine, name=name)
+        self._live.add(task)
+        task.add_done_callback(self._live.discard)
+        if self._closing:
+            task.cancel()
+        return task
+
+    def cancel_all(self) -> None:
+        """Cancel every task, those that are spawned from now on too.
+
+        The caller itself must not be one of them.
+        """
+        self._closing = True
+        for task in list(self._live):
+            task.cancel()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            await self._group.__aexit__(kind, error, traceback)
+        except BaseExceptionGroup as group:
+            same_cause = all(isinstance(raised, DiskError) for raised in group.exceptions)
+            if len(group.exceptions) == 1 or same_cause:
+                raise group.exceptions[0] from None
+            raise
+
+
+def on_thread(call: Callable[[], T], name: str) -> asyncio.Future[T]:
+    """Run the user's `call` on a daemon thread: one that never returns holds up neither
+    the loop nor the process's end.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def deliver(settle: Callable[[], None]) -> None:
+        if not answer.done():
+            settle()
+
+    def work() -> None:
+        try:
+            value = call()
+        except BaseException as raised:
+            # A future cannot carry StopIteration.
+            error = (
+                RuntimeError(f"StopIteration: {raised}")
+                if isinstance(raised, StopIteration)
+                else raised
+            )
+            settle: Callable[[], None] = lambda: answer.set_exception(error)  # noqa: E731
+        else:
+            settle = lambda: answer.set_result(value)  # noqa: E731
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(deliver, settle)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return answer

@@ -1,0 +1,1 @@
+"""The user's configuration: its sections, its rules, and how a file is read."""

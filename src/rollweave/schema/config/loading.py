@@ -1,0 +1,237 @@
+"""The user's TOML file and `--set` overrides into a `RunConfig`, and back.
+
+Invariants: every problem of a file is reported at once, one line each, naming field,
+rule, value and file; a config that was dumped loads as itself.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError
+
+OVERRIDES = "--set"
+SHOWN = 60
+"""Characters of a wrong value that an error line quotes."""
+
+RULES = {
+    "bool_type": "be true or false",
+    "dict_type": "be a table",
+    "enum": "be {expected}",
+    "finite_number": "be a finite number",
+    "float_type": "be a number",
+    "greater_than": "be above {gt:g}",
+    "greater_than_equal": "be at least {ge:g}",
+    "int_from_float": "be a whole number",
+    "int_type": "be a whole number",
+    "less_than": "be below {lt}",
+    "less_than_equal": "be at most {le}",
+    "literal_error": "be {expected}",
+    "model_attributes_type": "be a section",
+    "model_type": "be a section",
+    "multiple_of": "be a multiple of {multiple_of:g}",
+    "string_too_long": "have at most {max_length} characters",
+    "string_type": "be text",
+    "too_short": "have at least {min_length} of them",
+    "tuple_type": "be a list",
+}
+"""Kind of a pydantic error → its wording here; kind `rule` is our own
+(`schema/config/sections.matching`).
+"""
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read TOML file `path`, apply `overrides` (`rollout.alpha=2`,
+    `tasks.0.max_turns=8`). Raises ConfigError.
+    """
+    file = Path(path)
+    try:
+        # some editors begin a file with a byte order mark
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: config must be a readable text file: {error}") from error
+    return loads(text, overrides, name=str(file))
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
+    """As `load`, from text; `name` stands for the file in errors."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: config must be valid TOML: {error}") from error
+    touched = [_override(data, override) for override in overrides]
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        lines = [
+            _line(detail, name, touched)
+            for detail in _own([_as_written(detail, data) for detail in error.errors()])
+        ]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from error
+
+
+def dumps(config: RunConfig) -> str:
+    """The config as TOML, defaults included, what is not set left out."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def differences(former: RunConfig, now: RunConfig) -> list[str]:
+    """Return the settings that differ, as `section.key: before → after`, in the order
+    of the file.
+    """
+    found = _differing(former.model_dump(mode="json"), now.model_dump(mode="json"))
+    return [f"{key}: {_shown(before)} → {_shown(after)}" for key, before, after in found]
+
+
+def _differing(before: Any, after: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in dict.fromkeys([*before, *after]):
+            yield from _differing(
+                before.get(name), after.get(name), f"{key}.{name}" if key else str(name)
+            )
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        for place, pair in enumerate(zip(before, after, strict=True)):
+            yield from _differing(*pair, f"{key}.{place}")
+    elif before != after:
+        yield key, before, after
+
+
+def _shown(value: Any) -> str:
+    text = "unset" if value is None else repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
+    """Set one `key=value` in `data`; returns the key's path."""
+    key, equals, value = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or "" in parts:
+        raise ConfigError(f"{OVERRIDES}: must be key=value, got {override!r}")
+    at: Any = data
+    path: list[str | int] = []
+    for place, part in enumerate(parts):
+        shown = ".".join(parts[: place + 1])
+        where: Any = part
+        if isinstance(at, list):
+            if not part.isdecimal() or int(part) >= len(at):
+                raise ConfigError(
+                    f"{OVERRIDES}: {shown} must name one of several by a number "
+                    f"below {len(at)}, got {part}"
+                )
+            where = int(part)
+        elif not isinstance(at, dict):
+            raise ConfigError(
+                f"{OVERRIDES}: {shown} must be in a section, got one of {type(at).__name__}"
+            )
+        path.append(where)
+        if place == len(parts) - 1:
+            at[where] = _value(value.strip())
+        else:
+            at = at[where] if isinstance(at, list) else at.setdefault(where, {})
+    return tuple(path)
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a bare word is a string, so that a shell user need not quote twice."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
+    """`[engines]` is read as a list of one: its fields have no number for the user."""
+    place = detail["loc"]
+    if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
+        detail["loc"] = (place[0], *place[2:])
+    return detail
+
+
+def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
+    """The problems without those of a section that only repeat one inside of it: a
+    wrong task is not a lack of tasks.
+    """
+    places = [detail["loc"] for detail in details]
+    return [
+        detail
+        for detail in details
+        if not any(
+            len(place) > len(detail["loc"]) and place[: len(detail["loc"])] == detail["loc"]
+            for place in places
+        )
+    ]
+
+
+def _line(detail: ErrorDetails, name: str, touched: Sequence[tuple[str | int, ...]]) -> str:
+    where = tuple(part for part in detail["loc"])
+    source = f"{OVERRIDES} (and {name})" if where in touched else name
+    field = ".".join(map(str, where))
+    if detail["type"] == "extra_forbidden":
+        return f"{source}: unknown key {field}{_suggestion(where)}"
+    if detail["type"] == "missing":
+        return f"{source}: {field} must be set, got nothing"
+    message, kind = detail["msg"], detail["type"]
+    if kind == "value_error":  # a rule of our own, which names field and value itself
+        return f"{source}: {message.removeprefix('Value error, ')}"
+    rule = message if kind not in RULES else RULES[kind].format_map(detail.get("ctx", {}))
+    return f"{source}: {field or 'the file'} must {rule}, got {_short(detail['input'])}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _suggestion(where: tuple[str | int, ...]) -> str:
+    """Suggest the nearest key of the same section, else one of that name anywhere, else
+    all keys of the section.
+    """
+    section, last = _section(where[:-1]), str(where[-1])
+    keys = list(section.model_fields) if section is not None else []
+    if near := difflib.get_close_matches(last, keys, n=1):
+        return f" (did you mean {near[0]}?)"
+    if elsewhere := [key for key in _keys(RunConfig, "") if key.rpartition(".")[2] == last]:
+        return f" (did you mean {elsewhere[0]}?)"
+    place = ".".join(map(str, where[:-1]))
+    return f" ({place or 'the file'} has {', '.join(keys)})" if keys else ""
+
+
+def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = RunConfig
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part) if model else None
+        model = _model_in(field.annotation) if field else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation holds, in a tuple or an optional too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+
+
+def _keys(model: type[BaseModel], prefix: str) -> list[str]:
+    found: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        found += _keys(inner, f"{prefix}{name}.") if inner else [f"{prefix}{name}"]
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is None is left out."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(inner) for inner in value]
+    return value

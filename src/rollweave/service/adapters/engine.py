@@ -1,0 +1,118 @@
+"""An embedded engine that samples from an outside trainer's weights: a child process,
+served over HTTP for rollout services.
+
+Invariants: what `update` was given samples every token after it returns, and tokens
+carry its version; an update that the engine refuses leaves the weights that it had.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import torch
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.server import EngineServer
+from rollweave.io.http.guard import TOKEN_BYTES, Guard
+from rollweave.io.http.listening import listening
+from rollweave.schema.serving import EngineSpec
+from rollweave.schema.weights import WeightManifest
+from rollweave.service.loop import LoopThread
+from rollweave.weights.store import Publisher
+
+START_S = 300.0
+"""To read a checkpoint: minutes for a large one on a slow disk."""
+
+LOAD_S = 300.0
+"""To take new weights in."""
+
+SHUTDOWN_S = 1.0
+"""For requests under way when it ends."""
+
+
+class TrainedEngine:
+    """`with TrainedEngine(spec) as engine:` serve at `engine.address` (dialect
+    `rollweave`), from the checkpoint at first.
+
+    Clients must send `engine.token`, which is new for each engine. The engine must run
+    on the trainer's host, because weights pass through its memory. `spec.version` is
+    the weight version of the checkpoint, by default 0.
+    """
+
+    def __init__(self, spec: EngineSpec, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._spec = msgspec.structs.replace(spec, version=max(0, spec.version))
+        self._host, self._port = host, port
+        self._loop = LoopThread("engine")
+        self._stack = contextlib.AsyncExitStack()
+        self._updates = 0
+        self.address = ""
+        self.token = secrets.token_urlsafe(TOKEN_BYTES)
+
+    def __enter__(self) -> Self:
+        self._loop.start()
+        try:
+            self._loop.call(self._open())
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]], *, version: int) -> None:
+        """Swap in whole weights, by transformers' names. Turns under way go on with
+        them; their segments say where.
+
+        Raises WeightsError where they are not this model's.
+        """
+        named = {name: tensor.detach() for name, tensor in tensors}
+        self._updates += 1  # the checkpoint's own weights are number 0
+        manifest = self._publisher.publish(named, version=version, weights_id=self._updates)
+        self._loop.call(self._load(manifest))
+
+    async def _open(self) -> None:
+        scratch = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rollweave-engine-"))
+        )
+        self._publisher = Publisher(scratch)
+        self._stack.callback(self._publisher.close)
+        present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        present.set_result(None)
+        threads = {
+            "OMP_NUM_THREADS": str(self._spec.threads),
+            "MKL_NUM_THREADS": str(self._spec.threads),
+        }
+        module = "rollweave.runtime.entrypoints.engine"
+        link = in_process(
+            self._spec, module=module, log=scratch / "engine.log", env=threads, model_ready=present
+        )
+        self._engine = EngineClient(self._spec.id, link, start_s=START_S, reply_s=LOAD_S)
+        self._stack.push_async_callback(self._engine.close)
+        await self._engine.ready()
+        app = EngineServer(self._engine, model=self._spec.model).application()
+        served = listening(
+            app, self._host, self._port, guard=Guard(token=self.token), shutdown_s=SHUTDOWN_S
+        )
+        self.address = await self._stack.enter_async_context(served)
+
+    async def _load(self, manifest: WeightManifest) -> None:
+        await self._engine.load(manifest)
+
+    def _end(self) -> None:
+        try:
+            self._loop.call(self._stack.aclose())
+        finally:
+            self._loop.stop()

@@ -1,0 +1,278 @@
+"""A paper's set-up as a run on simulated GPUs, and what is measured of it.
+
+Invariants: what the papers leave open is decided here, once, for every experiment, and
+never by a result; what each of them states is in the experiment. Every run is fixed by
+its seed.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollweave.schema.base import Noun
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import RollweaveError
+from rollweave.sim.families import INIT_TIMEOUT_S
+from rollweave.sim.run import Outcome, simulate
+from rollweave.sim.workload import Plan, Workload, workload
+from rollweave.sim.world import Journal
+
+SLOTS = 256
+"""Sequences that an engine decodes at once: the default `max_num_seqs` of vLLM 0.8,
+RollArt's engine (§7.1).
+"""
+
+CHUNK_TOKENS = 2048
+"""Prompt tokens of an engine step at most: the default `max_num_batched_tokens` of vLLM
+0.8 with chunked prefill.
+"""
+
+FOREVER_S = 1e6
+"""For watchdogs and budgets of which the papers' experiments say nothing."""
+
+
+class ExperimentError(RollweaveError):
+    """A simulated run did not come to its end."""
+
+
+class Setup(Noun, frozen=True, kw_only=True):
+    """A cluster and what it trains. GPUs are counted, `tp` is an engine's share of
+    them; `batch` is trajectories of a step.
+
+    `environments` are alive at once, as many as a batch where 0: no paper gives the
+    number (RollArt's E, §6.2).
+    """
+
+    model: str
+    tasks: tuple[str, ...]
+    context: int
+    rollout_gpus: int
+    trainer_gpus: int
+    batch: int
+    group_size: int = 8
+    environments: int = 0
+    gpu: str = "h800"
+    tp: int = 1
+    mode: str = "sync"
+    alpha: int = 1
+    colocated: bool = False
+    link: str = "rdma"
+    slots: int = SLOTS
+    prefix_cache: bool = True
+    serverless: bool = False  # rewards
+    rollout: Mapping[str, Any] = {}  # further knobs of [rollout]
+    # of engines, as the core decides after each step; else all have `tp`
+    degrees: tuple[int, ...] = ()
+
+    def config(self, *, steps: int, seed: int = 0) -> RunConfig:
+        """The run, of `steps` steps. Raises ValueError."""
+        alive = self.environments or self.batch
+        return RunConfig.model_validate(
+            {
+                "run": {"name": "reproduce", "steps": steps, "seed": seed, "checkpoint_s": 0},
+                "sim": {
+                    "model": self.model,
+                    "gpu": self.gpu,
+                    "trainer_gpu": "h800" if self.gpu == "h20" else self.gpu,
+                    "trainer_gpus": self.trainer_gpus,
+                    "colocated": self.colocated,
+                    "link": self.link,
+                    "serverless": self.serverless,
+                },
+                "tasks": [
+                    {
+                        "env": task,
+                        "max_turns": 1000,
+                        "max_tokens": self.context,
+                        "max_turn_tokens": self.context,
+                        "time_s": FOREVER_S,
+                        "step_s": INIT_TIMEOUT_S,
+                    }
+                    for task in self.tasks
+                ],
+                "rollout": {
+                    "mode": self.mode,
+                    "alpha": self.alpha,
+                    "groups_per_step": self.batch // self.group_size,
+                    "group_size": self.group_size,
+                    "max_running": alive,
+                    "init_slots": alive,
+                    "eval_slots": alive,
+                    **self.rollout,
+                },
+                "engines": {
+                    **(
+                        {}
+                        if self.degrees
+                        else {"count": self.rollout_gpus // self.tp, "degree": self.tp}
+                    ),
+                    "max_slots": self.slots,
+                    "kv_tokens": 1
+                    << 30,  # more than the GPUs have room for, so that they are the limit
+                    "prefill_chunk_tokens": CHUNK_TOKENS,
+                    "prefix_cache": self.prefix_cache,
+                },
+                "allocation": {"budget": self.rollout_gpus, "degrees": self.degrees, "every": 1}
+                if self.degrees
+                else None,
+                "eval": {"final_episodes": 0},
+                "watchdog": {
+                    "start_s": FOREVER_S,
+                    "turn_s": FOREVER_S,
+                    "weights_s": FOREVER_S,
+                    "train_s": FOREVER_S,
+                },
+            }
+        )
+
+    def but(self, **changes: Any) -> "Setup":
+        """The same with `changes`."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class Pace(Noun, frozen=True, kw_only=True):
+    """What a run keeps up: seconds of a step, and tokens of trained trajectories a
+    second, prompts included (RollArt §7.1).
+    """
+
+    step_s: float
+    tokens_per_s: float
+    outcome: Any
+
+
+def pace(
+    setup: Setup, *, steps: int, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
+) -> Pace:
+    """The mean over `steps` steps. Raises ExperimentError.
+
+    Left out are the first, which nothing precedes, and those at the end that fewer
+    rollouts overlap with, because what could not be trained on any more is not
+    launched.
+    """
+    ahead = (
+        0
+        if setup.mode == "sync"
+        else max(1, setup.alpha)
+        if setup.mode in ("bounded", "partial")
+        else 1
+    )
+    outcome = steps_of(setup, steps=steps + 1 + ahead, seed=seed, vary=vary)
+    seconds = sum(outcome.step_s[:steps])
+    tokens = sum(line["batch_tokens"] for line in outcome.steps[1 : steps + 1])
+    return Pace(step_s=seconds / steps, tokens_per_s=tokens / seconds, outcome=outcome)
+
+
+def rollout_s(
+    setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None
+) -> float:
+    """Mean seconds from an empty cluster to a complete batch, over `steps` batches.
+
+    Raises ExperimentError.
+    """
+    return statistics.fmean(rollouts(setup, steps=steps, vary=vary))
+
+
+def rollouts(
+    setup: Setup, *, steps: int, vary: Callable[[Workload], Workload] | None = None
+) -> list[float]:
+    """As `rollout_s`, of each batch."""
+    return [float(first_step(setup, seed=seed, vary=vary).steps[0]["at"]) for seed in range(steps)]
+
+
+def first_step(
+    setup: Setup, *, seed: int = 0, vary: Callable[[Workload], Workload] | None = None
+) -> Outcome:
+    """One batch from an empty cluster. Raises ExperimentError."""
+    return steps_of(setup, steps=1, seed=seed, vary=vary)
+
+
+def steps_of(
+    setup: Setup,
+    *,
+    steps: int,
+    seed: int = 0,
+    vary: Callable[[Workload], Workload] | None = None,
+    watch: Journal | None = None,
+) -> Outcome:
+    """So many steps of a run; `watch` is told of every event.
+
+    Raises ExperimentError.
+    """
+    work = {task: (vary or _as_it_is)(workload(task)) for task in setup.tasks}
+    outcome = simulate(setup.config(steps=steps, seed=seed), work=work, watch=watch)
+    if outcome.summary.error:
+        raise ExperimentError(f"the run ended early: {outcome.summary.error}")
+    return outcome
+
+
+def _as_it_is(work: Workload) -> Workload:
+    return work
+
+
+# What experiments change about a workload.
+
+
+class GaussianSteps:
+    """Every call of the environment takes a normal number of seconds, not below 0
+    (RollArt Fig. 11b).
+    """
+
+    def __init__(self, work: Workload, *, mean_s: float, sigma_s: float) -> None:
+        self._work, self._mean, self._sigma = work, mean_s, sigma_s
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
+        rng = random.Random(f"gaussian/{seed}/{index}/{member}/{attempt}")
+        return msgspec.structs.replace(
+            plan,
+            turns=tuple(
+                msgspec.structs.replace(turn, env_s=max(0.0, rng.gauss(self._mean, self._sigma)))
+                for turn in plan.turns
+            ),
+        )
+
+
+class ScaledSteps:
+    """Every call of the environment takes `factor` times as long."""
+
+    def __init__(self, work: Workload, *, factor: float) -> None:
+        self._work, self._factor = work, factor
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
+        turns = tuple(
+            msgspec.structs.replace(turn, env_s=turn.env_s * self._factor) for turn in plan.turns
+        )
+        return msgspec.structs.replace(plan, turns=turns)
+
+
+class SlowStarts:
+    """A share `rate` of the environments starts `seconds` late: RollArt's long
+    initialization failures, in which image pulls are retried until they succeed (§8).
+    """
+
+    def __init__(self, work: Workload, *, rate: float, seconds: float) -> None:
+        self._work, self._rate, self._seconds = work, rate, seconds
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = self._work.plan(index=index, member=member, attempt=attempt, seed=seed)
+        chance = random.Random(f"slow/{seed}/{index}/{member}/{attempt}").random()
+        return (
+            msgspec.structs.replace(plan, init_s=plan.init_s + self._seconds)
+            if chance < self._rate
+            else plan
+        )
+
+
+def mean_of(count: int, what: str) -> str:
+    """For a note."""
+    return f"one {what}" if count == 1 else f"mean of {count} {what}s"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Of ratios."""
+    return math.exp(statistics.fmean(map(math.log, values)))

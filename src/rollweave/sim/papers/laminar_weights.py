@@ -1,0 +1,214 @@
+"""Laminar's experiments with weights on their way (§4, §8.3, App. C): closed forms over
+published links, without a run.
+
+The chain, its chunks and its repair are those that relays follow (`core/policy/relay`).
+"""
+
+from rollweave.core.policy.relay import broadcast_s, chunk_bytes, chunk_count
+from rollweave.sim.cost import LINK_EFFICIENCY
+from rollweave.sim.hardware import GPUS_PER_MACHINE, link
+from rollweave.sim.models import model
+from rollweave.sim.papers.laminar_runs import MEMBERS, PROMPTS, UPDATES, Sliced
+from rollweave.sim.papers.rows import Row
+from rollweave.sim.workload import workload
+
+RELAYS = 127
+"""Beside the master, on 1,024 GPUs (Laminar Fig. 19)."""
+
+GPUS = 512
+"""That train, and as many that roll out, at the largest scale of Fig. 14."""
+
+SAMPLE = 64
+"""Groups of the workload by whose lengths a training step is reckoned."""
+
+WORDS = 2
+"""From the decision to mend a chain to the bytes: to the successor, and from it to its
+new source.
+"""
+
+
+def machine_bytes_per_s() -> float:
+    """Between two machines, all adapters of each at work (Laminar §8: 8 x 400 Gb/s)."""
+    return GPUS_PER_MACHINE * link("rdma").bytes_per_s * LINK_EFFICIENCY
+
+
+def chunks_s(size: int, nodes: int, chunks: int) -> float:
+    """Of `size` bytes along a chain of machines, in so many chunks (App. C, eq. 1)."""
+    start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
+    return broadcast_s(size, nodes=nodes, chunks=chunks, start_s=start_s, byte_s=byte_s)
+
+
+def chain_s(size: int, nodes: int) -> float:
+    """In chunks of the bytes that relays use."""
+    start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
+    chunk = chunk_bytes(size, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    return chunks_s(size, nodes, -(-size // chunk))
+
+
+def best_chain_s(size: int, nodes: int) -> float:
+    """In as many chunks as are best (App. C.3)."""
+    start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
+    return chunks_s(size, nodes, chunk_count(size, nodes=nodes, start_s=start_s, byte_s=byte_s))
+
+
+def repair_s(size: int, nodes: int) -> float:
+    """From the decision on until the successor has a chunk that the lost relay had not
+    passed on (§4.3).
+    """
+    start_s, byte_s = link("rdma").latency_s, 1 / machine_bytes_per_s()
+    return (
+        WORDS * start_s
+        + start_s
+        + byte_s * chunk_bytes(size, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    )
+
+
+def mean_wait_s(*, local_s: float, spread_s: float, period_s: float) -> float:
+    """Of an engine that asks at any time between two versions, `period_s` apart, for
+    the newest.
+
+    For the first `spread_s` of it the version is on its way to the engine's machine:
+    who asks then waits for that too, for half of it on average. Then comes loading it
+    from the machine's memory, `local_s`.
+    """
+    late = min(spread_s, period_s)
+    return local_s + late / period_s * (spread_s - late / 2)
+
+
+def fig19(quick: bool) -> list[Row]:
+    """Chain broadcast between relays."""
+    del quick
+    name, size = "laminar-fig19", model("qwen2.5-72b").weight_bytes
+    all_s = chain_s(size, RELAYS + 1)
+    formula = "closed form (App. C, eq. 1), 32 MiB chunks, eight 400 Gb/s adapters at 80 %"
+    return [
+        Row(
+            experiment=name,
+            row=f"72B to {RELAYS} relays",
+            published=(0.0, 1.6),
+            ours=all_s,
+            unit="s",
+            note=f"{formula}; published as less than 1.6 s",
+        ),
+        Row(
+            experiment=name,
+            row=f"{RELAYS} relays over one relay",
+            published=None,
+            ours=all_s / chain_s(size, 2),
+            note=f"{formula}; published: nearly constant",
+        ),
+        Row(
+            experiment=name,
+            row="with the best number of chunks",
+            published=None,
+            ours=best_chain_s(size, RELAYS + 1),
+            unit="s",
+            note="App. C.3, T*(p)",
+            own=True,
+        ),
+        Row(
+            experiment=name,
+            row="repair of the chain, once a loss is known",
+            published=(0.0, 1.0),
+            ours=repair_s(size, RELAYS + 1),
+            unit="s",
+            note="closed form: two words and a chunk that is sent again, as the loss is noticed "
+            "instantly (§3.3); published as "
+            "less than one second. `rollweave bench relay` measures ours from the kill on",
+        ),
+    ]
+
+
+def fig14(quick: bool) -> list[Row]:
+    """What an engine waits for new weights, from a relay beside it or from a global
+    synchronization.
+    """
+    return [
+        row
+        for size, tp, stall in (("32b", 4, 0.64), ("72b", 8, 1.40))
+        for row in _waits(size, tp, stall, quick=quick)
+    ]
+
+
+def _waits(size: str, tp: int, stall: float, *, quick: bool) -> list[Row]:
+    name, shape = "laminar-fig14", model(f"qwen2.5-{size}")
+    cost = Sliced(shape=shape, gpus=GPUS, share=1, updates=UPDATES)
+    machines = GPUS // GPUS_PER_MACHINE
+    at_once = best_chain_s(shape.weight_bytes, machines)
+    local = cost.load_s(engines=1, tp=tp, over=link("pcie"))
+    pulled = cost.load_s(engines=GPUS // tp, tp=tp)
+    spread = chain_s(shape.weight_bytes, machines)
+    period = _period_s(cost, groups=SAMPLE // 8 if quick else SAMPLE)
+    mean = mean_wait_s(local_s=local, spread_s=spread, period_s=period)
+    against = (
+        f"a broadcast by all adapters at 80 % to {machines} machines, {at_once:.2f} s, is the "
+        "best that a global one could be; "
+        "the measured NCCL broadcast is far from that, and its seconds are not in text. Published "
+        "is the most of all sizes"
+    )
+
+    def saved(row: str, seconds: float, other: float, published: float | None, note: str) -> Row:
+        ours = 100 * (1 - seconds / other)
+        return Row(
+            experiment=name,
+            row=row,
+            published=published,
+            ours=ours,
+            unit="%",
+            note=note,
+            own=published is None,
+        )
+
+    return [
+        Row(
+            experiment=name,
+            row=f"actor stall, {size}",
+            published=stall,
+            ours=cost.publish_s(),
+            unit="s",
+            note="weights over size of eight adapters; resharding and copies between host and GPU "
+            "are not modelled",
+        ),
+        saved(
+            f"wait saved, best case, {size}, over a global broadcast",
+            local,
+            at_once,
+            47,
+            f"closed form: PCIe {local:.2f} s; {against}",
+        ),
+        saved(
+            f"wait saved, average, {size}, over a global broadcast",
+            mean,
+            at_once,
+            37,
+            f"closed form: engines ask at any time of a step (the trainer's {period:.0f} s) and "
+            "wait for what is on its way "
+            f"({spread:.2f} s): {mean - local:.4f} s more than the best case; {against}",
+        ),
+        saved(
+            f"wait saved, best case, {size}, over all engines pulling at once",
+            local,
+            pulled,
+            None,
+            f"closed form: PCIe {local:.2f} s; engines on {GPUS} GPUs pull from one machine in "
+            f"{pulled:.2f} s, without relays",
+        ),
+    ]
+
+
+def _period_s(cost: Sliced, *, groups: int) -> float:
+    """Of a training step on 8,192 trajectories of the mathematical tasks: versions
+    cannot follow each other sooner.
+    """
+    plans = workload("dapo-math")
+    lengths = [
+        plan.prompt_tokens
+        + sum(turn.output_tokens + turn.observation_tokens for turn in plan.turns)
+        for index in range(groups)
+        for plan in (
+            plans.plan(index=index, member=member, attempt=0, seed=0) for member in range(MEMBERS)
+        )
+    ]
+    share = PROMPTS / groups
+    contexts = sum(length * (length + 1) // 2 for length in lengths)
+    return cost.step_s(tokens=round(share * sum(lengths)), context=round(share * contexts))

@@ -1,0 +1,16 @@
+"""An interpreter that has the fake vLLM of `fake_vllm/`."""
+
+import sys
+from pathlib import Path
+
+
+def fake_python(directory: Path, behaviour: str = "") -> str:
+    """A program in `directory` that stands for the Python of an environment with vLLM."""
+    program = directory / f"python-{behaviour}"
+    packages = Path(__file__).parent / "fake_vllm"
+    program.write_text(
+        f"#!/bin/sh\nPYTHONPATH='{packages}' FAKE_VLLM='{behaviour}' exec "
+        f"'{sys.executable}' \"$@\"\n"
+    )
+    program.chmod(0o755)
+    return str(program)

@@ -1,0 +1,153 @@
+"""What benches give: one line of JSON, figures that mean what they say, and a reason
+for every one that is missing.
+"""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.contract import Result, json_line
+from benchmarks.learning import GOALS, Goal
+from benchmarks.learning import figures_of as learning_figures
+from benchmarks.modes import MODES, TARGET, figures_of, ratio
+from benchmarks.runs import Measured, conditions_of, example, shares
+from rollweave.cli.bench import shown
+from rollweave.record.report.data import read_run
+from rollweave.record.summary import Summary
+from rollweave.schema.config.loading import load
+from tests.record.report.synthetic import STEP_S, write_run
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    run = write_run(tmp_path_factory.mktemp("bench") / "run")
+    summary = msgspec.json.decode(run.summary.read_bytes(), type=Summary)
+    return Measured(summary=summary, data=read_run(run), ready_s=2.0)
+
+
+def test_the_line_of_json_has_the_four_parts() -> None:
+    result = Result(
+        bench="demo", figures={"a": 1.5, "b": None, "c": [1.0]}, conditions={"b": "not measured"}
+    )
+    line = json_line(result, {"cores": 2})
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "bench": "demo",
+        "machine": {"cores": 2},
+        "figures": {"a": 1.5, "b": None, "c": [1.0]},
+        "conditions": {"b": "not measured"},
+    }
+
+
+def test_time_to_a_success_is_counted_from_readiness(measured: Measured) -> None:
+    """Evaluations are every 10 steps; the slower task has 0.93 after 30 of them, and
+    0.26 after 10.
+    """
+    assert measured.reached_s(0.9) == pytest.approx(30 * STEP_S)
+    assert measured.reached_s(0.2) == pytest.approx(10 * STEP_S)
+    assert measured.reached_s(0.99) is None
+    assert measured.trained_s == pytest.approx(2.0 + 40 * STEP_S)
+
+
+def test_figures_of_a_mode(measured: Measured) -> None:
+    conditions: dict[str, object] = {}
+    figures = figures_of("sync", [measured, measured, measured], conditions, quick=False)
+    assert figures["wall_s_sync"] == pytest.approx(30 * STEP_S)
+    assert figures["step_s_sync"] == pytest.approx(STEP_S)
+    assert figures["staleness_max_sync"] == 1
+    assert 0.3 < figures["staleness_mean_sync"] < 0.8  # type: ignore[operator]
+    engines = {name: value for name, value in figures.items() if name.startswith("engines_")}
+    assert sum(value for value in engines.values() if isinstance(value, float)) == pytest.approx(
+        1.0, abs=1e-3
+    )
+    assert conditions == {}
+
+
+def test_a_mode_that_missed_the_target_has_no_time_but_a_reason(
+    measured: Measured, tmp_path: Path
+) -> None:
+    short = Measured(
+        summary=measured.summary,
+        data=read_run(write_run(tmp_path / "short", steps=10)),
+        ready_s=2.0,
+    )
+    conditions: dict[str, object] = {}
+    figures = figures_of("sync", [measured, short], conditions, quick=False)
+    assert figures["wall_s_sync"] is None
+    assert conditions["wall_s_sync"] == "not measured: 1 of 2 seeds did not reach the target"
+
+
+def test_a_learning_bench_counts_seeds_that_reach_every_target_in_time(measured: Measured) -> None:
+    rates = measured.summary.success_rate
+    low = min(rates, key=lambda task: rates[task])
+    goal = Goal(config="x.toml", targets=dict(rates), limit_s=measured.trained_s, seeds=2)
+    figures = learning_figures(goal, [measured, measured], quick=False)
+    assert figures["seeds_ok"] == 2
+    assert figures[f"success_{low}"] == [rates[low]] * 2
+    assert figures["wall_s"] == [round(measured.trained_s, 1)] * 2
+    late = Goal(config="x.toml", targets=dict(rates), limit_s=measured.trained_s - 1, seeds=2)
+    assert learning_figures(late, [measured], quick=False)["seeds_ok"] == 0
+    missed = Goal(
+        config="x.toml", targets=dict(rates) | {low: rates[low] + 0.01}, limit_s=1e9, seeds=2
+    )
+    figures = learning_figures(missed, [measured], quick=False)
+    assert (figures["seeds_ok"], figures["success"]) == (0, [rates[low]])
+
+
+def test_goals_are_those_of_the_examples() -> None:
+    for goal in GOALS.values():
+        config = load(example(goal.config), [])
+        assert {task.name for task in config.tasks} == set(goal.targets)
+
+
+def test_modes_are_those_of_the_issue() -> None:
+    assert list(MODES) == [
+        "sync",
+        "one_step",
+        "stream",
+        "partial",
+        "bounded_1",
+        "bounded_2",
+        "bounded_4",
+        "decoupled",
+    ]
+    assert 0 < TARGET < 1
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "expected"),
+    [(2.0, 4.0, 0.5), (None, 4.0, None), (1.0, None, None), (1.0, 0.0, None)],
+)
+def test_a_ratio_needs_both(
+    above: float | None, below: float | None, expected: float | None
+) -> None:
+    assert ratio(above, below) == expected
+
+
+def test_shares_sum_to_one() -> None:
+    assert shares({"starting": 5.0, "busy": 3.0, "idle": 1.0}) == {"busy": 0.75, "idle": 0.25}
+    assert shares({}) == {}
+
+
+def test_conditions_name_the_configuration() -> None:
+    assert conditions_of(Path("a/b.toml"), ["run.seed=1"]) == {
+        "config": "b.toml",
+        "set": ["run.seed=1"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (1234567, "1,234,567"),
+        (0.12345, "0.123"),
+        ([0.5, 1.0], "0.5, 1"),
+        (1.2e-7, "1.2e-07"),
+        ([], "-"),
+    ],
+)
+def test_figures_for_people(value: float | list[float] | None, text: str) -> None:
+    assert shown(value) == text

@@ -1,0 +1,102 @@
+"""What is measured is what it is called: bfloat16, Adam, masks, entropy; and a wrong
+result is counted.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.delta import (
+    BETA1,
+    BETA2,
+    EPS,
+    LR,
+    QUICK,
+    Measured,
+    Versions,
+    adam,
+    adam_update,
+    bfloat16,
+    entropy,
+    figures_of,
+    masked,
+    measure,
+)
+from rollweave.cli.bench import bench
+from rollweave.schema.errors import ConfigError
+
+
+def test_bfloat16_is_torchs() -> None:
+    values = np.random.default_rng(0).normal(0, 1, 10_000).astype(np.float32)
+    values[:4] = 0.0, -0.0, 1.00390625, 1.01171875  # halfway between two
+    theirs = torch.from_numpy(values).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(bfloat16(values), theirs)
+
+
+def test_adam_is_torchs() -> None:
+    """With the very gradients that the bench makes up."""
+    weight = np.random.default_rng(1).normal(0, 0.02, (6, 5)).astype(np.float32)
+    ours = list(adam(np.random.default_rng(2), weight, 4))
+    rng = np.random.default_rng(2)
+    scale = np.exp(rng.normal(0, 1, (6, 1)) + rng.normal(0, 1, (1, 5))).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(weight.copy()))
+    optimizer = torch.optim.Adam([parameter], lr=LR, betas=(BETA1, BETA2), eps=EPS)
+    for mine in ours:
+        normal = rng.standard_normal((6, 5), np.float32)
+        parameter.grad = torch.from_numpy(normal * np.abs(normal) * scale)
+        optimizer.step()
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, parameter.detach().numpy(), rtol=0, atol=4e-9)
+
+
+def test_an_update_is_sparse_in_bfloat16_alone() -> None:
+    size = dataclasses.replace(QUICK, hidden=64, steps=5)
+    short, whole = adam_update(np.random.default_rng(0), size)
+    assert len(short.new) == len(whole.new) == 15 * 64 * 64 + 2 * 64
+    assert 0.002 < np.mean(short.base != short.new) < 0.03
+    assert np.mean(whole.base != whole.new) > 0.9
+
+
+def test_a_mask_moves_as_many_as_it_says_by_one() -> None:
+    versions = masked(np.random.default_rng(0), 100_000, 0.1)
+    steps = np.abs(versions.new.astype(np.int64) - versions.base.astype(np.int64))
+    assert set(steps.tolist()) == {0, 1}
+    assert steps.mean() == pytest.approx(0.1, abs=0.01)
+
+
+def test_entropy_of_known_sources() -> None:
+    """Half of the elements: a bit each for whether, so 2 for one that changes; and one
+    bit for which way.
+    """
+    base = np.full(100_000, 1000, np.uint16)
+    new = base.copy()
+    new[::4] += 1
+    new[2::4] -= 1
+    assert entropy(Versions(base, new)) == pytest.approx(3 / 8)
+
+
+def test_ratios_have_theirs_below() -> None:
+    versions = Versions(
+        np.zeros(1000, np.uint16), np.repeat(np.array([1, 0], np.uint16), [10, 990])
+    )
+    found = Measured(
+        nbytes=15, forms={"sparse": 1}, mismatches=0, copy_s=1.0, encode_s=4.0, apply_s=2.0
+    )
+    values = figures_of(versions, found)
+    assert (values["changed"], values["bytes_per_changed"]) == (0.01, 1.5)
+    assert (values["ratio_to_coo"], values["ratio_to_dense"]) == (0.25, 0.0075)
+    assert (values["encode_over_memcpy"], values["apply_over_memcpy"]) == (0.25, 0.5)
+
+
+def test_a_measurement_finds_its_own_result() -> None:
+    found = measure(masked(np.random.default_rng(0), 10_000, 0.01), rounds=1)
+    assert (found.mismatches, found.forms) == (0, {"sparse": 1})
+    assert found.nbytes < 400
+    assert min(found.copy_s, found.encode_s, found.apply_s) > 0
+
+
+def test_it_trains_nothing_that_has_seeds() -> None:
+    with pytest.raises(ConfigError, match="--seeds must be left out for bench delta"):
+        bench("delta", as_json=False, quick=True, seeds=1)

@@ -1,0 +1,321 @@
+"""Bench `scheduling`: the workload is the same for everybody, engines keep their pace,
+and a journal is read as it happened.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.long_tasks import MOST_TURNS, SPOKEN, LongTask
+from benchmarks.paced_engine import TOKENS, Pace, Pacer
+from benchmarks.rollouts import LOGPROB_TOLERANCE, Rollout, Spoken, mismatches, read_rollouts
+from benchmarks.router import config as router_config
+from benchmarks.router import turn_seconds
+from benchmarks.scheduling import (
+    FULL,
+    MIGRATING,
+    OURS,
+    PRIORITIES,
+    QUICK,
+    QUICK_WAYS,
+    WAYS,
+    Run,
+    config,
+    figures_of,
+    over,
+)
+from rollweave.cli.bench import bench
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.engine.planner.batching import Amounts
+from rollweave.envs.base import Split
+from rollweave.record.journal import Replay
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.config.loading import load
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import StepTime
+from rollweave.schema.serving import (
+    EngineReply,
+    Finish,
+    Generated,
+    GenerateResult,
+    Ready,
+    Suspended,
+)
+from tests.sim.scripted import Scripted
+from tests.sim.test_recording import one_domain
+
+# The workload.
+
+
+def turns_of(index: int, words: tuple[str, ...]) -> tuple[int, list[str]]:
+    """Turns of an episode whose agent says these words over and over, and what it
+    reads.
+    """
+    env = LongTask()
+    task = LongTask.make_task(index=index, seed=5, split=Split.TRAIN, options={})
+    read = [env.reset(task).messages[0].content]
+    for turn in range(MOST_TURNS):
+        step = env.step(words[turn % len(words)])
+        read += [message.content for message in step.messages]
+        if step.done:
+            assert step.reward == 1.0
+            return turn + 1, read
+    raise AssertionError("an episode has at most MOST_TURNS turns")
+
+
+@given(
+    index=st.integers(0, 10_000),
+    words=st.lists(st.sampled_from(SPOKEN), min_size=1, max_size=4).map(tuple),
+)
+def test_equal_words_have_equal_episodes(index: int, words: tuple[str, ...]) -> None:
+    assert turns_of(index, words) == turns_of(index, words)
+    assert turns_of(index, words)[0] == turns_of(index, (words[0], "", "other"))[0], (
+        "the first words alone decide the length"
+    )
+
+
+def test_lengths_have_a_long_tail_and_differ_within_a_group() -> None:
+    groups = [sorted(turns_of(index, (word,))[0] for word in SPOKEN) for index in range(100)]
+    every = sorted(length for group in groups for length in group)
+    assert every[-1] == MOST_TURNS
+    assert every[len(every) * 99 // 100] > 6 * every[len(every) // 2]
+    assert sum(group[0] < group[-1] for group in groups) > 80
+
+
+def test_all_that_is_read_is_whole_words() -> None:
+    words = set(LongTask.words({}))
+    for index in range(20):
+        for text in turns_of(index, SPOKEN[:3])[1]:
+            assert {f" {word}" for word in text.split()} <= words
+
+
+# The paced engine.
+
+
+WORK = st.tuples(*[st.integers(0, 60)] * 4)
+"""Prompt tokens, the tokens before them, sequences that decode, and the tokens before
+each.
+"""
+
+
+def amounts_of(prompt: int, before: int, decode: int, context: int) -> Amounts:
+    return Amounts(
+        prompt, prompt * before + prompt * (prompt + 1) // 2, decode, decode * (1 + context)
+    )
+
+
+@given(one=WORK, more=WORK)
+def test_a_step_with_more_work_takes_no_less(one: tuple[int, ...], more: tuple[int, ...]) -> None:
+    pace = Pace()
+    longer = amounts_of(*(a + b for a, b in zip(one, more, strict=True)))
+    assert pace.step_s(longer) >= pace.step_s(amounts_of(*one)) > 0
+
+
+def test_a_tokens_context_stands_for_many() -> None:
+    pace = Pace()
+    short, long = pace.step_s(Amounts(0, 0, 4, 400)), pace.step_s(Amounts(0, 0, 4, 800))
+    cost = pace.cost.step_s(
+        prefill_tokens=0, prefill_context=0, decode=4, decode_context=400 * TOKENS
+    )
+    assert short == cost < long
+
+
+def generated(finish: Finish) -> Generated:
+    return Generated(
+        result=GenerateResult(id=finish, tokens=(1,), logprobs=(0.0,), versions=(), finish=finish)
+    )
+
+
+def test_results_leave_when_the_padded_step_is_over() -> None:
+    said: list[EngineReply | float] = []
+    pacer = Pacer(said.append, sleep=said.append)
+    amounts, late = Amounts(0, 0, 2, 100), Amounts(0, 0, 1, 10)
+    pacer.reply(generated(Finish.LENGTH))
+    pacer.reply(generated(Finish.STOP))
+    pacer.reply(Suspended(in_flight=1))
+    pacer.reply(generated(Finish.ABORTED))
+    assert said == [Suspended(in_flight=1), generated(Finish.ABORTED)], (
+        "what is no step's result waits for none"
+    )
+    pacer.watch(amounts, 0.001)
+    assert said[2] == pytest.approx(Pace().step_s(amounts) - 0.001)
+    assert said[3:] == [generated(Finish.LENGTH), generated(Finish.STOP)]
+    pacer.watch(late, 5.0)
+    assert said[5:] == [0.0], "a step that took longer is not padded, and nothing is said twice"
+
+
+def test_the_engine_says_the_profile_that_it_keeps() -> None:
+    said: list[EngineReply] = []
+    measured = (
+        StepTime(batch=1, seconds=1e-4, context=100),
+        StepTime(batch=2, seconds=9.0, context=100),
+    )
+    Pacer(said.append).reply(
+        Ready(version=-1, kv_total_tokens=1, max_slots=2, max_context=3, profile=measured)
+    )
+    (ready,) = said
+    assert isinstance(ready, Ready)
+    assert [point.seconds for point in ready.profile] == [Pace().step_s(Amounts(0, 0, 1, 100)), 9.0]
+    assert (ready.max_slots, ready.max_context) == (2, 3)
+
+
+# What is read from a run.
+
+
+def test_a_journal_is_read_as_it_happened(tmp_path: Path) -> None:
+    assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
+    made = load(tmp_path / "run" / "config.toml", [])
+    found = read_rollouts(tmp_path / "run" / "journal.bin", made)
+    events = list(Replay(tmp_path / "run" / "journal.bin", made))
+    taken = [
+        index
+        for index, (_, _, commands) in enumerate(events)
+        if any(isinstance(x, c.TrainStep) for x in commands)
+    ]
+    assert len(found) == len(taken) == made.run.steps
+    for rollout, start, end in zip(found, [0, *taken], taken, strict=False):
+        within = events[start : end + 1]
+        done = [event for _, event, _ in within if isinstance(event, e.TurnDone)]
+        given_at = [
+            now
+            for now, _, commands in within
+            for command in commands
+            if isinstance(command, c.StartTurn)
+        ]
+        over_at = [now for now, event, _ in within if isinstance(event, e.TrajectoryEnded)]
+        assert (rollout.turns, rollout.tokens) == (
+            len(done),
+            sum(event.output_tokens for event in done),
+        )
+        assert rollout.makespan_s == pytest.approx(over_at[-1] - given_at[0])
+        assert 0 <= rollout.tail_queue_s <= rollout.queue_s
+        assert 0 < rollout.tail_tokens <= rollout.tokens
+
+
+def test_a_journal_of_other_decisions_is_refused(tmp_path: Path) -> None:
+    assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
+    other = load(tmp_path / "run" / "config.toml", ["rollout.max_running=3"])
+    with pytest.raises(ConfigError, match="must replay to what was decided"):
+        read_rollouts(tmp_path / "run" / "journal.bin", other)
+
+
+def test_what_differs_is_counted() -> None:
+    ids = [TrajectoryId(name) for name in "abcd"]
+    ours = {name: Spoken(tokens=(1, 2), logprobs=(0.0, -1.0)) for name in ids[:3]}
+    assert mismatches(ours, dict(ours)) == 0
+    near, far = -1.0 - LOGPROB_TOLERANCE / 2, -1.0 - 2 * LOGPROB_TOLERANCE
+    assert mismatches(ours, ours | {ids[0]: Spoken(tokens=(1, 2), logprobs=(0.0, near))}) == 0
+    assert mismatches(ours, ours | {ids[0]: Spoken(tokens=(1, 2), logprobs=(0.0, far))}) == 1
+    assert mismatches(ours, ours | {ids[1]: Spoken(tokens=(1, 3), logprobs=(0.0, -1.0))}) == 1
+    assert mismatches(ours, ours | {ids[1]: Spoken(tokens=(1,), logprobs=(0.0,))}) == 1
+    assert mismatches(ours, ours | {ids[3]: ours[ids[0]]}) == 1
+    assert mismatches({}, ours) == 3
+
+
+# Figures.
+
+
+def run(makespan_s: float, tail_s: float, *, spoken: int = 1) -> Run:
+    random.seed(0)
+    predictions = tuple((float(left), left + random.randint(-3, 3)) for left in range(1, 20))
+    rollout = Rollout(
+        makespan_s=makespan_s,
+        tail_queue_s=tail_s,
+        tail_tokens=9,
+        tail_turns=3,
+        queue_s=tail_s,
+        tokens=20,
+        turns=5,
+        predictions=predictions,
+    )
+    counted = (
+        "predictions",
+        "predictions_late",
+        "preemptions",
+        "migrations",
+        "migrations_failed",
+        "moved_tokens",
+        "exposed_s",
+    )
+    line: dict[str, Any] = {
+        "cached_tokens": 30,
+        "context_tokens": 40,
+        "scheduling": dict.fromkeys(counted, 2),
+    }
+    line["engines"] = {name: {"busy_s": 3.0, "steps": 1000} for name in ("e0", "e1")}
+    line["predictor"] = {"mean_ms": 1.5, "p99_ms": 4.0}
+    words = {TrajectoryId("a"): Spoken(tokens=(spoken,), logprobs=(-0.5,))}
+    return Run(
+        rollouts=(rollout, msgspec.structs.replace(rollout, makespan_s=2 * makespan_s)),
+        lines=(line, line),
+        spoken=words,
+    )
+
+
+def test_figures_are_those_of_the_issue() -> None:
+    runs = {way: [run(4.0, 3.0), run(6.0, 3.0)] for way in WAYS} | {
+        OURS: [run(2.0, 1.0), run(4.0, 1.0)]
+    }
+    conditions: dict[str, Any] = {}
+    figures = figures_of(runs, conditions)
+    others = [way for way in WAYS if way != OURS]
+    for way in others:
+        assert figures[f"makespan_over_{way}"] == pytest.approx(1.75), (
+            "pairs of the same step: 2, 2, 1.5, 1.5"
+        )
+        assert figures[f"tail_queueing_over_{way}"] == 3.0
+    assert figures["makespan_ratio"] == [1.75] * len(others)
+    assert figures["tail_queueing_ratio"] == [3.0] * len(others)
+    assert {figures[f"progressive_makespan_over_{way}"] for way in PRIORITIES} == {1.0}
+    assert figures["migration_token_mismatches"] == 0
+    assert figures["prediction_exposed_ms"] == 0
+    assert figures["predictions_late"] == 1.0
+    assert figures[f"migration_exposed_ms_{OURS}"] == 2000.0
+    assert figures["prefix_hit_fcfs"] == 0.75
+    assert figures["real_step_ms"] == pytest.approx(3.0)
+    correlation = figures["prediction_correlation"]
+    assert isinstance(correlation, float)
+    assert 0.8 < correlation < 1
+    moved = figures_of(runs | {way: [run(2.0, 1.0, spoken=7)] * 2 for way in MIGRATING}, conditions)
+    assert moved["migration_token_mismatches"] == 2 * len(MIGRATING)
+
+
+def test_a_ratio_to_nothing_is_none() -> None:
+    assert over([run(4.0, 3.0)], [run(2.0, 0.0)], "tail_queue_s") is None
+    assert over([run(4.0, 0.0)], [run(2.0, 3.0)], "tail_queue_s") == 0.0
+
+
+def test_ways_are_those_of_the_issue() -> None:
+    made = {way: scheduling(config(way, FULL, seed=0, directory="runs").rollout) for way in WAYS}
+    assert {made[way].priority for way in (*PRIORITIES, "longest_first")} == {
+        "fcfs",
+        "round_robin",
+        "shortest_first",
+        "longest_first",
+    }
+    assert len({made[way].placement for way in (*PRIORITIES, "longest_first")}) == 1
+    assert {"least_load", "pinned", "partition"} <= {how.placement for how in made.values()}
+    assert [made[way].migration for way in MIGRATING] == ["rank", "rank", "gain"]
+    assert set(QUICK_WAYS) <= set(WAYS)
+    assert QUICK.groups < FULL.groups
+
+
+def test_nothing_is_learned_so_seeds_are_the_bench_s_own() -> None:
+    with pytest.raises(ConfigError, match="--seeds must be left out for bench scheduling"):
+        bench("scheduling", as_json=False, quick=True, seeds=1)
+
+
+# The core alone.
+
+
+def test_turns_of_the_core_are_timed() -> None:
+    found = turn_seconds(router_config(trajectories=64, engines=4), turns=200)
+    assert len(found) >= 200
+    assert all(seconds > 0 for seconds in found)

@@ -1,0 +1,317 @@
+"""Bench `service`: engines of known pace, agents with real commands, ablations that
+differ in one thing, ratios by rounds.
+"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import service_scaling
+from benchmarks.bash_env import (
+    BOXES,
+    COMMANDS,
+    DIGITS,
+    MOST_TURNS,
+    TERMINALS,
+    BashEnv,
+    command_of,
+    project,
+)
+from benchmarks.service import added
+from benchmarks.service_ablations import JOBS, WANTED, WAYS, Round, Trainer, Way, figures_of
+from benchmarks.service_process import Child
+from benchmarks.slot_engines import KEY_TOKENS, Slots, place, said
+from rollweave.cli.bench import bench
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.probe import Logprobs
+from rollweave.schema.base import GroupId, TaskId, TrajectoryId
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.service import MemberStatus, RolloutRequest, RolloutStatus
+from rollweave.schema.serving import Finish, GenerateRequest, Sampling
+from rollweave.schema.work import (
+    Blame,
+    StopReason,
+    Task,
+    Timing,
+    TokenSequence,
+    Trajectory,
+    TurnSpan,
+)
+from tests.sandbox.worlds import needs
+
+# Engines of known pace.
+
+
+async def test_slots_are_held_by_no_more_than_there_are_and_counted_while_they_are() -> None:
+    slots, most = Slots(2), 0
+
+    async def turn(seconds: float) -> float:
+        nonlocal most
+        holding = asyncio.ensure_future(slots.hold(seconds))
+        while not holding.done():
+            most = max(most, slots.taken)
+            await asyncio.sleep(0)
+        return holding.result()[1]
+
+    had = await asyncio.gather(*(turn(0.01 * number) for number in range(1, 6)))
+    assert (most, slots.taken) == (2, 0)
+    assert slots.busy_s == pytest.approx(sum(had), abs=0.01)
+    gone = asyncio.ensure_future(slots.hold(60.0))
+    await asyncio.sleep(0)
+    assert slots.taken == 1
+    gone.cancel()
+    await asyncio.wait([gone])
+    assert slots.taken == 0
+
+
+def request(tokens: tuple[int, ...] = (1, 2, 3), **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(id="r", tokens=tokens, sampling=Sampling(**sampling))
+
+
+@given(
+    tokens=st.lists(st.integers(0, 99), min_size=1, max_size=30).map(tuple),
+    allowed=st.lists(st.integers(10, 20), max_size=4).map(tuple),
+    stop=st.lists(st.integers(18, 22), max_size=2).map(tuple),
+    most=st.integers(1, 40),
+    seed=st.integers(0, 9),
+)
+def test_a_turn_keeps_to_its_request_and_depends_on_its_context_alone(
+    tokens: tuple[int, ...], allowed: tuple[int, ...], stop: tuple[int, ...], most: int, seed: int
+) -> None:
+    spoken, finish = said(
+        request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed)
+    )
+    assert 1 <= len(spoken) <= most
+    words = spoken[:-1] if finish is Finish.STOP else spoken
+    assert not set(words) & set(stop) or not set(allowed) - set(stop)
+    assert set(words) <= set(allowed) or not set(allowed) - set(stop)
+    assert finish is Finish.LENGTH or spoken[-1] == stop[0]
+    assert said(
+        request(tokens, allowed=allowed, stop_token_ids=stop, max_tokens=most, seed=seed + 1)
+    ) == (spoken, finish)
+
+
+@given(
+    start=st.lists(st.integers(0, 99), min_size=KEY_TOKENS, max_size=KEY_TOKENS),
+    more=st.lists(st.integers(0, 99)),
+)
+def test_a_conversation_stays_where_it_began(start: list[int], more: list[int]) -> None:
+    assert place(tuple(start), 4) == place((*start, *more), 4)
+
+
+def test_conversations_are_spread() -> None:
+    counts = [0] * 4
+    for number in range(1000):
+        counts[place((1, number), 4)] += 1
+    assert min(counts) > 200
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, Any]]:
+    with Child(
+        "benchmarks.slot_engines", "--engines", "2", "--slots", "1", "--token-ms", "1"
+    ) as child:
+        yield json.loads(child.said)
+
+
+async def test_they_pass_for_engines(engines: dict[str, Any]) -> None:
+    """One by one they have a slot each, as one they have two; the turns of either are
+    counted where they are one.
+    """
+    spec = {"name": "e", "vocab": 100}
+    one = HttpEngine(HttpSpec(url=engines["engines"][0], **spec))
+    both = HttpEngine(HttpSpec(url=engines["fixed"], **spec))
+    try:
+        assert ((await one.ready()).max_slots, (await both.ready()).max_slots) == (1, 2)
+        assert one.logprobs is Logprobs.SAMPLED, "whatever is asked for can be asked of them"
+        before = (await both.stats()).busy_s
+        found = await asyncio.gather(
+            *(one.generate(GenerateRequest(id=str(at), tokens=(5, at))) for at in range(4))
+        )
+        assert max(result.queue_s for result in found) > max(result.generate_s for result in found)
+        used = (await both.stats()).busy_s - before
+        assert used == pytest.approx(sum(result.generate_s for result in found), rel=0.05)
+    finally:
+        await one.close()
+        await both.close()
+
+
+def test_a_child_that_does_not_begin_is_an_error() -> None:
+    with (
+        Child("benchmarks.slot_engines") as child,
+        pytest.raises(RuntimeError, match="slot_engines ended with 2 before it was ready"),
+    ):
+        _ = child.said
+
+
+# The agents.
+
+
+def test_the_same_words_are_the_same_command() -> None:
+    assert command_of("search read") == COMMANDS[" search"]
+    assert command_of("") == command_of("nonsense") == COMMANDS[" list"]
+    assert (
+        {f" {word}" for word in ["list", "find", "search"]}
+        <= set(BashEnv.allowed_words({}))
+        <= set(BashEnv.words({}))
+    )
+
+
+def test_tasks_are_uneven() -> None:
+    turns = sorted(project(number)["turns"] for number in range(1000))
+    assert (turns[0], turns[500], turns[-1]) == (1, 4, MOST_TURNS)
+    assert turns == sorted(project(number)["turns"] for number in range(1000))
+
+
+@pytest.mark.parametrize("terminal", list(TERMINALS))
+async def test_every_command_does_something_in_either_terminal(terminal: Any) -> None:
+    needs("zygote")
+    if terminal == "tmux" and shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    async with BOXES.opened():
+        env = BashEnv(terminal=terminal)
+        payload = json.dumps({"number": 42, "turns": len(COMMANDS)})
+        try:
+            first = await env.reset(Task(id=TaskId("t"), env="", seed=0, payload=payload))
+            assert first.messages[0].content.endswith(f"{DIGITS[0]}{DIGITS[4]}{DIGITS[2]}")
+            steps = [await env.step(word) for word in COMMANDS]
+        finally:
+            await env.close()
+    assert [step.done for step in steps] == [False] * (len(COMMANDS) - 1) + [True]
+
+
+# The trainer.
+
+
+class Client:
+    """Rollouts that are done in the order of their numbers, a step's last ones never;
+    it notes which are cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.cancelled: dict[str, int] = {}
+        """With how many had been asked for by then."""
+
+    async def rollout(self, request: RolloutRequest) -> RolloutStatus:
+        self.asked.append(request.id)
+        number = int(request.id.rpartition("-")[2])
+        try:
+            if number % JOBS >= WANTED:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled[request.id] = len(self.asked)
+            raise
+        return RolloutStatus(
+            id=request.id, handler=request.handler, state="done", members=(finished(number),)
+        )
+
+    async def health(self) -> dict[str, dict[str, Any]]:
+        return {"http://here": {"init": 0, "run": 0}}
+
+
+def finished(number: int) -> MemberStatus:
+    """Of two turns and three seconds of environments."""
+    sequence = TokenSequence(
+        tokens=(), segments=(), logprobs=(), turns=(TurnSpan(start=0, end=0),) * 2
+    )
+    result = Trajectory(
+        id=TrajectoryId(str(number)), group_id=GroupId("g"), task=Task(id=TaskId("t"), env="", seed=0), attempt=0,
+        initiated_version=0, sequences=(sequence,), reward=1.0, stop_reason=StopReason.FINISHED, blame=Blame.NONE,
+        timing=Timing(env_s=3.0, generate_s=5.0),
+    )  # fmt: skip
+    return MemberStatus(
+        id=result.id, stage="done", attempt=0, stop_reason="finished", result=result
+    )
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+async def test_what_is_not_wanted_is_cancelled_at_once_or_at_the_end(
+    engines: dict[str, Any], cancels: bool
+) -> None:
+    client, left = Client(), JOBS - WANTED
+    found = await Trainer(client, Way(cancels=cancels), engines["fixed"], "way").round(1, 2)
+    assert client.asked == [f"way-{number}" for number in range(3 * JOBS, 6 * JOBS)], (
+        "three steps: one warms up"
+    )
+    by_then = [JOBS, 2 * JOBS, 3 * JOBS] if cancels else [3 * JOBS] * 3
+    assert sorted(client.cancelled.values()) == sorted(by_then * left)
+    assert (found.jobs, found.turns, found.action_s, found.wanted_slot_s) == (
+        2 * WANTED,
+        4 * WANTED,
+        6.0 * WANTED,
+        10.0 * WANTED,
+    )
+
+
+# Figures.
+
+
+def test_each_way_leaves_one_thing_out() -> None:
+    full = WAYS["full"]
+    for name, way in WAYS.items():
+        differing = [
+            field for field in Way.__struct_fields__ if getattr(way, field) != getattr(full, field)
+        ]
+        assert len(differing) == (0 if name == "full" else 1)
+
+
+def a_round(rate: float) -> Round:
+    return Round(
+        seconds=10.0,
+        jobs=round(10 * rate),
+        turns=100,
+        action_s=2.0,
+        wanted_slot_s=40.0,
+        slot_s=60.0,
+    )
+
+
+def test_ratios_are_medians_of_rounds_and_what_is_missing_has_a_reason() -> None:
+    conditions: dict[str, Any] = {}
+    rounds = {
+        "full": [a_round(4.0), a_round(6.0), a_round(2.0)],
+        "no_balancing": [a_round(2.0), a_round(6.0), a_round(0.5)],
+        "no_cleanup": [a_round(0.5), a_round(0.75), a_round(0.25)],
+    }
+    figures = figures_of(rounds, conditions)
+    assert (figures["jobs_per_s_full"], figures["action_ms_full"]) == (4.0, 20.0)
+    assert (figures["utilisation_full"], figures["useful_utilisation_full"]) == (0.75, 0.5)
+    assert (figures["ablation_ratio_balancing"], figures["ablation_ratio_cleanup"]) == (2.0, 8.0)
+    assert figures["ablation_ratio"] == pytest.approx(4.0)
+    assert figures["ablation_ratio_bash"] is figures["jobs_per_s_no_bash"] is None
+    assert list(conditions) == ["ablation_ratio_bash"]
+    assert "tmux is not installed" in conditions["ablation_ratio_bash"]
+
+
+def test_throughput_is_by_kind_and_number_of_processes() -> None:
+    conditions: dict[str, Any] = {}
+    found = {"": {1: [1.0, 3.0, 2.0], 2: [4.0], 4: [6.0]}, "saturated_": {1: [5.0], 2: [7.0]}}
+    figures = service_scaling.figures_of(found, conditions)
+    assert [figures[f"jobs_per_s_{count}"] for count in (1, 2, 4)] == [2.0, 4.0, 6.0]
+    assert [figures[f"jobs_per_s_saturated_{count}"] for count in (1, 2, 4)] == [5.0, 7.0, None]
+    assert list(conditions) == ["jobs_per_s_saturated_4"]
+
+
+@given(
+    times=st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=50),
+    more=st.floats(0, 10),
+)
+def test_added_latency_is_between_equal_percentiles(
+    times: list[tuple[float, float]], more: float
+) -> None:
+    ours, theirs = [one for one, _ in times], [other for _, other in times]
+    assert added(ours, ours, 0.99) == 0
+    assert added(ours, [one + more for one in reversed(ours)], 0.5) == pytest.approx(more)
+    assert added(ours, theirs, 1.0) == max(theirs) - max(ours)
+
+
+def test_it_trains_nothing() -> None:
+    with pytest.raises(ConfigError, match="--seeds must be left out for bench service"):
+        bench("service", as_json=False, quick=True, seeds=1)

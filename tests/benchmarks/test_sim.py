@@ -1,0 +1,39 @@
+"""Bench `sim`: what it measures is what the issue asks for, and a failure is told."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import sim
+from rollweave.sim.world import costs_of
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus"),
+    [(layout, gpus) for layout, (_, _, splits) in sim.LAYOUTS.items() for gpus in splits],
+)
+def test_every_size_is_a_placement_that_can_be(layout: str, gpus: int) -> None:
+    made = sim.config(gpus, layout)
+    costs_of(made)
+    assert made.sim is not None
+    assert made.engines[0].count * made.engines[0].degree + made.sim.trainer_gpus == gpus
+    assert made.rollout.groups_per_step * made.rollout.group_size == 8192
+
+
+def test_the_largest_has_a_layout_with_an_engine_on_each_rollout_gpu() -> None:
+    assert sim.config(1024, "single").engines[0].count == 256
+    assert sim.config(1024, "machines").engines[0].count == 32
+
+
+def test_memory_is_that_of_one_process_alone() -> None:
+    """A child's peak does not count what its parent holds."""
+    ballast = bytearray(300 * 1024 * 1024)
+    code = "from benchmarks.sim import _peak_mb; print(_peak_mb())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 5 < float(told.stdout) < 280 < len(ballast) / 1024**2
+
+
+def test_a_simulation_that_fails_is_told() -> None:
+    with pytest.raises(RuntimeError, match="simulating 65 GPUs failed"):
+        sim._in_process(65, "machines")

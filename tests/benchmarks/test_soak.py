@@ -1,0 +1,151 @@
+"""A soak finds what is lost, trained twice or mixed; and a short one, of real
+processes, finds nothing.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contract import Result
+from benchmarks.soak import QUICK, soak, unaccounted
+from benchmarks.trial import Lineage, Steps, versions_of
+from rollweave.cli.bench import bench
+from rollweave.schema.base import GroupId, TrajectoryId
+from rollweave.schema.commands import GroupRef, TrainStep
+from rollweave.schema.errors import ConfigError
+from rollweave.schema.events import StepTrained, TimerFired
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence
+
+SMALL = dataclasses.replace(
+    QUICK,
+    settings=(
+        *QUICK.settings,
+        "model.scratch.hidden=32",
+        "model.scratch.layers=1",
+        "rollout.groups_per_step=2",
+        "rollout.group_size=4",
+        "rollout.max_running=24",
+        "engines.count=2",
+        "run.checkpoint_every=2",
+        "eval.final_episodes=8",
+        "watchdog.start_s=600",
+        "watchdog.turn_s=60",
+        "watchdog.restarts=20",
+    ),
+    rounds=5,
+    every_s=0.0,
+    trainer_at=3,
+    controller_at=(5,),
+    more=3,
+)
+
+
+def trained(lineage: Lineage, step: int, *names: str) -> None:
+    """A step on groups of one is asked for, and done."""
+    groups = tuple(
+        GroupRef(id=GroupId(name), name="lake", trajectory_ids=(TrajectoryId(name),))
+        for name in names
+    )
+    lineage.hear(TimerFired(), [TrainStep(step=step, part=0, parts=1, groups=groups)])
+    lineage.hear(StepTrained(epoch=0, step=step, part=0), [])
+
+
+def test_a_step_that_is_trained_again_counts_as_it_was_trained_last() -> None:
+    lineage = Lineage()
+    trained(lineage, 0, "a", "b")
+    trained(lineage, 1, "c", "d")
+    trained(lineage, 2, "e", "f")
+    trained(lineage, 1, "d", "g")  # the trainer was lost, and went back to its checkpoint
+    trained(lineage, 2, "c", "e")
+    assert lineage.ids == ["a", "b", "d", "g", "c", "e"]
+    trained(lineage, 3, "a")
+    assert sorted(lineage.ids).count("a") == 2
+
+
+def test_steps_are_counted_as_their_lines_become_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    steps = Steps(path)
+    steps.read()
+    assert (steps.count, steps.last) == (0, -1), "there is no file yet"
+    lines = [
+        json.dumps(line)
+        for line in ({"kind": "started"}, {"kind": "step", "step": 0}, {"kind": "step", "step": 1})
+    ]
+    path.write_text("\n".join(lines))
+    steps.read()
+    assert (steps.count, steps.last) == (1, 0), "the last line is not whole"
+    with path.open("a") as file:
+        file.write('\n{"kind": "evaluation"}\n{"kind": "step", "step": 1}\n')
+    steps.read()
+    assert (steps.count, steps.last) == (3, 1), "a step that was lost is there twice"
+
+
+def test_only_what_was_sampled_has_a_version() -> None:
+    kinds = [
+        (SegmentKind.PROMPT, -1),
+        (SegmentKind.OUTPUT, 4),
+        (SegmentKind.OBSERVATION, -1),
+        (SegmentKind.OUTPUT, 4),
+    ]
+    assert versions_of([sequence(*kinds)]) == {4}
+    assert versions_of([sequence(*kinds), sequence((SegmentKind.OUTPUT, 5))]) == {4, 5}
+
+
+def sequence(*kinds: tuple[SegmentKind, int]) -> TokenSequence:
+    segments = tuple(
+        Segment(start=at, end=at + 1, kind=kind, version=version)
+        for at, (kind, version) in enumerate(kinds)
+    )
+    return TokenSequence(tokens=(0,) * len(kinds), segments=segments, logprobs=(0.0,) * len(kinds))
+
+
+def test_what_is_lost_and_what_is_only_said_to_be_trained_is_unaccounted_for() -> None:
+    account = {
+        "started": 20,
+        "trained": 10,
+        "dropped": {"env_error": 2, "evicted": 1},
+        "cancelled": 3,
+        "buffered": 4,
+    }
+    assert unaccounted(account, trained=10) == 0
+    assert unaccounted({**account, "started": 22}, trained=10) == 2
+    assert unaccounted(account, trained=9) == 1
+
+
+def test_a_broken_promise_is_named() -> None:
+    kept = Result(
+        bench="soak",
+        figures={"unaccounted": 0, "mixed_versions": 0, "steps": 9, "leftovers": None},
+        conditions={},
+    )
+    assert kept.broken == []
+    assert Result(
+        bench="soak", figures={**kept.figures, "mixed_versions": 1}, conditions={}
+    ).broken == ["mixed_versions"]
+
+
+def test_it_has_no_seeds() -> None:
+    with pytest.raises(ConfigError, match="--seeds must be left out for bench soak"):
+        bench("soak", as_json=False, quick=True, seeds=1)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_is_killed_in_every_way_and_nothing_is_lost() -> None:
+    said: list[str] = []
+    result = soak(SMALL, say=said.append)
+    figures = result.figures
+    assert result.broken == [], said
+    assert {
+        name: count for name, count in figures.items() if name.startswith(("killed", "stopped"))
+    } == {
+        "killed_engines": 4,
+        "stopped_engines": 1,
+        "killed_relays": 2,
+        "killed_trainer": 1,
+        "killed_controller": 1,
+    }
+    assert figures["rounds_survived"] == SMALL.rounds
+    assert figures["replayed_otherwise"] == 0
+    assert figures["steps"] > SMALL.more

@@ -1,0 +1,48 @@
+"""Bench `tools`: turns are taken, ratios are those of the medians, and what is missing
+is None.
+"""
+
+import pytest
+
+from benchmarks.tools import BLOCK, figures, take_turns
+from rollweave.cli.bench import bench
+from rollweave.schema.errors import ConfigError
+
+
+def test_they_take_turns_and_the_first_block_does_not_count() -> None:
+    turns: list[str] = []
+
+    def contender(name: str) -> list[float]:
+        turns.append(name)
+        return [float(len(turns))] * BLOCK
+
+    times = take_turns({"a": lambda: contender("a"), "b": lambda: contender("b")}, 2 * BLOCK - 1)
+    assert turns == ["a", "b"] * 3
+    assert times == {"a": [3.0] * BLOCK + [5.0] * BLOCK, "b": [4.0] * BLOCK + [6.0] * BLOCK}
+
+
+def test_ratios_are_of_medians_and_none_where_a_side_is_missing() -> None:
+    found = figures(
+        {"bash": [1.0, 2.0, 9.0], "pty": [0.5], "tmux": [40.0], "spawn": [3.0], "ping": [0.1]}
+    )
+    assert (
+        found["bash_ms"],
+        found["bash_over_tmux"],
+        found["pty_over_tmux"],
+        found["bash_over_spawn"],
+    ) == (
+        2.0,
+        20.0,
+        80.0,
+        1.5,
+    )
+    assert (found["ipython_ms"], found["jupyter_ms"], found["ipython_over_jupyter"]) == (
+        None,
+        None,
+        None,
+    )
+
+
+def test_it_trains_nothing() -> None:
+    with pytest.raises(ConfigError, match="--seeds must be left out for bench tools"):
+        bench("tools", as_json=False, quick=True, seeds=1)

@@ -1,0 +1,53 @@
+"""A recorded run is simulated once more: the same steps, in a time that the measured
+engine and trainer account for.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.truth import simulate_again
+from rollweave.schema.config.loading import load
+from rollweave.sim.measured import read_timings
+from rollweave.sim.profile import Profile, Sample
+from rollweave.sim.workload import read_run
+from tests.sim.scripted import Scripted
+from tests.sim.test_recording import one_domain
+
+
+def profile(path: Path, *, scale: float) -> Path:
+    """An engine whose every step takes `scale` seconds, whatever it computes."""
+    samples = [
+        Sample(
+            prefill_tokens=tokens,
+            prefill_context=tokens,
+            decode=decode,
+            decode_context=decode,
+            seconds=scale,
+        )
+        for tokens in (0, 8)
+        for decode in (0, 4)
+    ]
+    path.write_bytes(msgspec.json.encode(Profile(kv_tokens=1 << 16, samples=tuple(samples))))
+    return path
+
+
+def test_a_recorded_run_happens_again_with_other_engines(tmp_path: Path) -> None:
+    assert Scripted(one_domain("sync"), tmp_path / "run").run().error == ""
+    config = load(tmp_path / "run" / "config.toml", [])
+    live, work = (
+        read_timings(tmp_path / "run" / "journal.bin", config),
+        {"a": read_run(tmp_path / "run")},
+    )
+    found = {}
+    for name, scale in (("fast", 1e-4), ("slow", 1.0)):
+        (tmp_path / name).mkdir()
+        found[name] = simulate_again(
+            config, work, live, profile=profile(tmp_path / name / "p.json", scale=scale)
+        )
+    for again in found.values():
+        assert again.timings.steps == live.steps
+        assert again.summary.error == ""
+        assert 0 < again.computing <= 1
+    assert found["slow"].timings.wall_s > 2 * found["fast"].timings.wall_s
+    assert found["slow"].computing > 10 * found["fast"].computing

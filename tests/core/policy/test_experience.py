@@ -1,0 +1,330 @@
+"""The experience buffer's strategies: each against its sentence, step by step and in
+exact numbers.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.policy.experience import (
+    EvictName,
+    Experience,
+    SampleName,
+    advantage,
+    evict,
+    sample,
+)
+from rollweave.schema.base import GroupId
+
+VERSION = 7
+
+
+def experience(name: str, arrived: int = 0, **fields: object) -> Experience:
+    return Experience(
+        **(
+            {"id": GroupId(name), "arrived": arrived, "initiated": 0, "rewards": (), "tokens": 1}
+            | fields
+        )
+    )  # type: ignore[arg-type]
+
+
+@st.composite
+def buffers(draw: st.DrawFn, least: int = 0) -> list[Experience]:
+    """In any order, with few different values, so that ties are common."""
+    size = draw(st.integers(least, 8))
+    return [
+        experience(
+            f"g{arrived}",
+            arrived,
+            initiated=draw(st.integers(0, VERSION + 1)),
+            rewards=tuple(draw(st.lists(st.sampled_from([0.0, 0.5, 1.0]), max_size=4))),
+            tokens=draw(st.integers(0, 5)),
+            ratio=draw(st.sampled_from([None, 0.5, 1.0, 2.0, 3.0])),
+        )
+        for arrived in draw(st.permutations(range(size)))
+    ]
+
+
+def better(one: Experience, other: Experience, strategy: str) -> bool:
+    """`one` is to be chosen before `other`, going by the strategy alone."""
+    match strategy:
+        case "fifo":
+            return one.arrived < other.arrived
+        case "newest":
+            return one.arrived > other.arrived
+        case "advantage":
+            return spread(one) > spread(other)
+        case "ratio":
+            return distance(one) < distance(other)
+    raise AssertionError(strategy)
+
+
+def spread(one: Experience) -> Fraction:
+    values = [Fraction(reward) for reward in one.rewards]
+    if not values:
+        return Fraction(0)
+    mean = sum(values) / len(values)
+    return sum((abs(value - mean) for value in values), Fraction(0)) / len(values)
+
+
+def distance(one: Experience) -> float:
+    """How many times the ratio is off, either way."""
+    return float("inf") if one.ratio is None else max(one.ratio, 1 / one.ratio)
+
+
+@settings(max_examples=300)
+@given(buffers(), st.integers(1, 9), st.sampled_from(["fifo", "newest", "advantage", "ratio"]))
+def test_a_batch_is_the_best_by_its_strategy(
+    buffer: list[Experience], wanted: int, strategy: Literal["fifo", "newest", "advantage", "ratio"]
+) -> None:
+    """Best first, found one by one; among equals who came first."""
+    left = sorted(buffer, key=lambda one: one.arrived)
+    expected: list[GroupId] = []
+    while left and len(expected) < wanted:
+        best = left[0]
+        for one in left:
+            if better(one, best, strategy):
+                best = one
+        left.remove(best)
+        expected.append(best.id)
+    chosen = sample(buffer, wanted, strategy=strategy, version=VERSION)
+    assert chosen == (expected if len(expected) == wanted else [])
+
+
+@given(buffers())
+def test_advantages_are_exact_up_to_rounding(buffer: list[Experience]) -> None:
+    for one in buffer:
+        assert advantage(one) == pytest.approx(float(spread(one)), abs=1e-12)
+
+
+def test_mirrored_rewards_tie() -> None:
+    buffer = [
+        experience("first", 0, rewards=(1.0, 1.0, 0.0)),
+        experience("second", 1, rewards=(0.0, 0.0, 1.0)),
+    ]
+    assert advantage(buffer[0]) == advantage(buffer[1])
+    assert sample(buffer, 1, strategy="advantage", version=VERSION) == ["first"]
+
+
+@given(buffers(least=1), st.data(), st.sampled_from(get_args(SampleName)))
+def test_batches_are_whole_or_not_at_all(
+    buffer: list[Experience], data: st.DataObject, strategy: SampleName
+) -> None:
+    wanted = data.draw(st.integers(1, len(buffer) + 2))
+    draws = data.draw(st.lists(st.floats(0, 1, exclude_max=True), min_size=wanted, max_size=wanted))
+    chosen = sample(buffer, wanted, strategy=strategy, version=VERSION, draws=draws)
+    assert len(chosen) == (wanted if wanted <= len(buffer) else 0)
+    assert len(set(chosen)) == len(chosen)
+    assert set(chosen) <= {one.id for one in buffer}
+    in_another_order = sample(buffer[::-1], wanted, strategy=strategy, version=VERSION, draws=draws)
+    assert chosen == in_another_order
+
+
+@given(buffers(least=1), st.data(), st.sampled_from([1, 2, 4]))
+def test_stale_groups_are_drawn_less_often(
+    buffer: list[Experience], data: st.DataObject, weight: int
+) -> None:
+    """Without replacement: each draw falls into a share of the line that is in
+    proportion to weight ** -staleness.
+    """
+    steps = data.draw(st.lists(st.integers(0, 63), min_size=len(buffer), max_size=len(buffer)))
+    draws = [(2 * step + 1) / 128 for step in steps]
+    left = sorted(buffer, key=lambda one: (abs(VERSION - one.initiated), one.arrived))
+    expected = []
+    for draw in draws:
+        shares = [Fraction(1, weight ** abs(VERSION - one.initiated)) for one in left]
+        at = Fraction(draw) * sum(shares)
+        index = 0
+        while index < len(left) - 1 and at >= shares[index]:
+            at -= shares[index]
+            index += 1
+        expected.append(left.pop(index).id)
+    chosen = sample(
+        buffer,
+        len(buffer),
+        strategy="staleness",
+        version=VERSION,
+        draws=draws,
+        weight=float(weight),
+    )
+    assert chosen == expected
+
+
+def test_each_version_halves_the_chance() -> None:
+    buffer = [experience("old", 0, initiated=4), experience("new", 1, initiated=6)]
+    first = Counter(
+        sample(buffer, 1, strategy="staleness", version=VERSION, draws=[(step + 0.5) / 1000])[0]
+        for step in range(1000)
+    )
+    assert first == {"new": 800, "old": 200}
+
+
+def test_groups_of_very_old_weights_can_still_be_drawn() -> None:
+    """Once no fresher one is left, they are drawn as if they were fresh."""
+    buffer = [
+        experience("a", 0, initiated=0),
+        experience("b", 1, initiated=0),
+        experience("new", 2, initiated=10**6),
+    ]
+    assert sample(buffer, 3, strategy="staleness", version=10**6, draws=[0.9, 0.9, 0.9]) == [
+        "new",
+        "b",
+        "a",
+    ]
+
+
+# Eviction.
+
+
+@settings(max_examples=300)
+@given(
+    buffers(),
+    st.sampled_from(get_args(EvictName)),
+    st.integers(1, 9),
+    st.one_of(st.none(), st.integers(1, 20)),
+    st.one_of(st.none(), st.integers(0, 8)),
+)
+def test_what_is_evicted_is_the_least_that_keeps_the_bounds(
+    buffer: list[Experience],
+    strategy: EvictName,
+    max_groups: int,
+    max_tokens: int | None,
+    max_age: int | None,
+) -> None:
+    """One by one: too old first, in order of arrival; then, while there is too much,
+    the first by the strategy.
+    """
+    left = sorted(buffer, key=lambda one: one.arrived)
+    expected = []
+    if max_age is not None:
+        expected = [one for one in left if abs(VERSION - one.initiated) > max_age]
+        left = [one for one in left if one not in expected]
+    while len(left) > max_groups or (
+        max_tokens is not None and sum(one.tokens for one in left) > max_tokens
+    ):
+        weights = [
+            one.tokens if strategy == "size" else abs(VERSION - one.initiated) for one in left
+        ]
+        expected.append(left.pop(weights.index(max(weights))))
+    gone = evict(
+        buffer,
+        strategy=strategy,
+        version=VERSION,
+        max_groups=max_groups,
+        max_tokens=max_tokens,
+        max_age=max_age,
+    )
+    assert gone == [one.id for one in expected]
+
+
+# Functions of the user's.
+
+
+def last_two(buffer: Sequence[Experience], version: int) -> list[GroupId]:
+    assert version == VERSION
+    assert [one.arrived for one in buffer] == sorted(one.arrived for one in buffer)
+    return [one.id for one in buffer[-2:]]
+
+
+def test_a_function_samples() -> None:
+    buffer = [experience(name, arrived) for arrived, name in enumerate("abc")][::-1]
+    assert sample(buffer, 2, strategy=last_two, version=VERSION) == ["b", "c"]
+    assert sample(buffer, 1, strategy=last_two, version=VERSION) == ["b"]
+    assert sample(buffer, 3, strategy=last_two, version=VERSION) == []
+
+
+def test_a_function_evicts_and_the_bounds_hold_all_the_same() -> None:
+    buffer = [experience(name, arrived, initiated=arrived) for arrived, name in enumerate("abcd")]
+    assert evict(buffer, strategy=last_two, version=VERSION, max_groups=9) == ["c", "d"]
+    assert evict(buffer, strategy=last_two, version=VERSION, max_groups=1) == ["c", "d", "a"]
+    assert evict(buffer, strategy=last_two, version=VERSION, max_groups=9, max_age=6) == [
+        "c",
+        "d",
+        "a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (["z"], "must name groups of the buffer, got 'z'"),
+        (["a", "a"], "must name each group once, got 'a' twice"),
+        (None, "must give a list of group ids, got None"),
+        ([["a"]], "must give a list of group ids"),
+    ],
+)
+def test_a_function_that_names_nonsense_is_told_so(answer: list[GroupId], message: str) -> None:
+    buffer = [experience("a"), experience("b", 1)]
+    with pytest.raises(ValueError, match=message):
+        sample(buffer, 1, strategy=lambda _buffer, _version: answer, version=VERSION)
+    with pytest.raises(ValueError, match=message):
+        evict(buffer, strategy=lambda _buffer, _version: answer, version=VERSION, max_groups=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"wanted": 0, "strategy": "fifo"}, "wanted must be at least 1, got 0"),
+        (
+            {"wanted": 2, "strategy": "staleness", "draws": [0.5]},
+            "draws must have a number for each of 2 groups, got 1",
+        ),
+        (
+            {"wanted": 1, "strategy": "staleness", "draws": [1.0]},
+            "draws must be at least 0 and below 1, got 1.0",
+        ),
+        (
+            {"wanted": 1, "strategy": "staleness", "draws": [0.5], "weight": 0.5},
+            "weight must be at least 1, got 0.5",
+        ),
+        (
+            {"wanted": 1, "strategy": "ratio"},
+            "ratio must be above 0 and finite, got 0.0 for group a",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(fields: dict[str, object], message: str) -> None:
+    buffer = [experience("a", ratio=0.0), experience("b", 1)]
+    with pytest.raises(ValueError, match=message):
+        sample(buffer, version=VERSION, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [{"max_groups": 0}, {"max_groups": 1, "max_tokens": 0}, {"max_groups": 1, "max_age": -1}],
+)
+def test_bounds_without_meaning_are_refused(bound: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{list(bound)[-1]} must be at least"):
+        evict([], strategy="age", version=VERSION, **bound)
+
+
+def test_a_group_is_in_the_buffer_once() -> None:
+    with pytest.raises(ValueError, match="each be there once"):
+        sample([experience("a"), experience("a", 1)], 1, strategy="fifo", version=VERSION)
+
+
+def test_a_function_must_answer_the_same_to_the_same_question() -> None:
+    buffer = [experience("first", 0), experience("second", 1)]
+    turns = itertools.count()
+
+    def fickle(experiences: Sequence[Experience], version: int) -> list[GroupId]:
+        ids = [one.id for one in experiences]
+        return ids if next(turns) % 2 else ids[::-1]
+
+    with pytest.raises(
+        ValueError,
+        match=r"must answer the same .*, got \['second', 'first'\] and "
+        r"then \['first', 'second'\]",
+    ):
+        sample(buffer, 1, strategy=fickle, version=VERSION)
+    with pytest.raises(ValueError, match="must answer the same"):
+        evict(buffer, strategy=fickle, version=VERSION, max_groups=1)
+    assert sample(
+        buffer, 2, strategy=lambda given, _: (one.id for one in given), version=VERSION
+    ) == ["first", "second"]

@@ -1,0 +1,243 @@
+"""Placement against every partition there is, and against the paper's dynamic program."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.policy.interference import CostTable
+from rollweave.core.policy.placement import (
+    EXACT_STATES,
+    ORDERED_KINDS,
+    ByTable,
+    Placement,
+    Problem,
+    by_counts,
+    by_degree,
+    by_length,
+    in_order,
+    place,
+    place_dp,
+)
+from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
+
+
+def check(found: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
+    """The spans are a partition of the sorted list, and cost what is said."""
+    assert len(found.spans) == len(workers)
+    taken = sorted(position for start, end in found.spans for position in range(start, end))
+    assert taken == list(range(len(lengths)))
+    ordered = [lengths[index] for index in by_length(lengths)]
+    assert found.makespan_s == seconds(
+        [ordered[start:end] for start, end in found.spans], workers, cost
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), tables())
+def test_no_partition_is_faster(lengths: list[float], workers: list[int], cost: CostTable) -> None:
+    workers = workers[: len(lengths)]
+    found = place(lengths, workers, cost)
+    assert found.exact
+    assert found.makespan_s == best_of_all(lengths, workers, cost)
+    check(found, lengths, workers, cost)
+
+
+FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(FLOATS, st.integers(1, 40), tables(degrees=(2,), largest=40))
+def test_equal_workers_get_what_the_papers_program_finds(
+    lengths: list[float], count: int, cost: CostTable
+) -> None:
+    workers = [2] * min(count, len(lengths))
+    found, slow = place(lengths, workers, cost), place_dp(lengths, workers, cost)
+    assert found.makespan_s == slow.makespan_s
+    assert found.exact
+    assert slow.exact
+    check(found, lengths, workers, cost)
+    check(slow, lengths, workers, cost)
+
+
+@settings(max_examples=100, deadline=None)
+@given(FLOATS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=10), tables(largest=40))
+def test_the_papers_program_takes_workers_in_descending_degree(
+    lengths: list[float], workers: list[int], cost: CostTable
+) -> None:
+    workers = workers[: len(lengths)]
+    slow = place_dp(lengths, workers, cost)
+    assert (
+        slow.makespan_s
+        == Problem(ByTable(lengths, cost)).least(in_order(sorted(workers, reverse=True))).makespan_s
+    )
+    assert place(lengths, workers, cost).makespan_s <= slow.makespan_s
+    assert slow.exact is (len(set(workers)) == 1)
+    check(slow, lengths, workers, cost)
+
+
+@settings(max_examples=100, deadline=None)
+@given(FLOATS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=8), tables(largest=40))
+def test_equal_degrees_together_are_all_orders_of_degrees(
+    lengths: list[float], workers: list[int], cost: CostTable
+) -> None:
+    problem = Problem(ByTable(lengths, cost))
+    counts = {degree: workers.count(degree) for degree in sorted(set(workers))}
+    orders = [
+        [d for d in kinds for _ in range(counts[d])] for kinds in itertools.permutations(counts)
+    ]
+    found = problem.least(by_degree(counts))
+    assert found.makespan_s == min(problem.least(in_order(order)).makespan_s for order in orders)
+    assert list(found.degrees) in orders
+    apart = problem.least(by_counts(counts), known=found)
+    assert apart.makespan_s == problem.least(by_counts(counts)).makespan_s <= found.makespan_s
+    assert sorted(apart.degrees) == sorted(workers)
+
+
+def steps(start: float, counts: list[int]) -> list[float]:
+    """From `start` up, by so many of the smallest steps there are."""
+    return [start := start + count * math.ulp(start) for count in counts]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(1.0, 4.0),
+    st.lists(st.integers(0, 3), min_size=2, max_size=10),
+    st.floats(1.0, 4.0),
+    st.lists(st.integers(0, 2), min_size=10, max_size=10),
+    st.integers(1, 4),
+)
+def test_the_least_makespan_is_exact_to_the_bit(
+    length: float, gaps: list[int], second: float, rises: list[int], count: int
+) -> None:
+    """All products are within a few roundings of each other, where quotients would
+    mislead.
+    """
+    lengths, cost = steps(length, gaps), CostTable({2: steps(second, rises)})
+    workers = [2] * min(count, len(lengths))
+    found = place(lengths, workers, cost)
+    assert found.makespan_s == place_dp(lengths, workers, cost).makespan_s
+    check(found, lengths, workers, cost)
+    problem = Problem(ByTable(lengths, cost))
+    known = problem.least(in_order(workers))
+    assert problem.least(in_order(workers), known=known) == known
+
+
+def test_a_fast_worker_of_many_need_not_come_first() -> None:
+    """It takes four of the shorter ones within the time in which the slow one ends the
+    longest.
+    """
+    cost = CostTable({1: [1.0, 5.0, 5.0, 5.0, 5.0], 2: [0.9, 1.1, 1.1, 1.1, 9.0]})
+    found = place([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost)
+    assert found.spans == ((1, 5), (0, 1))
+    assert found.makespan_s == 10.0
+    assert place_dp([10.0, 9.0, 9.0, 9.0, 9.0], [2, 1], cost).makespan_s == 11.0
+
+
+def test_what_the_makespan_leaves_open_is_shared_out() -> None:
+    """One worker could take all within the makespan that the longest alone needs; then
+    the others would have nothing.
+    """
+    flat = CostTable({1: [1.0] * 4, 2: [3.0] * 4})
+    found = place([1.0, 4.0, 2.0, 3.0], [2, 1, 1], flat)
+    assert found.makespan_s == 4.0
+    assert sorted(found.spans) == [(0, 1), (1, 3), (3, 4)]
+    assert found.spans[0] == (3, 4), "the slow worker has the shortest"
+    assert by_length([1.0, 4.0, 1.0, 4.0]).tolist() == [1, 3, 0, 2]
+
+
+def test_each_trajectory_alone_on_its_worker() -> None:
+    steep = CostTable({1: [1.0, 10.0, 10.0]})
+    assert place([3.0, 1.0, 2.0], [1, 1, 1], steep) == Placement(
+        spans=((0, 1), (1, 2), (2, 3)), makespan_s=3.0, exact=True
+    )
+    assert place([3.0, 1.0, 2.0], [1], steep) == Placement(
+        spans=((0, 3),), makespan_s=30.0, exact=True
+    )
+
+
+def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
+    row = [1.0 + 0.01 * size for size in range(600)]
+    cost = CostTable(
+        {degree: [second / (1 + 0.3 * degree) for second in row] for degree in range(1, 10)}
+    )
+    lengths = np.random.default_rng(0).lognormal(5.0, 1.0, size=600).tolist()
+    many = [1] * 80 + [2] * 80
+    assert EXACT_STATES < (80 + 1) ** 2
+    found = place(lengths, many, cost)
+    assert not found.exact
+    check(found, lengths, many, cost)
+    assert found.makespan_s <= place_dp(lengths, many, cost).makespan_s
+    kinds = list(range(1, ORDERED_KINDS + 2)) * 3
+    found = place(lengths, kinds, cost)
+    assert not found.exact
+    assert found.makespan_s == place_dp(lengths, kinds, cost).makespan_s
+    check(found, lengths, kinds, cost)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    FLOATS,
+    st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6),
+    tables(degrees=(1, 2), largest=40),
+    st.floats(0.0, 1.0),
+    st.integers(1, 9),
+)
+def test_aggregating_loses_no_more_than_is_said(
+    lengths: list[float], workers: list[int], cost: CostTable, share: float, chunk: int
+) -> None:
+    workers = workers[: len(lengths)]
+    whole = place_dp(lengths, workers, cost)
+    below = sorted(lengths)[int(share * (len(lengths) - 1))]
+    found = place_dp(lengths, workers, cost, below=below, chunk=chunk)
+    check(found, lengths, workers, cost)
+    assert whole.makespan_s <= found.makespan_s <= whole.makespan_s * (1 + found.loss) * (1 + 1e-9)
+    if chunk == 1:
+        assert found == whole
+
+
+def test_aggregating_can_lose_and_says_how_much() -> None:
+    cost = CostTable({1: [1.0, 2.0, 3.0, 4.0]})
+    found = place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost, below=6.0, chunk=3)
+    assert (found.makespan_s, found.exact) == (15.0, False)
+    assert 0.5 <= found.loss <= 2.0
+    assert place_dp([5.0, 5.0, 5.0, 5.0], [1, 1], cost).makespan_s == 10.0
+
+
+FLAT = CostTable({1: [1.0, 1.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    ("lengths", "workers", "cost", "words"),
+    [
+        ([1.0, 0.0], [1], FLAT, "lengths must be finite and positive, got 0.0 at index 1"),
+        ([1.0, -2.0], [1], FLAT, "lengths must be finite and positive, got -2.0 at index 1"),
+        ([math.nan, 1.0], [1], FLAT, "lengths must be finite and positive, got nan"),
+        ([math.inf, 1.0], [1], FLAT, "lengths must be finite and positive, got inf"),
+        ([], [], FLAT, "workers must have at least one worker"),
+        ([1.0], [1, 1], FLAT, "workers must be at most as many as the 1 trajectories, got 2"),
+        ([1.0, 1.0], [1, 2], FLAT, r"degree must be one of the cost table's \[1\], got 2"),
+        ([1.0] * 4, [1], FLAT, "cost must reach the group size 4 of all trajectories, got 3"),
+    ],
+)
+@pytest.mark.parametrize("placing", [place, place_dp])
+def test_what_cannot_be_placed_is_refused(
+    placing: object, lengths: list[float], workers: list[int], cost: CostTable, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        placing(lengths, workers, cost)  # type: ignore[operator]
+
+
+def test_products_must_be_finite_and_chunks_positive() -> None:
+    with pytest.raises(ValueError, match="finite products"):
+        place([1e300, 1e-300], [1, 1], CostTable({1: [1e10, 1e10]}))
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        place_dp([1.0], [1], FLAT, chunk=0)
+
+
+def test_the_widest_range_of_lengths_is_searched_to_its_end() -> None:
+    found = place([1e300, 1e-300, 5e-324], [1, 1], CostTable({1: [1.0, 2.0, 2.0]}))
+    assert found.makespan_s == 1e300

@@ -1,0 +1,336 @@
+"""The predictor against a slow reference, with regressors that fail in every way, and
+its measures against their sentences.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.core.policy.features import DOMAINS, NUMBERS, WIDTH, Rows, row
+from rollweave.core.policy.predict import (
+    ATTEMPT_CONTEXTS,
+    MIN_PAIRS,
+    PRIOR_TOKENS,
+    Lengths,
+    ProgressivePredictor,
+    pearson,
+    recall_of_longest,
+)
+from rollweave.schema.prediction import LengthContext
+
+
+def context(
+    output: int, *, domain: str = "a", turn: int = 1, siblings: int = 0, mean: float = 0.0
+) -> LengthContext:
+    return LengthContext(
+        domain=domain,
+        prompt_tokens=10,
+        turn=turn,
+        output_tokens=output,
+        last_output_tokens=1,
+        observation_tokens=0,
+        tool_s=0.0,
+        siblings=siblings,
+        sibling_mean=mean,
+        sibling_longest=int(mean),
+    )
+
+
+class Spy:
+    """Keeps what it was fitted to; predicts by `answer`."""
+
+    def __init__(
+        self, answer: Callable[[Rows], Lengths] = lambda rows: rows.table[:, 2].astype(np.float64)
+    ) -> None:
+        self.answer = answer
+        self.fitted: list[tuple[Rows, Lengths]] = []
+
+    def fit(self, rows: Rows, remaining: Lengths) -> None:
+        self.fitted.append((rows, remaining))
+
+    def predict(self, rows: Rows) -> Lengths:
+        return self.answer(rows)
+
+
+class Unfit:
+    """Cannot learn."""
+
+    def fit(self, rows: Rows, remaining: Lengths) -> None:
+        raise ArithmeticError("no luck")
+
+    def predict(self, rows: Rows) -> Lengths:
+        raise AssertionError("it was never fitted")
+
+
+def taught(*regressors: object, pairs: int = MIN_PAIRS) -> ProgressivePredictor:
+    """A predictor whose fits use these regressors in turn, with pairs of 100 remaining
+    tokens each, and the first fit done.
+    """
+    left = list(regressors)
+    predictor = ProgressivePredictor(lambda: left.pop(0))  # type: ignore[return-value, arg-type]
+    for number in range(pairs):
+        predictor.remember(number, context(0))
+        predictor.observe(number, 100)
+    predictor.fit()
+    return predictor
+
+
+class Slow:
+    """The harvest, obviously: everything is kept, and looked through again each time."""
+
+    def __init__(self, window: int, open_attempts: int) -> None:
+        self.window, self.open_attempts = window, open_attempts
+        self.asked: list[tuple[int, LengthContext]] = []
+        self.keys: list[int] = []
+        self.pairs: list[tuple[LengthContext, int]] = []
+
+    def remember(self, key: int, asked: LengthContext) -> None:
+        if key not in self.keys:
+            self.keys.append(key)
+        self.asked.append((key, asked))
+        for old in self.keys[: max(0, len(self.keys) - self.open_attempts)]:
+            self.observe(old, None)
+
+    def observe(self, key: int, total: int | None) -> None:
+        if total is not None:
+            self.pairs += [
+                (asked, max(0, total - asked.output_tokens))
+                for owner, asked in self.asked
+                if owner == key
+            ]
+            self.pairs = self.pairs[-self.window :]
+        self.asked = [(owner, asked) for owner, asked in self.asked if owner != key]
+        self.keys = [owner for owner in self.keys if owner != key]
+
+    def usual(self, asked: LengthContext) -> float:
+        if asked.siblings:
+            return max(1.0, asked.sibling_mean - asked.output_tokens)
+        remaining = [tokens for other, tokens in self.pairs if other.domain == asked.domain]
+        return max(1.0, sum(remaining) / len(remaining)) if remaining else PRIOR_TOKENS
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), window=st.integers(1, 150), open_attempts=st.integers(1, 8))
+def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
+    seed: int, window: int, open_attempts: int
+) -> None:
+    rng = random.Random(seed)
+    spy = Spy()
+    fast, slow = (
+        ProgressivePredictor(lambda: spy, window=window, open_attempts=open_attempts),
+        Slow(window, open_attempts),
+    )
+    for _ in range(300):
+        key = rng.randrange(12)
+        if rng.random() < 0.7:
+            asked = context(
+                rng.randrange(500),
+                domain=rng.choice("abc"),
+                siblings=rng.randrange(2),
+                mean=float(rng.randrange(600)),
+            )
+            expected = slow.usual(asked)
+            slow.remember(key, asked)
+            assert fast.predict(key, asked) == pytest.approx(expected)
+        else:
+            total = rng.choice([None, rng.randrange(600)])
+            fast.observe(key, total)
+            slow.observe(key, total)
+        assert fast.pairs == len(slow.pairs) <= window
+        assert fast.open == len(slow.keys) <= open_attempts
+    fast.fit()
+    assert fast.fits == (len(slow.pairs) >= MIN_PAIRS)
+    for rows, remaining in spy.fitted:
+        assert remaining.tolist() == [tokens for _, tokens in slow.pairs]
+        assert (
+            rows.table[:, :NUMBERS]
+            == np.stack([row(asked, 0) for asked, _ in slow.pairs])[:, :NUMBERS]
+        ).all()
+        assert rows.plans == [asked.plan for asked, _ in slow.pairs]
+
+
+def test_the_regressor_answers_once_it_is_fitted() -> None:
+    predictor = taught(Spy())
+    assert (predictor.fits, predictor.failed_fits) == (1, 0)
+    assert predictor.predict("k", context(77)) == 77
+    assert predictor.estimate([predictor.remember(n, context(50 + n)) for n in range(3)]) == [
+        50,
+        51,
+        52,
+    ]
+    assert predictor.estimate([]) == []
+    assert predictor.failed_predictions == 0
+
+
+@pytest.mark.parametrize("value", [0.0, -5.0, 0.99])
+def test_a_prediction_is_at_least_one_token(value: float) -> None:
+    assert taught(Spy(lambda rows: np.full(len(rows.table), value))).predict("k", context(0)) == 1.0
+
+
+def no_answer(rows: Rows) -> Lengths:
+    raise RuntimeError("gone")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        no_answer,
+        lambda rows: np.full(len(rows.table), math.nan),
+        lambda rows: np.full(len(rows.table), math.inf),
+        lambda rows: np.zeros(len(rows.table) + 1),
+        lambda rows: np.zeros((len(rows.table), 1)),
+        lambda rows: None,
+    ],
+)
+def test_a_regressor_that_cannot_answer_is_replaced_by_statistics_and_counted(
+    answer: Callable[[Rows], Lengths],
+) -> None:
+    predictor = taught(Spy(answer))
+    asked = [
+        context(30, siblings=2, mean=50.0),
+        context(30),
+        context(30, domain="new"),
+        context(90, siblings=2, mean=50.0),
+    ]
+    found = [predictor.predict(number, one) for number, one in enumerate(asked)]
+    assert found == [20.0, 100.0, PRIOR_TOKENS, 1.0]
+    assert predictor.failed_predictions == 4
+
+
+def test_only_the_rows_without_a_number_are_replaced() -> None:
+    predictor = taught(Spy(lambda rows: np.where(rows.table[:, 2] > 5, math.nan, 7.0)))
+    assert predictor.estimate([predictor.remember(n, context(n)) for n in (4, 6)]) == [7.0, 100.0]
+    assert predictor.failed_predictions == 1
+
+
+def test_a_failed_fit_is_counted_and_the_former_regressor_stays() -> None:
+    predictor = taught(Spy(), Unfit())
+    predictor.fit()
+    assert (predictor.fits, predictor.failed_fits) == (1, 1)
+    assert predictor.predict("k", context(77)) == 77
+    predictor.fit()  # the factory itself fails: no regressor is left
+    assert (predictor.fits, predictor.failed_fits) == (1, 2)
+    assert predictor.predict("k", context(78)) == 78
+
+
+def test_before_enough_is_harvested_there_is_no_fit_and_no_failure() -> None:
+    predictor = taught(Spy(), pairs=MIN_PAIRS - 1)
+    assert (predictor.fits, predictor.failed_fits, predictor.failed_predictions) == (0, 0, 0)
+    assert predictor.predict("k", context(0)) == 100.0
+
+
+def test_of_a_long_attempt_the_newest_contexts_are_kept() -> None:
+    predictor = ProgressivePredictor(Spy)
+    for turn in range(ATTEMPT_CONTEXTS + 10):
+        predictor.remember("k", context(turn))
+    predictor.observe("k", 1000)
+    assert predictor.pairs == ATTEMPT_CONTEXTS
+
+
+def test_domains_beyond_the_slots_share_one_row() -> None:
+    predictor = ProgressivePredictor(Spy)
+    rows = [predictor.remember(n, context(0, domain=f"d{n}")).row for n in range(DOMAINS + 2)]
+    assert len({tuple(found.tolist()) for found in rows}) == DOMAINS + 1
+    assert all(found.shape == (WIDTH,) for found in rows)
+
+
+def test_a_plan_is_kept_once_for_all_turns_of_an_attempt() -> None:
+    predictor = ProgressivePredictor(Spy)
+    plans = [tuple(token * 1000 for token in (1, 2, 3)) for _ in range(2)]
+    first, second = (
+        predictor.remember("k", LengthContext(**{**_fields(context(turn)), "plan": plan}))
+        for turn, plan in enumerate(plans)
+    )
+    assert first.context.plan is second.context.plan
+    assert second.context.output_tokens == 1
+
+
+def _fields(asked: LengthContext) -> dict[str, object]:
+    return {name: getattr(asked, name) for name in LengthContext.__struct_fields__}
+
+
+# Measures.
+
+
+def slow_recall(
+    predicted: Sequence[float], actual: Sequence[float], share: float, rng: random.Random
+) -> float:
+    """One order of equal numbers."""
+    count = math.ceil(share * len(actual))
+    longest = [
+        set(sorted(range(len(values)), key=lambda index: (-values[index], rng.random()))[:count])
+        for values in (predicted, actual)
+    ]
+    return len(longest[0] & longest[1]) / count
+
+
+numbers = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pairs=numbers, share=st.sampled_from([0.1, 0.3, 0.5, 1.0]))
+def test_recall_is_what_is_found_on_average_over_all_orders_of_equal_numbers(
+    pairs: list[tuple[int, int]], share: float
+) -> None:
+    predicted, actual = ([float(value) for value in values] for values in zip(*pairs, strict=True))
+    rng = random.Random(0)
+    mean = sum(slow_recall(predicted, actual, share, rng) for _ in range(3000)) / 3000
+    found = recall_of_longest(predicted, actual, share)
+    assert found == pytest.approx(mean, abs=0.06)
+    assert 0.0 <= found <= 1.0 + 1e-12
+
+
+def test_recall_does_not_depend_on_the_order_and_knows_its_ends() -> None:
+    actual = [float(value) for value in range(100)]
+    assert recall_of_longest(actual, actual) == 1.0
+    assert recall_of_longest(actual[::-1], actual) == 0.0
+    assert recall_of_longest([1.0] * 100, actual) == pytest.approx(0.1)
+    assert recall_of_longest([5.0], [3.0]) == 1.0
+
+
+@given(
+    values=st.lists(st.tuples(st.integers(-99, 99), st.integers(-99, 99)), min_size=2, max_size=20),
+    scale=st.sampled_from([0.5, 3.0]),
+)
+def test_pearson_is_the_mean_product_of_standard_scores(
+    values: list[tuple[int, int]], scale: float
+) -> None:
+    predicted, actual = ([float(value) for value in row] for row in zip(*values, strict=True))
+    found = pearson(predicted, actual)
+    if len(set(predicted)) == 1 or len(set(actual)) == 1:
+        assert found == 0.0
+        return
+    scores = [(np.array(row) - np.mean(row)) / np.std(row) for row in (predicted, actual)]
+    assert found == pytest.approx(float(np.mean(scores[0] * scores[1])))
+    assert pearson([scale * value + 7 for value in predicted], actual) == pytest.approx(found)
+
+
+@pytest.mark.parametrize("measure", [recall_of_longest, pearson])
+@pytest.mark.parametrize(
+    ("predicted", "actual", "told"),
+    [
+        ([], [], "at least 1"),
+        ([1.0], [1.0, 2.0], "equally many"),
+        ([1.0, math.nan], [1.0, 2.0], "predicted must be finite numbers, got nan"),
+        ([1.0, 2.0], [math.inf, 2.0], "actual must be finite numbers, got inf"),
+    ],
+)
+def test_measures_refuse_what_cannot_be_compared(
+    measure: Callable[[list[float], list[float]], float],
+    predicted: list[float],
+    actual: list[float],
+    told: str,
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        measure(predicted, actual)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.1])
+def test_a_share_is_above_0_and_at_most_1(share: float) -> None:
+    with pytest.raises(ValueError, match=r"share must be in \(0, 1\]"):
+        recall_of_longest([1.0], [1.0], share)

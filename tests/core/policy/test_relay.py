@@ -1,0 +1,208 @@
+"""Relay chains: who takes from whom, in what pieces, and what a lost relay changes."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.core.policy.relay import (
+    CHUNK_BYTES,
+    LEAST_CHUNK_BYTES,
+    PROBE,
+    broadcast_s,
+    chain,
+    chunk_bytes,
+    chunk_count,
+    repair,
+    sends_changes,
+    sources,
+)
+
+NAMES = st.lists(st.integers(0, 30).map("r{}".format), min_size=1, max_size=12, unique=True)
+
+
+@given(NAMES, st.data())
+def test_a_chain_covers_all_from_its_master(relays: list[str], data: st.DataObject) -> None:
+    first = data.draw(st.sampled_from(relays))
+    order = chain(relays, first)
+    assert order[0] == first
+    assert sorted(order) == sorted(relays)
+    assert [relay for relay in relays if relay != first] == order[1:]
+
+
+def reached(taking: dict[str, str | None]) -> list[str]:
+    """Relays to which the trainer's bytes come, by following them.
+
+    Those on a cycle are not among them.
+    """
+    found: list[str] = []
+    wave: list[str | None] = [None]
+    while wave:
+        giver = wave.pop()
+        taken = [relay for relay, source in taking.items() if source == giver]
+        found += taken
+        wave += taken
+    return found
+
+
+@given(NAMES, st.data())
+def test_losses_one_by_one_leave_a_chain_of_all_that_live(
+    relays: list[str], data: st.DataObject
+) -> None:
+    """One edge changes for each loss: that of the lost one's successor."""
+    order: tuple[str, ...] = tuple(chain(relays, relays[0]))
+    for lost in data.draw(st.permutations(relays)):
+        before = sources(order)
+        mended = repair(order, lost)
+        after = sources(mended.order)
+        changed = {relay: source for relay, source in after.items() if before[relay] != source}
+        assert sorted(reached(after)) == sorted(set(order) - {lost})
+        assert changed == ({} if mended.relay is None else {mended.relay: mended.source})
+        assert list(changed) == [relay for relay, source in before.items() if source == lost]
+        order = mended.order
+    assert order == ()
+    assert sources(order) == {}
+
+
+def test_the_successor_of_a_lost_master_takes_from_the_trainer() -> None:
+    mended = repair(["a", "b", "c"], "a")
+    assert (mended.order, mended.relay, mended.source) == (("b", "c"), "b", None)
+    assert repair(["a", "b", "c"], "c").relay is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: chain(["a"], "b"), "master must be one of"),
+        (lambda: chain(["a", "a"], "a"), "each be named once"),
+        (lambda: repair(["a"], "b"), "lost must be a relay"),
+        (
+            lambda: broadcast_s(1, nodes=0, chunks=1, start_s=0, byte_s=0),
+            "nodes must be at least 1, got 0",
+        ),
+        (
+            lambda: broadcast_s(1, nodes=1, chunks=0, start_s=0, byte_s=0),
+            "chunks must be at least 1, got 0",
+        ),
+        (lambda: chunk_count(-1, nodes=2, start_s=0, byte_s=0), "nbytes must be at least 0"),
+        (
+            lambda: chunk_bytes(1, nodes=2, start_s=float("nan"), byte_s=0),
+            "start_s must be at least 0",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(call: object, message: str) -> None:
+    assert callable(call)
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+# How many chunks.
+
+
+def pipeline_s(sizes: list[float], nodes: int, start_s: float, byte_s: float) -> float:
+    """When the last relay has the last chunk, chunk by chunk and hop by hop: each hop
+    sends one chunk at a time, in order.
+    """
+    free = [0.0] * (nodes - 1)
+    for size in sizes:
+        here = 0.0
+        for hop in range(nodes - 1):
+            here = free[hop] = max(here, free[hop]) + start_s + size * byte_s
+    return max(free, default=0.0)
+
+
+@given(
+    st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 30), st.floats(0, 2), st.floats(0, 2)
+)
+def test_the_formula_is_what_a_pipeline_takes(
+    nbytes: int, nodes: int, chunks: int, start_s: float, byte_s: float
+) -> None:
+    expected = pipeline_s([nbytes / chunks] * chunks, nodes, start_s, byte_s)
+    assert broadcast_s(
+        nbytes, nodes=nodes, chunks=chunks, start_s=start_s, byte_s=byte_s
+    ) == pytest.approx(expected)
+
+
+@given(
+    st.integers(0, 400),
+    st.integers(1, 60),
+    st.one_of(st.just(0.0), st.floats(1e-6, 100)),
+    st.one_of(st.just(0.0), st.floats(1e-6, 100)),
+)
+def test_no_other_number_of_chunks_is_sooner(
+    nbytes: int, nodes: int, start_s: float, byte_s: float
+) -> None:
+    def seconds(chunks: int) -> float:
+        return broadcast_s(nbytes, nodes=nodes, chunks=chunks, start_s=start_s, byte_s=byte_s)
+
+    chosen = chunk_count(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    least = min(seconds(chunks) for chunks in range(1, max(1, nbytes) + 1))
+    assert 1 <= chosen <= max(1, nbytes)
+    assert seconds(chosen) <= least * (1 + 1e-12)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 2000), st.floats(0, 1), st.floats(0, 1e-6))
+def test_chunks_are_neither_too_long_nor_too_short(
+    nbytes: int, nodes: int, start_s: float, byte_s: float
+) -> None:
+    size = chunk_bytes(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    best = chunk_count(nbytes, nodes=nodes, start_s=start_s, byte_s=byte_s)
+    assert LEAST_CHUNK_BYTES <= size <= CHUNK_BYTES
+    if LEAST_CHUNK_BYTES < size < CHUNK_BYTES:
+        assert 0 <= size - nbytes / best < 1
+
+
+def test_a_large_model_to_many_relays_takes_little_more_than_to_one() -> None:
+    """App. C's conclusion, with its figures: 140 GB, 5 µs."""
+    link = {"start_s": 5e-6, "byte_s": 1 / 50e9}
+    times = [
+        broadcast_s(
+            140 * 10**9, nodes=nodes, chunks=chunk_count(140 * 10**9, nodes=nodes, **link), **link
+        )
+        for nodes in (2, 128, 2000)
+    ]
+    assert times[0] < times[1] < 1.04 * times[0]
+    assert times[2] < 1.16 * times[0]
+
+
+# Whole or delta.
+
+
+@pytest.mark.parametrize(
+    ("whole_s", "changes_s", "chosen"),
+    [
+        (None, None, True),
+        (2.0, None, True),
+        (None, 1.0, False),
+        (2.0, 1.0, True),
+        (1.0, 2.0, False),
+        (1.0, 1.0, True),
+    ],
+)
+def test_the_sooner_form_is_sent_and_the_other_one_is_tried_now_and_then(
+    whole_s: float | None, changes_s: float | None, chosen: bool
+) -> None:
+    sent = [sends_changes(whole_s, changes_s, number=number) for number in range(3 * PROBE)]
+    known = whole_s is not None and changes_s is not None
+    assert sent.count(not chosen) == (3 if known else 0)
+    assert sent[0] is chosen
+
+
+def test_chunk_counts_are_those_of_brute_force_on_links_as_they_are() -> None:
+    """Beyond what is searched above: thousands of chunks, the neighbourhood of the
+    choice and a random sample.
+    """
+    draw = random.Random(6)
+    for _ in range(200):
+        nbytes, nodes = draw.randrange(1, 10**12), draw.randrange(1, 600)
+        link = {"start_s": 10 ** draw.uniform(-6, -2), "byte_s": 10 ** draw.uniform(-11, -7)}
+        chosen = chunk_count(nbytes, nodes=nodes, **link)
+        others = [chosen + step for step in range(-3, 4)] + [
+            draw.randrange(1, 10**6) for _ in range(20)
+        ]
+        best = min(
+            broadcast_s(nbytes, nodes=nodes, chunks=k, **link) for k in others if 1 <= k <= nbytes
+        )
+        assert broadcast_s(nbytes, nodes=nodes, chunks=chosen, **link) <= best * (1 + 1e-12)

@@ -1,0 +1,260 @@
+"""A fake engine's loop, without a model: counts up from the last prompt token. Also a
+process of its own.
+
+A prompt that begins with HOLD is answered only when it is aborted; so is one with TELL,
+of whose turn the first `TOLD` tokens are told before; one with REFUSE is answered by an
+error; with CRASH the engine dies; with DEAF it takes no further command. Weights whose
+digest is "bad" are refused. While suspended, answers wait. Its KV is made of the
+prompts that it has answered, and has weights 0.
+"""
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    EngineStats,
+    ExportKv,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    ImportKv,
+    KvExported,
+    KvImported,
+    KvManifest,
+    KvMemory,
+    KvRefused,
+    Load,
+    Loaded,
+    LoadFailed,
+    LoadSaved,
+    Piece,
+    Progress,
+    Ready,
+    ReleaseKv,
+    Rerank,
+    Resume,
+    Sampled,
+    Shutdown,
+    Stats,
+    Suspend,
+    Suspended,
+    VersionSpan,
+)
+
+HOLD, REFUSE, CRASH, DEAF, TELL = 99, 98, 97, 96, 95
+TOLD = 3
+
+
+class EchoLoop:
+    """`LoopLike`."""
+
+    def __init__(self, spec: EngineSpec, reply: Callable[[EngineReply], None]) -> None:
+        self._spec, self._reply = spec, reply
+        self._inbox: deque[EngineCommand] = deque()
+        self._wake = threading.Condition()
+        self._version = spec.version
+        self._suspended = False
+        self._held: dict[str, GenerateResult] = {}
+        self._queued: list[Add] = []
+        self._cached: list[tuple[int, ...]] = []
+
+    def post(self, command: EngineCommand) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def run(self) -> None:
+        if self._spec.model == "broken" or (Path(self._spec.model) / "no-engine").exists():
+            raise RuntimeError("the fake engine cannot start")
+        self._reply(
+            Ready(
+                version=self._version,
+                kv_total_tokens=1000,
+                max_slots=self._spec.max_slots,
+                max_context=500,
+            )
+        )
+        while True:
+            with self._wake:
+                while not self._inbox:
+                    self._wake.wait()
+                command = self._inbox.popleft()
+            match command:
+                case Shutdown():
+                    return
+                case Add():
+                    self._add(command)
+                case Abort(id=id):
+                    self._queued = [add for add in self._queued if add.request.id != id]
+                    if id in self._held:
+                        self._reply(Generated(result=self._held.pop(id)))
+                case Suspend():
+                    self._suspended = True
+                    self._reply(Suspended(in_flight=len(self._held) + len(self._queued)))
+                case Resume():
+                    self._suspended = False
+                    queued, self._queued = self._queued, []
+                    for add in queued:
+                        self._add(add)
+                case Load(manifest=manifest) if manifest.digest == "bad":
+                    self._reply(LoadFailed(version=manifest.version, error="digest is bad"))
+                case Load(manifest=manifest):
+                    self._version = manifest.version
+                    self._reply(Loaded(version=manifest.version, load_s=0.0, recompute_tokens=0))
+                case LoadSaved(version=version):
+                    self._version = version
+                    self._reply(Loaded(version=version, load_s=0.0, recompute_tokens=0))
+                case Stats():
+                    stats = EngineStats(
+                        version=self._version,
+                        running=len(self._held),
+                        waiting=0,
+                        kv_used_tokens=0,
+                        kv_total_tokens=1000,
+                    )
+                    self._reply(Sampled(stats=stats))
+                case ExportKv(id=id, tokens=tokens):
+                    cached = self._cached_of(tokens)
+                    self._reply(
+                        KvExported(id=id, manifest=kv_manifest(id, cached))
+                        if cached
+                        else KvRefused(id=id, error="not cached")
+                    )
+                case ImportKv(id=id, tokens=tokens, manifest=manifest):
+                    if manifest.weights_id:
+                        self._reply(KvRefused(id=id, error="other weights"))
+                    else:
+                        self._cached.append(tokens[: manifest.tokens])
+                        self._reply(KvImported(id=id, moved_tokens=manifest.tokens))
+                case Rerank() | ReleaseKv():
+                    pass
+
+    def _add(self, add: Add) -> None:
+        request = add.request
+        first = request.tokens[0]
+        if take_fault(self._spec.model, "kill-engine"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if take_fault(self._spec.model, "stick-engine"):
+            threading.Event().wait()
+        if first == CRASH:
+            raise RuntimeError("the fake engine crashed")
+        if first == DEAF:
+            threading.Event().wait()
+        if self._suspended:
+            self._queued.append(add)
+        elif first == HOLD:
+            self._held[request.id] = self._said(request, Finish.ABORTED, more=0)
+        elif first == TELL:
+            self._tell(add)
+        elif first == REFUSE:
+            error = "refused by the fake engine"
+            refused = GenerateResult(
+                id=request.id, tokens=(), logprobs=(), versions=(), finish=Finish.ERROR, error=error
+            )
+            self._reply(Generated(result=refused))
+        else:
+            cached = self._cached_of(request.tokens)
+            self._cached.append(request.tokens)
+            result = self._said(request, Finish.LENGTH, more=request.sampling.max_tokens)
+            self._reply(Generated(result=msgspec.structs.replace(result, cached_tokens=cached)))
+
+    def _tell(self, add: Add) -> None:
+        result = self._held[add.request.id] = self._said(add.request, Finish.ABORTED, more=TOLD)
+        new = result.resumed_tokens
+        if add.stream:
+            spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
+            piece = Piece(
+                id=result.id,
+                start=new,
+                tokens=result.tokens[new:],
+                logprobs=result.logprobs[new:],
+                versions=spans,
+                generate_s=1.0,
+            )
+            self._reply(Progress(pieces=(piece,)))
+
+    def _said(self, request: GenerateRequest, finish: Finish, *, more: int) -> GenerateResult:
+        """What the turn resumes, and `more` tokens, as far as it may."""
+        given = request.resumed.tokens if request.resumed is not None else ()
+        first, end = (
+            request.tokens[-1] % 40 + 2,
+            min(len(given) + more, request.sampling.max_tokens),
+        )
+        tokens = given + tuple(range(first + len(given), first + end))
+        spans = (VersionSpan(start=0, end=end, version=self._version),) if end else ()
+        return GenerateResult(
+            id=request.id,
+            tokens=tokens,
+            logprobs=(-1.0,) * len(tokens),
+            versions=spans,
+            finish=finish,
+            resumed_tokens=len(given),
+        )
+
+    def _cached_of(self, tokens: tuple[int, ...]) -> int:
+        """Tokens of the longest prefix that is cached."""
+        return max(
+            (len(known) for known in self._cached if tokens[: len(known)] == known), default=0
+        )
+
+
+def kv_manifest(id: str, tokens: int) -> KvManifest:
+    """Of KV that is nowhere."""
+    return KvManifest(
+        id=id, tokens=tokens, key=b"", weights_id=0, model="", layout="", dtype="", layers=1, kv_heads=1, head_dim=1,
+        block_tokens=1, chunk_blocks=1, nbytes=0, digests=(), where=KvMemory(path="/nowhere"),
+    )  # fmt: skip
+
+
+def take_fault(model: str, name: str) -> bool:
+    """True once for each fault that a test has laid into the model's directory."""
+    try:
+        (Path(model) / name).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def sign_in(model: str) -> None:
+    """Tell the test our process id, and when the kernel started us: ids are used again."""
+    if Path(model).is_dir():
+        _, began = process_state(os.getpid())
+        with (Path(model) / "pids").open("a") as file:
+            file.write(f"{os.getpid()} {began}\n")
+
+
+def process_state(pid: int) -> tuple[str, int]:
+    """State and start, in ticks of the kernel; "gone" where there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone", -1
+    return fields[0], int(fields[19])
+
+
+def main() -> None:
+    parent = Parent.from_arguments()
+    spec = decoder_of(EngineSpec)(parent.receive())
+    sign_in(spec.model)
+    decode = decoder_of(EngineCommand)
+    loop = EchoLoop(spec, lambda word: parent.send(encode(word)))
+    parent.listen(lambda payload: loop.post(decode(payload)))
+    loop.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,572 @@
+"""One suite for every backend: in a thread, in a process, over HTTP, with the fake
+engine and with ours.
+"""
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollweave.engine.clients.base import EngineBackend
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.inproc import MakeLoop, in_thread
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.clients.server import EngineServer
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
+from rollweave.schema.serving import (
+    EngineCommand,
+    EngineReply,
+    EngineSpec,
+    Finish,
+    Generated,
+    GenerateRequest,
+    GenerateResult,
+    KvOver,
+    LoadSaved,
+    Partial,
+    Piece,
+    Progress,
+    Sampling,
+    VersionSpan,
+)
+from rollweave.schema.weights import WeightManifest
+from tests.engine.clients.echo_engine import (
+    CRASH,
+    DEAF,
+    HOLD,
+    REFUSE,
+    TELL,
+    TOLD,
+    EchoLoop,
+    kv_manifest,
+)
+
+ROOT = Path(__file__).parents[3]
+Connect = Callable[..., EngineBackend]
+
+
+def tiny_checkpoint(directory: Path, **changes: object) -> Path:
+    """A random Qwen3-shaped checkpoint of a few thousand parameters, written without
+    transformers; `changes` of its config.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    from rollweave.weights.checkpoint import read_shape
+
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 128,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        **changes,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.randn(shape) * 0.1 for name, shape in read_shape(directory).tensors().items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def real_loop() -> MakeLoop:
+    from rollweave.engine.loop import EngineLoop
+
+    return EngineLoop
+
+
+def environment() -> dict[str, str]:
+    return {
+        "PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+KINDS = ("fake in a thread", "fake in a process", "ours in a thread", "ours in a process")
+QUICK = KINDS[:3]
+FAKES = KINDS[:2]
+"""Our engine in a process takes seconds to import; one test of it shows that the two
+halves meet.
+"""
+HTTP = ("fake over HTTP", "ours over HTTP")
+"""An engine in a thread, served to a client.
+
+Its weights and KV, and whether it works, are nothing that the client decides.
+"""
+
+
+def over_http(engine: EngineClient) -> HttpEngine:
+    """A client of a server of `engine`.
+
+    The server begins at once; who asks before it listens waits.
+    """
+    place = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{place.getsockname()[1]}"
+    client = HttpEngine(HttpSpec(name="engine e0", url=url, vocab=128), start_s=60.0, reply_s=20.0)
+    runner = web.AppRunner(
+        EngineServer(engine, model="m").application(),
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+    )
+
+    async def serve() -> None:
+        await runner.setup()
+        await web.SockSite(runner, place).start()
+        await asyncio.wait([client.lost])
+        await runner.cleanup()
+
+    serving = asyncio.ensure_future(serve())
+    client.lost.add_done_callback(lambda _: serving)  # kept until then
+    return client
+
+
+@pytest.fixture
+async def connect(tmp_path: Path, model: Path) -> AsyncIterator[Connect]:
+    """Starts engines, and ends them all."""
+    made: list[EngineClient | HttpEngine] = []
+
+    def start(
+        kind: str, *, broken: bool = False, reply_s: float = 20.0
+    ) -> EngineClient | HttpEngine:
+        path = "broken" if broken else str(model)
+        spec = EngineSpec(id=EngineId("e0"), model=path, max_slots=4, kv_tokens=512)
+        model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(model_ready.set_result, None)
+        if "process" not in kind:
+            link = in_thread(
+                spec, EchoLoop if "fake" in kind else real_loop(), model_ready=model_ready
+            )
+        else:
+            module = (
+                "tests.engine.clients.echo_engine"
+                if "fake" in kind
+                else "rollweave.runtime.entrypoints.engine"
+            )
+            link = in_process(
+                spec,
+                module=module,
+                log=tmp_path / "logs" / "e0.log",
+                env=environment(),
+                model_ready=model_ready,
+            )
+        engine = EngineClient("engine e0", link, start_s=60.0, reply_s=reply_s)
+        made.append(engine)
+        if "HTTP" in kind:
+            made.append(over_http(engine))
+        return made[-1]
+
+    yield start
+    for client in reversed(made):
+        await client.close()
+
+
+def request(id: str, *tokens: int, count: int = 3) -> GenerateRequest:
+    return GenerateRequest(id=id, tokens=tokens, sampling=Sampling(max_tokens=count, seed=5))
+
+
+def manifest(version: int, digest: str = "good") -> WeightManifest:
+    return WeightManifest(
+        version=version,
+        weights_id=version,
+        location="/nowhere",
+        tensors=(),
+        nbytes=0,
+        digest=digest,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS + HTTP)
+async def test_requests_are_answered_each_once(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    ready = await client.ready()
+    assert ready.max_slots == 4
+    results = await asyncio.gather(
+        *(client.generate(request(f"r{number}", 5, number)) for number in range(10))
+    )
+    assert [result.id for result in results] == [f"r{number}" for number in range(10)]
+    for result in results:
+        assert 1 <= len(result.tokens) == len(result.logprobs) <= 3
+        assert result.versions[-1].end == len(result.tokens)
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_suspended_engines_answer_after_they_resume(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = client.generate(request("r0", 5))
+    stats = await client.stats()  # taken after the request: the engine has seen it, and holds it
+    assert stats.kv_total_tokens > 0
+    assert not waiting.done()
+    client.resume()
+    assert (await waiting).id == "r0"
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_refusals_and_ids_in_use_raise(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    first = REFUSE if "fake" in kind else 10_000  # outside our engine's vocabulary
+    with pytest.raises(EngineError):
+        await client.generate(request("r0", first))
+    await client.suspend()
+    waiting = client.generate(request("r1", 5))
+    await client.stats()
+    with pytest.raises(EngineError, match="must be unique"):
+        await client.generate(request("r1", 5))
+    client.resume()
+    await waiting
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    first = HOLD if "fake" in kind else 5
+    aborted = client.generate(request("r0", first, count=200))
+    cancelled = client.generate(request("r1", first, count=200))
+    await client.stats()
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    if "fake" in kind:
+        client.resume()
+        await client.stats()
+    client.abort("r0")
+    client.abort("unknown")
+    assert (await aborted).finish is Finish.ABORTED
+    client.resume()
+    stats = await client.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert (await client.generate(request("r1", 5))).id == "r1"  # the id is free again
+
+
+def begun(result: GenerateResult, count: int) -> Partial:
+    """The first `count` tokens of a turn, all of one version."""
+    spans = (msgspec.structs.replace(result.versions[0], end=count),)
+    return Partial(
+        tokens=result.tokens[:count],
+        logprobs=result.logprobs[:count],
+        versions=spans,
+        generate_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS + HTTP)
+async def test_a_turn_that_was_begun_goes_on(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    whole = await client.generate(request("whole", 5, 6, count=9))
+    count = len(whole.tokens)  # it may stop before 9
+    asked = [
+        msgspec.structs.replace(request(f"r{at}", 5, 6, count=count), resumed=begun(whole, at))
+        for at in range(1, count + 1)
+    ]
+    for at, result in enumerate(await asyncio.gather(*map(client.generate, asked)), 1):
+        assert result.tokens == whole.tokens
+        assert result.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+        assert (result.finish in (Finish.LENGTH, Finish.STOP), result.resumed_tokens) == (True, at)
+        assert (result.versions[0].start, result.versions[-1].end) == (0, count)
+        assert result.cached_tokens <= 2
+    if "ours" in kind:
+        with pytest.raises(EngineError, match=r"resumed\.tokens"):
+            await client.generate(
+                msgspec.structs.replace(request("long", 5, 6, count=1), resumed=begun(whole, 2))
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) -> None:
+    """Ours tells all that it has as it is suspended: in the midst of both turns, or
+    they are asked for again.
+    """
+    client, heard, others = connect(kind), list[Piece](), list[Piece]()
+    await client.ready()
+    while True:
+        before = (await client.stats()).output_tokens
+        turn = client.generate(
+            request("r0", TELL if "fake" in kind else 5, count=200), heard.append
+        )
+        quiet = client.generate(request("r1", TELL if "fake" in kind else 5, count=200))
+        while "ours" in kind and (await client.stats()).output_tokens < before + 4:
+            pass
+        await client.suspend()
+        if not turn.done() and not quiet.done():
+            break
+        # this thread was kept waiting for the time of a whole turn
+        await asyncio.gather(turn, quiet, client.resume())
+        heard.clear()
+    tokens = tuple(token for piece in heard for token in piece.tokens)
+    assert [piece.start for piece in heard] == [
+        sum(len(p.tokens) for p in heard[:at]) for at in range(len(heard))
+    ]
+    assert len(tokens) >= (TOLD if "fake" in kind else 2)
+    client.abort("r0")
+    aborted = await turn
+    assert aborted.finish is Finish.ABORTED
+    assert aborted.tokens[: len(tokens)] == tokens
+    assert aborted.logprobs[: len(tokens)] == tuple(
+        value for piece in heard for value in piece.logprobs
+    )
+    count = len(heard)
+    again = client.generate(
+        msgspec.structs.replace(request("r2", 5, count=200), resumed=begun(aborted, len(tokens))),
+        others.append,
+    )
+    client.kill()
+    for lost in (quiet, again):
+        with pytest.raises(EngineLostError):
+            await lost
+    assert len(heard) == count
+    assert all(piece.id == "r2" and piece.start >= len(tokens) for piece in others)
+
+
+async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
+    """A link that says what it likes."""
+    said: list[Callable[[EngineReply], None]] = []
+
+    class Link:
+        def send(self, command: EngineCommand) -> None:
+            return
+
+        def kill(self) -> None:
+            return
+
+        async def joined(self) -> None:
+            return
+
+    def open_link(on_reply: Callable[[EngineReply], None], on_lost: Callable[[str], None]) -> Link:
+        said.append(on_reply)
+        return Link()
+
+    client, heard = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[Piece]()
+    tell = said[0]
+
+    def piece(id: str, start: int) -> Piece:
+        span = VersionSpan(start=start, end=start + 1, version=0)
+        return Piece(id=id, start=start, tokens=(7,), logprobs=(-1.0,), versions=(span,))
+
+    turn, quiet, cancelled = (
+        client.generate(request("r0", 5), heard.append),
+        client.generate(request("r1", 5)),
+        client.generate(request("r2", 5), heard.append),
+    )
+    cancelled.cancel()
+    tell(Progress(pieces=(piece("r0", 0), piece("r1", 0), piece("r2", 0), piece("unknown", 0))))
+    span = VersionSpan(start=0, end=1, version=0)
+    tell(
+        Generated(
+            result=GenerateResult(
+                id="r0", tokens=(7,), logprobs=(-1.0,), versions=(span,), finish=Finish.LENGTH
+            )
+        )
+    )
+    tell(Progress(pieces=(piece("r0", 1),)))
+    assert [(each.id, each.start) for each in heard] == [("r0", 0)]
+    assert (await turn).tokens == (7,)
+    quiet.cancel()
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_bad_weights_are_refused_and_the_engine_serves_on(
+    connect: Connect, kind: str
+) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(WeightsError):
+        await client.load(manifest(3, digest="bad"))
+    assert (await client.stats()).version == -1
+    assert (await client.generate(request("r0", 5))).id == "r0"
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_good_weights_mark_the_tokens(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.load(manifest(7))
+    assert (await client.generate(request("r0", 5))).versions[0].version == 7
+    await client.load(LoadSaved(version=6, weights_id=6, directory="", dtype="float32"))
+    assert (await client.generate(request("r1", 5))).versions[0].version == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+async def test_kv_moves_and_the_next_turn_finds_it(
+    connect: Connect, kind: str, over: KvOver
+) -> None:
+    source, target = connect(kind), connect(kind)
+    await asyncio.gather(source.ready(), target.ready())
+    tokens = tuple(range(2, 42))
+    await source.generate(request("r0", *tokens))
+    exported = await source.export_kv([*tokens, 7, 7], over)
+    assert exported.tokens > 0
+    moved = await target.import_kv([*tokens, 7, 7], exported)
+    assert moved == exported.tokens
+    source.release_kv(exported.id)
+    source.release_kv("unknown")
+    assert (await target.generate(request("r1", *tokens, 7, 7))).cached_tokens == moved
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_kv_that_is_refused_raises_and_the_engine_serves_on(
+    connect: Connect, kind: str
+) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(KvError, match="cache"):
+        await client.export_kv([5] * 40, "shm")
+    foreign = msgspec.structs.replace(kv_manifest("kv", 1), weights_id=9)
+    with pytest.raises(KvError, match="weights"):
+        await client.import_kv([5], foreign)
+    assert (await client.generate(request("r0", 5))).id == "r0"
+
+
+async def test_an_engine_that_is_lost_fails_the_kv_that_it_was_to_move(connect: Connect) -> None:
+    client = connect("fake in a process")
+    await client.ready()
+    deaf = client.generate(request("r0", DEAF))
+    moves = [
+        asyncio.ensure_future(call)
+        for call in (client.export_kv([5], "shm"), client.import_kv([5], kv_manifest("kv", 1)))
+    ]
+    await asyncio.sleep(0)
+    client.kill()
+    for call in (deaf, *moves):
+        with pytest.raises(EngineLostError, match="killed"):
+            await call
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_a_rank_may_change_at_any_time(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = client.generate(request("r0", 5))
+    client.rerank("r0", 3.0)
+    client.rerank("r0", float("nan"))  # makes no sense, and harms nobody
+    client.rerank("unknown", 3.0)
+    client.resume()
+    assert (await waiting).id == "r0"
+
+
+@pytest.mark.parametrize("kind", HTTP)
+async def test_engines_over_http_refuse_abort_forget_and_end(connect: Connect, kind: str) -> None:
+    """What the tests above and below show of others, without suspending."""
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(EngineError):
+        await client.generate(request("r0", REFUSE if "fake" in kind else 10_000))
+    held = HOLD if "fake" in kind else 5
+    aborted, cancelled, again = (
+        client.generate(request(id, held, count=200)) for id in ("r1", "r2", "r1")
+    )
+    with pytest.raises(EngineError, match="must be unique"):
+        await again
+    cancelled.cancel()
+    client.rerank("r1", 3.0)
+    client.abort("r1")
+    client.abort("unknown")
+    assert (await aborted).finish is Finish.ABORTED
+    assert (await client.generate(request("r2", 5))).id == "r2"
+    left = client.generate(request("r3", held, count=200))
+    client.kill()
+    with pytest.raises(EngineLostError, match="killed"):
+        await left
+    for call in (
+        client.generate(request("r4", 5)),
+        client.stats(),
+        client.suspend(),
+        client.load(manifest(1)),
+    ):
+        with pytest.raises(EngineLostError):
+            await call
+    client.kill()
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_a_killed_engine_fails_everything_pending_and_later(
+    connect: Connect, kind: str
+) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.suspend()
+    waiting = client.generate(request("r0", 5))
+    await client.stats()
+    client.kill()
+    with pytest.raises(EngineLostError, match="killed"):
+        await waiting
+    assert "killed" in await client.lost
+    kv = kv_manifest("kv", 1)
+    later = (
+        client.suspend(),
+        client.load(manifest(1)),
+        client.stats(),
+        client.export_kv([5], "shm"),
+        client.import_kv([5], kv),
+    )
+    for call in (client.generate(request("r1", 5)), *later):
+        with pytest.raises(EngineLostError):
+            await call
+    client.abort("r0")
+    client.rerank("r0", 1.0)
+    client.release_kv("kv")
+    client.resume()
+    client.kill()
+
+
+@pytest.mark.parametrize("kind", QUICK + HTTP)
+async def test_close_is_orderly_and_may_be_repeated(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    await client.close()
+    assert client.lost.done()
+    await client.close()
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_a_crash_is_a_loss_with_its_reason(connect: Connect, kind: str) -> None:
+    client = connect(kind)
+    await client.ready()
+    with pytest.raises(EngineLostError, match="the fake engine crashed"):
+        await client.generate(request("r0", CRASH))
+
+
+@pytest.mark.parametrize("kind", QUICK)
+async def test_an_engine_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
+    client = connect(kind, broken=True)
+    with pytest.raises(EngineLostError, match="cannot start" if "fake" in kind else "broken"):
+        await client.ready()
+
+
+@pytest.mark.parametrize("kind", FAKES)
+async def test_an_engine_that_does_not_answer_is_killed(connect: Connect, kind: str) -> None:
+    client = connect(kind, reply_s=0.3)
+    await client.ready()
+    deaf = client.generate(request("r0", DEAF))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineLostError, match=r"did not suspend within 0\.3 s and was killed"):
+        await client.suspend()
+    with pytest.raises(EngineLostError):
+        await deaf

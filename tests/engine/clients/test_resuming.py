@@ -1,0 +1,143 @@
+"""Going on with a turn at servers that know of none that was begun."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.resuming import begun, joined, rest_of
+from rollweave.schema.errors import EngineError
+from rollweave.schema.serving import (
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Partial,
+    Sampling,
+    VersionSpan,
+    covers,
+)
+from tests.engine.clients.wire import Exchange, prorl, serving
+
+
+def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> Partial:
+    spans = (VersionSpan(start=0, end=len(tokens), version=version),)
+    return Partial(
+        tokens=tokens, logprobs=(-0.25,) * len(tokens), versions=spans, generate_s=generate_s
+    )
+
+
+def request(
+    resumed: Partial | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
+) -> GenerateRequest:
+    asked = Sampling(max_tokens=count, seed=40, **sampling)
+    return GenerateRequest(id="r0", tokens=(5,), sampling=asked, budget_s=budget_s, resumed=resumed)
+
+
+def spec(url: str) -> HttpSpec:
+    return HttpSpec(name="engine e0", url=url, vocab=100, dialect="prorl")
+
+
+async def answered(asked: GenerateRequest) -> tuple[GenerateResult, list[Any]]:
+    """The answer of a model that counts, and what it was asked."""
+    async with serving(prorl(hot=-1.5)) as wire:
+        engine = HttpEngine(spec(wire.url), check_s=1000.0)
+        try:
+            return await engine.generate(asked), [exchange.asked for exchange in wire.seen]
+        finally:
+            await engine.close()
+
+
+async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> None:
+    result, (asked,) = await answered(request(partial(6, 7, generate_s=3.0)))
+    assert (asked["prompt_ids"], asked["max_tokens"], asked["seed"]) == ([5, 6, 7], 4, 42)
+    assert result.tokens == (6, 7, 8, 9, 10, 11)
+    assert result.logprobs == (-0.25, -0.25, -1.5, -1.5, -1.5, -1.5)
+    assert result.versions == (VersionSpan(start=0, end=6, version=0),)
+    assert (result.id, result.finish, result.resumed_tokens) == ("r0", Finish.LENGTH, 2)
+    assert 3.0 < result.generate_s < 3.0 + 60.0
+    assert result.queue_s < 60.0
+
+
+@pytest.mark.parametrize(
+    ("resumed", "sampling", "finish"),
+    [
+        (partial(6, 7), {"count": 2}, Finish.LENGTH),
+        (partial(6, 7), {"stop_token_ids": (7,)}, Finish.STOP),
+    ],
+)
+async def test_what_has_ended_already_is_not_asked_for(
+    resumed: Partial, sampling: Any, finish: Finish
+) -> None:
+    result, asked = await answered(request(resumed, **sampling))
+    assert (result.tokens, result.finish, asked) == (resumed.tokens, finish, [])
+
+
+@pytest.mark.parametrize(("count", "stop_token_ids"), [(1, ()), (6, (6,))])
+async def test_what_cannot_be_the_beginning_is_refused(
+    count: int, stop_token_ids: tuple[int, ...]
+) -> None:
+    with pytest.raises(EngineError, match=r"resumed\.tokens must end where the turn stops"):
+        await answered(request(partial(6, 7), count=count, stop_token_ids=stop_token_ids))
+    with pytest.raises(EngineError, match=r"must be in \[0, 100\), got 5 to 100"):
+        await answered(request(partial(6, 100)))
+
+
+def test_a_stop_string_or_text_alone_begins_the_turn_again() -> None:
+    asked = request(partial(6, 7), stop=("end",))
+    assert rest_of(asked, text_only=False) == msgspec.structs.replace(asked, resumed=None)
+    asked = request(partial(6, 7))
+    assert rest_of(asked, text_only=True) == msgspec.structs.replace(asked, resumed=None)
+    assert rest_of(request(None), text_only=False) == request(None)
+
+
+async def test_what_is_left_of_the_budget_bounds_the_rest_and_the_beginning_is_kept() -> None:
+    async def hang(exchange: Exchange) -> None:
+        await exchange.hung_up()
+
+    async with serving(hang) as wire:
+        engine = HttpEngine(spec(wire.url), check_s=1000.0)
+        try:
+            result = await engine.generate(request(partial(6, 7, generate_s=5.0), budget_s=1.0))
+            assert (result.finish, result.tokens, result.resumed_tokens) == (Finish.TIME, (6, 7), 2)
+            turn = engine.generate(request(partial(6, 7)))
+            wire.arrived.clear()
+            await asyncio.wait_for(wire.arrived.wait(), 10)
+            engine.abort("r0")
+            assert (await turn).tokens == (6, 7)
+        finally:
+            await engine.close()
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.lists(st.integers(0, 3), max_size=8))
+def test_spans_are_joined_as_if_they_had_been_one_turns(
+    before: list[int], after: list[int]
+) -> None:
+    """Against the version of each token, one by one."""
+
+    def spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+        return tuple(
+            VersionSpan(start=at, end=at + 1, version=version)
+            for at, version in enumerate(versions)
+        )
+
+    resumed = Partial(
+        tokens=(1,) * len(before), logprobs=(-1.0,) * len(before), versions=spans(before)
+    )
+    rest = GenerateResult(
+        id="r0",
+        tokens=(2,) * len(after),
+        logprobs=(-2.0,) * len(after),
+        versions=spans(after),
+        finish=Finish.STOP,
+    )
+    asked = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
+    whole = joined(asked, rest)
+    assert covers(whole.versions, 0, len(whole.tokens))
+    told = [span.version for span in whole.versions for _ in range(span.end - span.start)]
+    assert told == before + after
+    assert whole.tokens == (1,) * len(before) + (2,) * len(after)
+    assert begun(asked, Finish.ABORTED).tokens == resumed.tokens

@@ -1,0 +1,394 @@
+"""Our engine behind our server behind our client: token for token what it gives in
+process, and gone when it is not wanted.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.probe import Logprobs
+from rollweave.engine.clients.server import EngineServer
+from rollweave.engine.loop import EngineLoop
+from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.serving import (
+    DialectName,
+    EngineSpec,
+    EngineStats,
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    Sampling,
+    VersionSpan,
+)
+from tests.engine.clients.test_conformance import tiny_checkpoint
+
+VOCAB = 128
+MOST = 30
+OURS: tuple[DialectName, ...] = ("rollweave", "completions", "prorl")
+
+
+class Letters:
+    """A tokenizer of single letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("served"))
+
+
+class Served:
+    """An engine in a thread, and where it is served."""
+
+    def __init__(self, engine: EngineClient, url: str) -> None:
+        self.engine, self.url = engine, url
+
+    @asynccontextmanager
+    async def remote(
+        self, dialect: DialectName = "rollweave", *, check_s: float = 1000.0
+    ) -> AsyncIterator[HttpEngine]:
+        spec = HttpSpec(name="remote", url=self.url, vocab=VOCAB, dialect=dialect)
+        engine = HttpEngine(spec, reply_s=10.0, check_s=check_s)
+        try:
+            await engine.ready()
+            yield engine
+        finally:
+            await engine.close()
+
+    async def until(self, meets: Callable[[EngineStats], bool]) -> EngineStats:
+        """The engine's state, as soon as it is so."""
+        while not meets(stats := await self.engine.stats()):
+            continue
+        return stats
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = {"Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url + path, data=data, headers=head) as response,
+        ):
+            return response.status, json.loads(await response.read())
+
+
+@pytest.fixture
+async def served(model: Path) -> AsyncIterator[Served]:
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    spec = EngineSpec(
+        id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=2048, deterministic=True
+    )
+    engine = EngineClient(
+        "engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0
+    )
+    app = EngineServer(
+        engine, model="tiny", text=Letters(), read_s=0.5, most_requests=MOST
+    ).application()
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await engine.ready()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield Served(engine, f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await runner.cleanup()
+    await engine.close()
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.0, max_tokens=30),
+    Sampling(temperature=1.0, max_tokens=30, seed=3),
+    Sampling(temperature=0.7, top_p=0.9, top_k=20, max_tokens=30, seed=1 << 62),
+    Sampling(temperature=1.3, max_tokens=30, seed=4, stop_token_ids=tuple(range(0, 128, 9))),
+]
+
+
+@pytest.mark.parametrize("dialect", OURS)
+async def test_it_is_the_engine_token_for_token(served: Served, dialect: DialectName) -> None:
+    async with served.remote(dialect) as remote:
+        assert remote.logprobs is Logprobs.SAMPLED
+        requests = [
+            GenerateRequest(id=f"r{number}-{at}", tokens=(5, 6, 7 + at), sampling=sampling)
+            for number, sampling in enumerate(SAMPLINGS)
+            for at in range(3)
+        ]
+        here = [await served.engine.generate(request) for request in requests]
+        there = await asyncio.gather(*(remote.generate(request) for request in requests))
+        for ours, theirs in zip(here, there, strict=True):
+            assert (theirs.id, theirs.tokens, theirs.logprobs) == (
+                ours.id,
+                ours.tokens,
+                ours.logprobs,
+            )
+            assert theirs.finish is ours.finish
+            assert [(span.start, span.end, span.version) for span in theirs.versions] == [
+                (0, len(ours.tokens), 0)
+            ]
+        assert {result.finish for result in there} == {Finish.LENGTH, Finish.STOP}
+
+
+async def test_what_the_engine_tells_of_itself_arrives(served: Served) -> None:
+    async with served.remote() as remote:
+        here, there = await served.engine.ready(), await remote.ready()
+        assert there == msgspec.structs.replace(here, version=0)
+        assert (await remote.stats()).kv_total_tokens == here.kv_total_tokens
+        request = GenerateRequest(
+            id="r0", tokens=tuple(range(2, 42)), sampling=Sampling(max_tokens=3)
+        )
+        await remote.generate(request)
+        assert (await remote.generate(request)).cached_tokens >= 32
+        late = GenerateRequest(
+            id="r1", tokens=(5,), sampling=Sampling(max_tokens=200), budget_s=1e-6
+        )
+        assert (await remote.generate(late)).finish is Finish.TIME
+        masked = GenerateRequest(
+            id="r2", tokens=(5,), sampling=Sampling(max_tokens=20, allowed=(7, 8))
+        )
+        assert set((await remote.generate(masked)).tokens) <= {7, 8}
+        with pytest.raises(EngineError, match=r"tokens must be in \[0, 128\)"):
+            await remote.generate(GenerateRequest(id="r3", tokens=(500,)))
+
+
+@pytest.mark.parametrize("dialect", OURS)
+async def test_hanging_up_stops_the_generation(served: Served, dialect: DialectName) -> None:
+    """While it is suspended, the engine cannot have come to the end by itself."""
+    async with served.remote(dialect) as remote:
+        await served.engine.suspend()
+        answer = remote.generate(
+            GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200))
+        )
+        await served.until(lambda stats: stats.waiting == 1)
+        answer.cancel()
+        await served.until(lambda stats: stats.waiting + stats.running == 0)
+        served.engine.resume()
+        assert (await remote.generate(GenerateRequest(id="r0", tokens=(5,)))).id == "r0"
+
+
+async def test_a_generation_under_way_is_stopped_too(served: Served) -> None:
+    async with served.remote() as remote:
+        before = (await served.engine.stats()).output_tokens
+        answer = remote.generate(
+            GenerateRequest(
+                id="r0", tokens=(5,), sampling=Sampling(max_tokens=250, stop_token_ids=())
+            )
+        )
+        await served.until(lambda stats: stats.output_tokens > before)
+        await served.engine.suspend()
+        stats = await served.engine.stats()
+        if stats.running:  # else it was faster than we could stop it
+            answer.cancel()
+            await served.until(lambda stats: stats.running == 0)
+
+
+async def test_aborting_brings_back_what_there_is(served: Served) -> None:
+    async with served.remote() as remote:
+        await served.engine.suspend()
+        answer = remote.generate(
+            GenerateRequest(id="r0", tokens=(5,), sampling=Sampling(max_tokens=200))
+        )
+        await served.until(lambda stats: stats.waiting == 1)
+        remote.abort("r0")
+        result = await answer
+        assert (result.id, result.finish) == ("r0", Finish.ABORTED)
+        served.engine.resume()
+
+
+async def test_text_is_served_where_there_is_a_tokenizer(served: Served) -> None:
+    asked = {
+        "model": "tiny",
+        "prompt": "abc",
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_token_ids": True,
+    }
+    status, answer = await served.post("/v1/completions", asked)
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert choice["text"] == "".join(map(chr, choice["token_ids"]))
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"]) <= 4
+    assert answer["usage"]["prompt_tokens"] == 3
+    bare = await served.post(
+        "/v1/completions", {"prompt": [97, 98, 99], "max_tokens": 4, "temperature": 0, "n": None}
+    )
+    assert bare[1]["choices"][0]["text"] == choice["text"]
+    assert "token_ids" not in bare[1]["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "shown"),
+    [
+        ({}, "hello"),
+        ({"stop": "lo"}, "hel"),
+        ({"stop": ["x", "l"]}, "he"),
+        ({"stop_token_ids": [ord("o")]}, "hell"),
+    ],
+)
+async def test_text_ends_before_what_stops_it(stop: dict[str, Any], shown: str) -> None:
+    class Speaker:
+        async def generate(self, request: GenerateRequest) -> GenerateResult:
+            tokens = tuple(map(ord, "hello"))
+            versions = (VersionSpan(start=0, end=5, version=0),)
+            return GenerateResult(
+                id=request.id,
+                tokens=tokens,
+                logprobs=(0.0,) * 5,
+                versions=versions,
+                finish=Finish.STOP,
+            )
+
+    speaker: Any = Speaker()
+    app = EngineServer(speaker, model="m", text=Letters()).application()
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=1.0) as url:
+        asked = {"prompt": "say", "return_token_ids": True, **stop}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url + "/v1/completions", json=asked) as response,
+        ):
+            (choice,) = (await response.json())["choices"]
+    assert (choice["text"], len(choice["token_ids"])) == (shown, 5)
+
+
+async def test_fields_that_ask_for_nothing_change_nothing(served: Served) -> None:
+    asked = {"prompt": [5], "max_tokens": 6, "seed": 1, "return_token_ids": True}
+    plain = (await served.post("/v1/completions", asked))[1]["choices"]
+    nothing = {name: values[0] for name, values in NEUTRAL.items() if values}
+    said = nothing | dict.fromkeys(WITHOUT_EFFECT, "x") | asked
+    status, answer = await served.post("/v1/completions", said)
+    assert (status, answer.get("choices")) == (200, plain)
+
+
+async def test_who_names_no_seed_gets_another_answer_each_time(served: Served) -> None:
+    answers = [
+        await served.post("/generate", {"prompt_ids": [5], "max_tokens": 12}) for _ in range(4)
+    ]
+    assert len({tuple(answer["response_ids"]) for _, answer in answers}) > 1
+
+
+REFUSED = [
+    (
+        "/v1/completions",
+        {"prompt": [5], "n": 2},
+        400,
+        "n must be 1 or null: it is not supported, got 2",
+    ),
+    ("/v1/completions", {"prompt": [5], "stream": True}, 400, "stream must be false or null"),
+    (
+        "/v1/completions",
+        {"prompt": [5], "repetition_penalty": 1.05},
+        400,
+        "repetition_penalty must be 1 or null",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [5], "logit_bias": {"7": 1.0}},
+        400,
+        "logit_bias must be {} or null",
+    ),
+    ("/v1/completions", {"prompt": [5], "bad_words": ["x"]}, 400, "bad_words must be [] or null"),
+    (
+        "/v1/completions",
+        {"prompt": [5], "structured_outputs": {"json": {}}},
+        400,
+        "structured_outputs must be null",
+    ),
+    ("/v1/completions", {"prompt": [5], "surprise": 1}, 400, "surprise must not be given"),
+    (
+        "/v1/completions",
+        {"prompt": [5], "logprobs": 5},
+        400,
+        "logprobs must be 0 or null, or 1 at temperature 0",
+    ),
+    (
+        "/v1/completions",
+        {"prompt": [5], "logprobs": 0, "return_tokens_as_token_ids": False},
+        400,
+        "must be true or null",
+    ),
+    ("/v1/completions", [5], 400, "Expected `object`"),
+    (
+        "/generate",
+        {"prompt_ids": [5], "max_tokens": 1, "min_p": 0.1},
+        400,
+        "min_p must be 0 or null",
+    ),
+    ("/v1/completions", {"prompt": [], "max_tokens": 2}, 400, "at least one token"),
+    ("/v1/completions", {"prompt": [5], "temperature": -1}, 400, "temperature must be 0 or more"),
+    ("/v1/completions", {"prompt": [5], "max_tokens": "many"}, 400, "Expected `int"),
+    ("/v1/completions", {"prompt": [5.5]}, 400, "Expected"),
+    ("/v1/completions", b'{"prompt": [5', 400, "truncated"),
+    ("/generate", {"prompt_ids": [5]}, 400, "required field `max_tokens`"),
+    ("/generate", {"prompt_ids": [999], "max_tokens": 1}, 400, "must be in"),
+    (
+        "/rollweave/v1/generate",
+        {"id": "r0", "tokens": [5], "surprise": 1},
+        400,
+        "unknown field `surprise`",
+    ),
+    ("/rollweave/v1/generate", b"\x00" * 10, 400, "malformed"),
+    ("/nowhere", {}, 404, "Not Found"),
+    ("/health", {}, 405, "Not Allowed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "reason"), REFUSED)
+async def test_what_cannot_be_done_is_refused_with_its_reason(
+    served: Served, path: str, body: object, status: int, reason: str
+) -> None:
+    told, answer = await served.post(path, body)
+    assert told == status
+    assert reason in answer["detail"]
+
+
+async def test_too_many_requests_are_told_to_come_again(served: Served) -> None:
+    async with served.remote() as remote:
+        await served.engine.suspend()
+        waiting = [
+            remote.generate(GenerateRequest(id=f"r{number}", tokens=(5,))) for number in range(MOST)
+        ]
+        await served.until(lambda stats: stats.waiting == MOST)
+        status, answer = await served.post("/generate", {"prompt_ids": [5], "max_tokens": 1})
+        assert (status, answer["detail"]) == (429, "Too Many Requests")
+        late = remote.generate(GenerateRequest(id="late", tokens=(5,)))
+        served.engine.resume()
+        assert len(await asyncio.gather(*waiting, late)) == MOST + 1
+
+
+async def test_a_client_that_never_ends_its_request_is_cut_off(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert b"408" in await reader.readline()
+    writer.close()
+
+
+async def test_an_engine_that_is_lost_is_said_so_and_its_clients_lose_it(served: Served) -> None:
+    async with served.remote(check_s=0.05) as remote:
+        await served.engine.suspend()
+        pending = remote.generate(GenerateRequest(id="r0", tokens=(5,)))
+        await served.until(lambda stats: stats.waiting == 1)
+        served.engine.kill()
+        with pytest.raises(EngineLostError, match="its health is status 503"):
+            await pending
+        assert remote.lost.done()
+        status, answer = await served.post("/v1/completions", {"prompt": [5]})
+        assert status == 503
+        assert "killed" in answer["detail"]

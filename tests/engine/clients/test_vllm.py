@@ -1,0 +1,114 @@
+"""A real vLLM, where `ROLLWEAVE_VLLM_PYTHON` names an interpreter that has it: it does
+what the golden answers promise.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.vllm_peer import VARIABLE, VllmServer
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.http import HttpEngine, HttpSpec
+from rollweave.engine.clients.inproc import in_thread
+from rollweave.engine.clients.probe import Logprobs
+from rollweave.engine.loop import EngineLoop
+from rollweave.schema.base import EngineId
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.serving import DialectName, EngineSpec, Finish, GenerateRequest, Sampling
+from tests.engine.clients.test_conformance import tiny_checkpoint
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        VARIABLE not in os.environ, reason=f"{VARIABLE} names no interpreter that has vLLM"
+    ),
+]
+LONG = Sampling(max_tokens=480)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 32 are the smallest that vLLM takes."""
+    changes = {
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "hidden_act": "silu",
+    }
+    return tiny_checkpoint(
+        tmp_path_factory.mktemp("model"), **changes, max_position_embeddings=512, rms_norm_eps=1e-6
+    )
+
+
+@pytest.fixture
+async def ours(model: Path) -> AsyncIterator[EngineClient]:
+    present: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    present.set_result(None)
+    spec = EngineSpec(id=EngineId("e0"), model=str(model), max_slots=4, kv_tokens=1024)
+    engine = EngineClient(
+        "engine e0", in_thread(spec, EngineLoop, model_ready=present), start_s=60.0, reply_s=20.0
+    )
+    await engine.ready()
+    yield engine
+    await engine.close()
+
+
+@asynccontextmanager
+async def remote(server: VllmServer, dialect: DialectName) -> AsyncIterator[HttpEngine]:
+    spec = HttpSpec(name="vllm", url=f"http://127.0.0.1:{server.port}", vocab=128, dialect=dialect)
+    engine = HttpEngine(spec, start_s=600.0, reply_s=20.0, check_s=1000.0)
+    try:
+        await engine.ready()
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_it_speaks_both_dialects_and_is_missed_when_it_is_gone(
+    model: Path, ours: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # minutes of a C++ compiler in the first request
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    python = os.environ[VARIABLE]
+    server = VllmServer(
+        python, str(model), kv_bytes=1 << 24, eager=True, scratch=tmp_path, concurrency=1
+    )
+    with server:
+        await asyncio.to_thread(server.wait_ready)
+        for dialect in ("vllm", "completions"):
+            async with remote(server, dialect) as engine:
+                await agrees(engine, ours, partial=dialect == "vllm")
+        async with remote(server, "vllm") as engine:
+            pending = engine.generate(GenerateRequest(id="r0", tokens=(5,), sampling=LONG))
+            while (await engine.stats()).running == 0:  # noqa: ASYNC110 (our own count)
+                await asyncio.sleep(0)
+            server.__exit__()
+            with pytest.raises(EngineLostError, match="does not answer"):
+                await pending
+
+
+async def agrees(engine: HttpEngine, ours: EngineClient, *, partial: bool) -> None:
+    """Greedily the same tokens and log-probs; sampled ones that are checked; an end
+    when it is asked for.
+    """
+    assert engine.logprobs is Logprobs.RAW
+    for stops in ((), tuple(range(0, 128, 5))):
+        sampling = Sampling(temperature=0.0, max_tokens=12, stop_token_ids=stops)
+        request = GenerateRequest(id="r0", tokens=(5, 6, 7), sampling=sampling)
+        there, here = await engine.generate(request), await ours.generate(request)
+        assert (there.tokens, there.finish) == (here.tokens, here.finish)
+        assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+    masked = GenerateRequest(id="r1", tokens=(5,), sampling=Sampling(max_tokens=12, allowed=(7, 8)))
+    assert set((await engine.generate(masked)).tokens) <= {7, 8}
+    with pytest.raises(EngineError, match=r"must be 0 or 1, got 0\.7"):
+        await engine.generate(
+            GenerateRequest(id="r2", tokens=(5,), sampling=Sampling(temperature=0.7))
+        )
+    late = await engine.generate(GenerateRequest(id="r3", tokens=(5,), sampling=LONG, budget_s=0.1))
+    assert late.finish is Finish.TIME
+    assert len(late.tokens) < (LONG.max_tokens if partial else 1)

@@ -1,0 +1,86 @@
+"""Scripted agents, and a handler's life with one, over real sandboxes."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rollweave.envs.base import Score
+from rollweave.envs.handlers.base import Endpoint, Job, LimitError, Tool
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.work import StopReason, Task
+from tests.sandbox.worlds import needs
+
+Reply = Message | str | Exception
+
+
+class Scripted:
+    """Says its replies one after the other, or what a function makes of the messages;
+    an exception is raised.
+    """
+
+    def __init__(
+        self, replies: Sequence[Reply] | Callable[[Sequence[Message]], Reply], *, turns: int = 20
+    ) -> None:
+        self._replies = replies if callable(replies) else iter([*replies])
+        self.turns_left = turns
+        self.heard: list[Message] = []
+        self.tools: list[Sequence[Tool]] = []
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+    ) -> Message:
+        self.heard = list(messages)
+        self.tools.append(tools)
+        if not self.turns_left:
+            raise LimitError(StopReason.MAX_TURNS, "no turns left")
+        self.turns_left -= 1
+        reply = self._replies(messages) if callable(self._replies) else next(self._replies)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply if isinstance(reply, Message) else Message(role="assistant", content=reply)
+
+    async def endpoint(self) -> Endpoint:
+        raise NotImplementedError
+
+
+def calls(*named: tuple[str, Any], content: str = "") -> Message:
+    """A message that calls tools, each with arguments: a dict, or a text as it is."""
+    made = [
+        ToolCall(
+            id=f"call-{number}",
+            name=name,
+            arguments=found if isinstance(found, str) else json.dumps(found),
+        )
+        for number, (name, found) in enumerate(named)
+    ]
+    return Message(role="assistant", content=content, tool_calls=tuple(made))
+
+
+@asynccontextmanager
+async def sandboxes() -> AsyncIterator[Sandboxes]:
+    needs("zygote")
+    made = Sandboxes("zygote")
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def attempt(handler: Any, task: Task, agent: Scripted, boxes: Sandboxes) -> Score:
+    """As the driver has a handler live; a limit counts as an end."""
+    await handler.init(Job(task=task, seed=0, sandboxes=boxes))
+    try:
+        await handler.run(agent)
+    except LimitError:
+        pass
+    finally:
+        await handler.close()
+    score = await handler.eval()
+    assert isinstance(score, Score)
+    return score

@@ -1,0 +1,177 @@
+r"""Answers: what stands in \boxed{}, numbers read exactly, texts compared; nothing that
+is only partly a number.
+"""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.envs.handlers.answers import boxed, close, number, numbers, same
+
+fractions = st.fractions(max_denominator=10**6)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", None),
+        ("42", None),
+        (r"\boxed{42}", "42"),
+        (r"first \boxed{1}, then \fbox{ 2 }.", "2"),
+        (r"\boxed {\frac{1}{\sqrt{2}}} and {more}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{1} \boxed{2", None),
+        (r"\boxed{}", ""),
+        (r"\boxed 3", None),
+    ],
+)
+def test_what_is_boxed(text: str, found: str | None) -> None:
+    assert boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        (" +7. ", 7),
+        ("-0.25", Fraction(-1, 4)),
+        (".5", Fraction(1, 2)),
+        ("−3", -3),
+        ("$1{,}234{,}567.5$", Fraction(2469135, 2)),
+        ("1,234", 1234),
+        (r"1\,000", 1000),
+        (r"\frac{3}{-4}", Fraction(-3, 4)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        (r"\tfrac12", Fraction(1, 2)),
+        ("6 / 4", Fraction(3, 2)),
+        ("x = 3", 3),
+        ("1.5e3", 1500),
+        (r"1.5 \times 10^{-3}", Fraction(3, 2000)),
+        ("2*10**4", 20000),
+    ],
+)
+def test_numbers_that_are_read(text: str, value: Fraction | int) -> None:
+    assert number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "x",
+            "1+1",
+            "2^3",
+            "12 or 13",
+            "1 1/2",
+            "1 2",
+            "1,23",
+            "1/0",
+            "1/2/3",
+            "--1",
+            "-/2",
+            "- -1/2",
+            "½",
+            "²",
+            "٣",
+            "nan",
+        ),
+        *(
+            r"\sqrt{4}",
+            r"\frac{1}{0}",
+            r"\frac{1}{2}3",
+            "3.4.5",
+            "1e999",
+            "0x10",
+            "1_000",
+            "x >= 3",
+            "__import__('os')",
+            "9" * 1001,
+        ),
+    ],
+)
+def test_what_is_no_number(text: str) -> None:
+    assert number(text) is None
+    assert not same(text, "12")
+
+
+@settings(deadline=None)
+@given(
+    fractions,
+    st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", r"$\dfrac{{{}}}{{{}}}$", " {} / {} "]),
+)
+def test_a_fraction_in_any_dress(value: Fraction, dress: str) -> None:
+    assert number(dress.format(value.numerator, value.denominator)) == value
+    assert number(dress.format(value.numerator * 6, value.denominator * 6)) == value
+
+
+@settings(deadline=None)
+@given(st.integers(), st.integers(0, 12))
+def test_a_decimal_is_exact(digits: int, places: int) -> None:
+    text = f"{abs(digits):0{places + 1}d}"
+    text = f"{text[:-places]}.{text[-places:]}" if places else text
+    assert number(f"-{text}") == -Fraction(abs(digits), 10**places)
+    assert number(f"{int(abs(digits)):,}") == abs(digits)
+
+
+@settings(deadline=None)
+@given(st.lists(fractions, min_size=2, max_size=4))
+def test_tuples(values: list[Fraction]) -> None:
+    text = f"({', '.join(map(str, values))})"
+    assert (
+        numbers(text)
+        == numbers(rf"\left({','.join(map(str, values))}\right)")
+        == numbers(f"(x, y) = {text}")
+        == tuple(values)
+    )
+    assert same(text, text)
+    assert same(text, f"({', '.join(map(str, reversed(values)))})") == (values == values[::-1])
+    assert not same(str(values[0]), text)
+    assert not same(text[1:-1], text)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60) | st.text("0123456789.,/-+e{}()\\frac times^$ ", max_size=60))
+def test_any_text_is_read_or_not(text: str) -> None:
+    value = number(text)
+    assert value is None or any(digit.isdigit() for digit in text)
+    assert same(text, text) or value is not None or numbers(text) is None
+    boxed(text)
+    close(text, "3", tolerance=0.1)
+
+
+def test_words_are_equal_but_for_mark_up() -> None:
+    assert same(r"\text{The Answer}.", "the  answer")
+    assert same("$x^2 + 1$", "x^2 + 1")
+    assert not same("the answer is yes", "yes")
+    assert not same("a" * 1001, "a" * 1001)
+
+
+@pytest.mark.parametrize(
+    ("given_", "right"),
+    [
+        ("100", True),
+        ("101", True),
+        ("99.0", True),
+        ("101.01", False),
+        ("98.9", False),
+        ("100 g", True),
+        ("100 kg/m^3", True),
+        (r"$100\ \text{N}$", True),
+        (r"100\,\mathrm{kJ}", True),
+        ("100%", True),
+        ("100 or 5", False),
+        ("5 100", False),
+        ("100 - 1", False),
+        ("about", False),
+        ("", False),
+    ],
+)
+def test_close_to_100(given_: str, right: bool) -> None:
+    assert close(given_, "100", tolerance=0.01) is right
+
+
+def test_close_to_words() -> None:
+    assert close(r"\text{Velite}", "velite", tolerance=0.01)
+    assert not close("velites", "velite", tolerance=0.01)

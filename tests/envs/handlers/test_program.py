@@ -1,0 +1,518 @@
+"""Agent programs of somebody else's, each a whole attempt: sandbox, gateway, relay,
+score.
+"""
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollweave.envs.base import Score, Split, payload_of
+from rollweave.envs.handlers.base import AgentHandler
+from rollweave.envs.handlers.program import Program
+from rollweave.envs.handlers.sandboxes import Sandboxes
+from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.schema.errors import (
+    ConfigError,
+    RewardError,
+    SandboxError,
+    SandboxLostError,
+    SandboxSpoiledError,
+)
+from tests.rollout.gateway.scripts import CALL, Script
+from tests.sandbox.worlds import ISOLATING, needs
+
+from .programs import HERE, agent_program, job, lived, scripted
+
+ECHO = agent_program("print(say(task['question']))")
+BY_ANSWER = HERE + "by_answer"
+
+
+@pytest_asyncio.fixture(params=ISOLATING)
+async def sandboxes(request: pytest.FixtureRequest) -> AsyncIterator[Sandboxes]:
+    needs(request.param)
+    made = Sandboxes(request.param)
+    yield made
+    await made.close()
+
+
+def kept(sandboxes: Sandboxes) -> list[Path]:
+    """Folders of snapshots that are there."""
+    return list(Path(sandboxes._backend._launcher._kept).iterdir())  # type: ignore[union-attr]
+
+
+async def test_a_program_is_scored_by_what_it_printed_and_does_not_see_what_is_hidden(
+    sandboxes: Sandboxes,
+) -> None:
+    handler: AgentHandler = Program(
+        command=agent_program("print(say(task['question']) if 'answer' not in task else 'seen')"),
+        score=BY_ANSWER,
+        hidden=["answer"],
+    )
+    async with scripted(Script(["42"])) as (made, agent):
+        assert await lived(handler, job(sandboxes, question="6 * 7?", answer="42"), agent) == Score(
+            reward=1.0
+        )
+        (sequence,) = made.close("s").sequences
+    assert len(sequence.turns) == 1
+    assert isinstance(handler, Program)
+    assert handler.final_result()["rc"] == 0
+    assert kept(sandboxes) == []
+
+
+async def test_files_folder_environment_and_outputs(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "tool.sh").write_text(
+        "#!/bin/sh\necho $GREETING from $PWD > /tmp/said\necho made > made.txt\n"
+    )
+    (tmp_path / "sub" / "tool.sh").chmod(0o755)
+    handler = Program(
+        command=["sh", "main.sh"],
+        score=HERE + "by_files",
+        files={
+            "main.sh": "sub/tool.sh; cat other/x.txt; echo $OPENAI_API_BASE; exit 3",
+            "other/x.txt": "x\n",
+        },
+        folder=str(tmp_path),
+        env={"GREETING": "hello"},
+        outputs=["made.txt", "/tmp/said", "missing", "/dev/zero"],
+    )
+    async with scripted(Script()) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=2.0, success=True)
+    result = handler.final_result()
+    assert (result["rc"], result["outputs"]["/tmp/said"]) == (3, "hello from /home/agent\n")
+    assert result["stdout"].startswith("x\nhttp://127.0.0.1:")
+
+
+TESTS = """
+import json, os, sys
+told = json.load(sys.stdin)
+processes = [open(f"/proc/{pid}/cmdline").read() for pid in os.listdir("/proc") if pid.isdigit()]
+print("status", told["rc"], "living", sum("forever" in each for each in processes))
+print("home", *sorted(os.listdir(os.environ["HOME"])), "submission", *sorted(os.listdir(os.environ["SUBMISSION"])))
+print(len(open(os.environ["SUBMISSION"] + "/work.txt").read()) / 10)
+"""
+
+
+async def test_a_command_scores_what_is_left_in_a_sandbox_of_its_own(sandboxes: Sandboxes) -> None:
+    source = """
+open("work.txt", "w").write(say("write"))
+open("tests.py", "w").write("print(1e9)")
+import subprocess
+subprocess.Popen(["sh", "-c", ": forever; while :; do sleep 1; done"], start_new_session=True)
+"""
+    handler = Program(
+        command=agent_program(source),
+        score=["python", "-I", "tests.py"],
+        score_files={"tests.py": TESTS},
+    )
+    async with scripted(Script(["hello"])) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    seen = handler.final_result()["score"].splitlines()
+    assert seen == [
+        "status 0 living 0",
+        "home tests.py submission task.json tests.py work.txt",
+        "0.5",
+    ]
+    assert kept(sandboxes) == []
+
+
+LEFT = """
+import os, pathlib, subprocess, sys
+TRICK = "import os\\nprint('loaded')\\nopen('/tmp/loaded', 'a').close()\\n"
+NAMES = ("sitecustomize.py", "usercustomize.py", "conftest.py", "json.py", "os.py", "json/__init__.py", "x.pth")
+version = "python%d.%d" % sys.version_info[:2]
+places = [".", "sub", "/tmp", "/score", "/home/submission", ".local/lib/" + version + "/site-packages", *sys.path]
+places += [line.strip() for path in sys.path if os.path.isdir(path)
+           for file in pathlib.Path(path).glob("*.pth") for line in open(file) if line.startswith("/")]
+for place in places:
+    for name in NAMES:
+        try:
+            path = pathlib.Path(place, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(TRICK)
+        except OSError:
+            pass
+for place in ("/etc/ld.so.preload", "/etc/ld.so.cache", "/etc/python3/sitecustomize.py", ".profile", ".bashrc", "bin/python"):
+    try:
+        pathlib.Path(place).parent.mkdir(parents=True, exist_ok=True)
+        pathlib.Path(place).write_text("/home/agent/evil.so" if "ld.so" in place else "echo loaded")
+    except OSError:
+        pass
+os.makedirs("out/deep")
+open("out/deep/work.txt", "w").write(say("write"))
+os.symlink("deep/work.txt", "out/within")
+os.symlink("/home/agent/check.py", "out/absolute")
+os.symlink("../../agent/check.py", "out/relative")
+os.symlink("deep/../../../agent/check.py", "out/through")
+os.symlink("../../agent", "alone")
+"""
+
+CHECK = """
+import json, os, sys
+submission = os.environ["SUBMISSION"]
+found = sorted(os.path.relpath(os.path.join(folder, name), submission)
+               for folder, folders, files in os.walk(submission) for name in [*folders, *files])
+print(*found)
+print("home", *sorted(os.listdir("/home/agent")), "tmp", *os.listdir("/tmp"), os.path.getsize("/etc/ld.so.preload"))
+print(len(open(submission + "/out/within").read()) / 10)
+"""
+
+
+async def test_what_a_program_leaves_does_not_run_in_its_score_which_finds_the_submission_alone(
+    sandboxes: Sandboxes,
+) -> None:
+    handler = Program(
+        command=agent_program(LEFT),
+        submission=["out", "alone", "missing", "not/there"],
+        score=["sh", "-c", "python check.py && python -I check.py"],
+        score_files={"check.py": CHECK},
+    )
+    async with scripted(Script(["hello"])) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    assert handler.final_result()["rc"] == 0, handler.final_result()["stderr"]
+    seen = ["out out/deep out/deep/work.txt out/within", "home check.py tmp 0", "0.5"]
+    assert handler.final_result()["score"].splitlines() == [*seen, *seen]
+
+
+async def test_a_command_scores_without_isolation_too() -> None:
+    sandboxes = Sandboxes("plain")
+    check = (
+        "import os; print(*os.listdir(), *sorted(os.listdir(os.environ['SUBMISSION'])));"
+        "print(len(open(os.environ['SUBMISSION'] + '/work.txt').read()) / 10)"
+    )
+    handler = Program(
+        command=agent_program('open("work.txt", "w").write(say("write"))'),
+        score=["python", "-I", "tests.py"],
+        score_files={"tests.py": check},
+    )
+    async with scripted(Script(["hello"])) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    assert handler.final_result()["score"].splitlines()[0] == "tests.py task.json work.txt"
+    await sandboxes.close()
+
+
+async def test_an_attempt_that_is_given_up_before_its_score_keeps_no_snapshot(
+    sandboxes: Sandboxes,
+) -> None:
+    handler = Program(command=["true"], score=["echo", "0"])
+    async with scripted(Script()) as (_, agent):
+        await handler.init(job(sandboxes))
+        await handler.run(agent)
+        await handler.close()
+    assert len(kept(sandboxes)) == 1
+    del handler
+    gc.collect()
+    assert kept(sandboxes) == []
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (
+            ["sh", "-c", "echo no number"],
+            "last line must be a number in ASCII digits, got 'no number'",
+        ),
+        (["sh", "-c", "echo １"], "last line must be a number in ASCII digits, got '１'"),
+        (["sh", "-c", "echo 1_000"], "last line must be a number in ASCII digits, got '1_000'"),
+        (["true"], "last line must be a number in ASCII digits, got ''"),
+        (["sh", "-c", "echo 1; echo oh >&2; exit 4"], "ended with status 4: 1\noh"),
+    ],
+)
+async def test_a_scoring_command_that_fails_is_no_reward(
+    sandboxes: Sandboxes, score: list[str], message: str
+) -> None:
+    async with scripted(Script()) as (_, agent):
+        with pytest.raises(RewardError, match=message):
+            await lived(Program(command=["true"], score=score), job(sandboxes), agent)
+    assert kept(sandboxes) == []
+
+
+async def test_a_program_over_its_limits_is_told_and_what_it_said_counts(
+    sandboxes: Sandboxes,
+) -> None:
+    source = """
+said = []
+try:
+    while True:
+        said.append(say("more"))
+except openai.RateLimitError as error:
+    print(error.code, len(said))
+"""
+    handler = Program(command=agent_program(source), score=BY_ANSWER)
+    async with scripted(Script(), limits=SessionLimits(calls=3)) as (made, agent):
+        assert (
+            await lived(handler, job(sandboxes, answer="insufficient_quota 3"), agent)
+        ).reward == 1.0
+        assert len(made.close("s").sequences) == 3
+
+
+RAW = """
+import json, os, urllib.request
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", method="POST")
+request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+request.add_header("Content-Type", "application/json")
+message = {"role": "user", "content": "?"}
+urllib.request.urlopen(request, json.dumps({"model": "tiny", "messages": [message]}).encode())
+"""
+"""Asks as the client does, whose import alone takes seconds on a busy machine."""
+
+
+async def test_a_program_that_does_not_end_has_failed_and_its_turn_is_cancelled(
+    sandboxes: Sandboxes,
+) -> None:
+    script = Script(hold=True)
+    handler = Program(command=["python", "-I", "-S", "-c", RAW], score=BY_ANSWER, timeout_s=5.0)
+    async with scripted(script) as (made, agent):
+        with pytest.raises(SandboxError, match="did not end within timeout_s, 5 s"):
+            await lived(handler, job(sandboxes, question="?"), agent)
+        await asyncio.wait_for(script.cancelled.get(), 60)
+        assert made.close("s").sequences == ()
+    assert handler.final_result()["rc"] < 0
+
+
+async def test_an_attempt_that_is_cancelled_leaves_no_sandbox(sandboxes: Sandboxes) -> None:
+    script = Script(hold=True)
+    handler = Program(command=ECHO, score=BY_ANSWER)
+    async with scripted(script) as (_, agent):
+        life = asyncio.create_task(lived(handler, job(sandboxes, question="?"), agent))
+        await script.started.get()
+        life.cancel()
+        await asyncio.wait([life])
+        assert script.cancelled.get_nowait() is None
+    assert life.cancelled()
+    handler.kill()
+    assert handler._sandbox is not None
+    assert handler._sandbox.ended == "stopped"
+
+
+async def test_what_ends_the_sandbox_is_the_agents_doing_or_it_is_not(sandboxes: Sandboxes) -> None:
+    async def ended(limits: dict[str, Any], source: str) -> Score | None:
+        handler = Program(command=agent_program(source), score=BY_ANSWER, limits=limits)
+        async with scripted(Script()) as (_, agent):
+            with pytest.raises(SandboxLostError) as lost:
+                await lived(handler, job(sandboxes), agent)
+        return await handler.run_exception(lost.value)
+
+    assert await ended(
+        {"cpu_s": 4.0}, "import os; os.fork(); os.fork()\nwhile True: pass"
+    ) == Score(reward=0.0, success=False)
+    assert await ended({"wall_s": 3.0}, "import time; time.sleep(100)") is None
+    assert (
+        await Program(command=["x"], score=BY_ANSWER).run_exception(ValueError("limits.cpu_s"))
+        is None
+    )
+
+
+NO_TEXT = r"""
+import os
+say("hello")
+os.symlink(b"/dev/null/\xff/x", "check.py")
+os.mkdir(b"\xfe")
+open(b"\xfe/\xfd", "w").close()
+open("said.txt", "wb").write(b"\xff")
+os.write(1, b"\xff out\n")
+"""
+
+
+async def test_names_and_words_that_are_not_utf_8_are_scored(sandboxes: Sandboxes) -> None:
+    files = {
+        "check.py": "import os\nprint(len(os.listdir(os.environ['SUBMISSION'])) > 1)\nprint(0.5)"
+    }
+    handler = Program(
+        command=agent_program(NO_TEXT),
+        score=["python", "-I", "check.py"],
+        score_files=files,
+        outputs=["said.txt", "check.py"],
+    )
+    async with scripted(Script()) as (_, agent):
+        assert await lived(handler, job(sandboxes), agent) == Score(reward=0.5)
+    found = handler.final_result()
+    assert (found["stdout"], found["outputs"], found["score"]) == (
+        "\ufffd out\n",
+        {"said.txt": "\ufffd"},
+        "True\n0.5\n",
+    )
+
+
+KILLS_ALL = """
+import contextlib, os, signal, time
+say("hello")
+for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+    if pid != os.getpid():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.HOW)
+time.sleep(100)
+"""
+
+DEEP = """
+import os
+say("hello")
+for _ in range(10_000):
+    os.mkdir("d")
+    os.chdir("d")
+"""
+
+
+@pytest.mark.parametrize(
+    "source", [KILLS_ALL.replace("HOW", "SIGKILL"), KILLS_ALL.replace("HOW", "SIGSTOP"), DEEP]
+)
+async def test_a_program_that_spoils_its_sandbox_has_no_reward(
+    sandboxes: Sandboxes, source: str
+) -> None:
+    handler = Program(command=agent_program(source), score=["echo", "1"])
+    async with scripted(Script()) as (_, agent):
+        with pytest.raises(SandboxSpoiledError) as lost:
+            await lived(handler, job(sandboxes), agent)
+    assert await handler.run_exception(lost.value) == Score(reward=0.0, success=False)
+
+
+async def test_a_program_that_is_not_there_is_no_reward(sandboxes: Sandboxes) -> None:
+    async with scripted(Script()) as (_, agent):
+        with pytest.raises(SandboxError, match="No such file"):
+            await lived(Program(command=["/no/such/agent"], score=BY_ANSWER), job(sandboxes), agent)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": []}, "options.command must have at least a program"),
+        ({"command": "python agent.py"}, "options.command: Expected `array`, got `str`"),
+        ({"score": "nowhere:f"}, "options.score: cannot import nowhere"),
+        ({"score": HERE + "NOT_CALLABLE"}, "options.score must be a function or a command"),
+        ({"score": [1]}, "options.score: Expected `str`"),
+        ({"submission": []}, r"options.submission must have at least one path, got \[\]"),
+        (
+            {"submission": ["/etc"]},
+            "options.submission: only must have paths relative to the work folder",
+        ),
+        (
+            {"submission": ["../x"]},
+            "options.submission: only must have paths relative to the work folder",
+        ),
+        ({"score": []}, r"options.score must be a function or a command, got \[\]"),
+        ({"files": {"a": 1}}, "options.files: Expected `str`"),
+        ({"timeout_s": 0.0}, "options.timeout_s must be positive and finite"),
+        (
+            {"image": "relative"},
+            "options of the sandbox: .*image must be 'host' or an absolute path",
+        ),
+        ({"limits": {"processes": 1}}, "limits.processes must be at least 4"),
+        ({"limits": {"wings": 1}}, "unknown field `wings`"),
+        ({"env": {"a-b": ""}}, "env must have names"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Program(**{"command": ["x"], "score": BY_ANSWER, **options})
+
+
+async def test_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
+    made = Sandboxes("plain")
+    for folder, message in (
+        (tmp_path / "none", "must be a folder"),
+        (tmp_path, "files and folders alone"),
+    ):
+        (tmp_path / "link").exists() or (tmp_path / "link").symlink_to("/etc/passwd")
+        with pytest.raises(ConfigError, match=message):
+            await Program(command=["x"], score=BY_ANSWER, folder=str(folder)).init(job(made))
+    await made.close()
+
+
+def test_tasks_are_lines_and_no_line_is_in_two_splits(tmp_path: Path) -> None:
+    lines = [{"question": number, "seed": "mine"} for number in range(80)]
+    path, other = tmp_path / "tasks.jsonl", tmp_path / "held.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    other.write_text(json.dumps({"question": "held"}))
+
+    def epoch(split: Split, start: int = 0, **more: Any) -> list[Any]:
+        options = {"tasks": str(path), **more}
+        tasks = [
+            Program.make_task(index=index, seed=3, split=split, options=options)
+            for index in range(start, start + 200)
+        ]
+        return [payload_of(task)["question"] for task in tasks]
+
+    parts = {split: set(epoch(split)) for split in Split}
+    assert sorted(question for part in parts.values() for question in part) == list(range(80))
+    count = len(parts[Split.TRAIN])
+    first, second = epoch(Split.TRAIN)[:count], epoch(Split.TRAIN, count)[:count]
+    assert sorted(first) == sorted(second) == sorted(parts[Split.TRAIN])
+    assert first != second
+    assert set(epoch(Split.TEST, held_out=str(other))) == {"held"}
+    assert set(epoch(Split.TRAIN, held_out=str(other))) == set(range(80))
+    empty = [
+        Program.make_task(index=index, seed=3, split=Split.TRAIN, options={}) for index in range(5)
+    ]
+    assert len({task.seed for task in empty}) == 5
+    assert {task.payload for task in empty} == {"{}"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", ":1: must be a JSON object: TypeError: got"),
+        ("{", ":1: must be a JSON"),
+        ("", "has none"),
+    ],
+)
+def test_a_file_of_tasks_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Program.make_task(index=0, seed=3, split=Split.TRAIN, options={"tasks": str(path)})
+    with pytest.raises(ConfigError, match="must be a readable file"):
+        Program.make_task(index=0, seed=3, split=Split.TRAIN, options={"tasks": str(tmp_path)})
+
+
+SDK = """
+import asyncio, os, agents, openai
+agents.set_tracing_disabled(True)
+
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    \"\"\"The sum of two numbers.\"\"\"
+    open("added", "a").write(f"{a}+{b};")
+    return a + b
+
+async def main(streamed):
+    model = agents.OpenAIChatCompletionsModel(model="tiny", openai_client=openai.AsyncOpenAI())
+    agent = agents.Agent(name="adder", instructions="Add with the tool.", tools=[add], model=model)
+    if streamed:
+        result = agents.Runner.run_streamed(agent, "What is 2 + 3?")
+        async for _ in result.stream_events():
+            pass
+    else:
+        result = await agents.Runner.run(agent, "What is 2 + 3?")
+    print(result.final_output)
+
+asyncio.run(main(False))
+asyncio.run(main(True))
+"""
+
+
+@pytest.mark.slow
+async def test_the_agents_sdk_runs_unchanged_inside(sandboxes: Sandboxes) -> None:
+    """Needs the extra `agents`."""
+    pytest.importorskip("agents", reason="needs the extra `agents`")
+    handler = Program(
+        command=["python", "agent.py"],
+        files={"agent.py": SDK},
+        score=HERE + "by_files",
+        outputs=["added"],
+    )
+    async with scripted(Script([CALL, "It is 5.", CALL, "It is 5 again."])) as (made, agent):
+        await lived(handler, job(sandboxes), agent)
+        sequences = made.close("s").sequences
+    result = handler.final_result()
+    assert result["rc"] == 0, result["stderr"]
+    assert (result["stdout"], result["outputs"]["added"]) == (
+        "It is 5.\nIt is 5 again.\n",
+        "2+3;2+3;",
+    )
+    assert [len(sequence.turns) for sequence in sequences] == [2, 2]

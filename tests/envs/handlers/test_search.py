@@ -1,0 +1,213 @@
+"""The search tool, and web searches with a key, against a server of ours that can fail
+in every way.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollweave.envs.handlers import search
+from rollweave.envs.handlers.corpus import Bm25, Document
+from rollweave.envs.handlers.search import NOTHING, Web, search_tool, web_search
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
+from rollweave.schema.errors import ConfigError, EnvError
+
+KEY = "secret-key-3141"
+KEY_ENV = "ROLLWEAVE_TEST_SEARCH_KEY"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_ENV, KEY)
+
+
+class Server:
+    """Answers with each of `says` in turn, and with the last for ever: a status, or the
+    results.
+    """
+
+    def __init__(self, *says: Any) -> None:
+        self.says = list(says)
+        self.asked: list[tuple[dict[str, str], Any]] = []
+        self.waits: list[float] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append((dict(request.headers), await request.json()))
+        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if said == "hang":
+            await asyncio.Event().wait()
+        if said == "leave":
+            assert request.transport is not None
+            request.transport.abort()
+        if isinstance(said, int):
+            return web.Response(
+                status=said, text=f"wrong: {KEY}", headers={"Location": "/elsewhere"}
+            )
+        return web.Response(text=said if isinstance(said, str) else json.dumps(said))
+
+
+@asynccontextmanager
+async def served(
+    *says: Any, service: str = "tavily", timeout_s: float = 20
+) -> AsyncIterator[tuple[Server, Web]]:
+    async def sleep(seconds: float) -> None:
+        server.waits.append(seconds)
+
+    server, app = Server(*says), web.Application()
+    app.router.add_post("/search", server.answer)
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
+        yield (
+            server,
+            Web(
+                service=service,
+                key_env=KEY_ENV,
+                url=f"{url}/search",
+                timeout_s=timeout_s,
+                sleep=sleep,
+            ),
+        )
+
+
+def results(*texts: str) -> dict[str, Any]:
+    return {
+        "results": [{"title": f"T{place}", "content": text} for place, text in enumerate(texts)]
+    }
+
+
+async def test_tavily() -> None:
+    async with served(results("one", "two", "three")) as (server, found):
+        hits = await found.find("a query", 2)
+        assert [(hit.title, hit.text) for hit in hits] == [("T0", "one"), ("T1", "two")]
+        headers, body = server.asked[0]
+        assert (headers["Authorization"], body) == (
+            f"Bearer {KEY}",
+            {"query": "a query", "max_results": 2},
+        )
+
+
+async def test_serper() -> None:
+    answer = {"organic": [{"title": "T", "link": "x", "snippet": "one"}], "searchParameters": {}}
+    async with served(answer, service="serper") as (server, found):
+        assert await found.find("a query", 3) == [Document(title="T", text="one")]
+        headers, body = server.asked[0]
+        assert (headers["X-API-KEY"], body) == (KEY, {"q": "a query", "num": 3})
+
+
+async def test_the_key_is_cut_out_of_what_comes_back() -> None:
+    async with served({"results": [{"title": KEY, "content": f"your key is {KEY}!"}]}) as (
+        _,
+        found,
+    ):
+        answer = await search_tool(found).call({"query": "key"})
+        assert answer == "[1] [key]\nyour key is [key]!"
+        assert KEY not in repr(found)
+
+
+@pytest.mark.parametrize("trouble", [429, 500, 503, "leave"])
+async def test_trouble_that_passes(trouble: Any) -> None:
+    async with served(trouble, trouble, results("one")) as (server, found):
+        assert [hit.text for hit in await found.find("q", 5)] == ["one"]
+        assert len(server.asked) == 3
+        assert server.waits == [search.BACKOFF_S, 2 * search.BACKOFF_S]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "tries", "told"),
+    [
+        (429, 3, "status 429"),
+        (500, 3, "status 500"),
+        ("leave", 3, "ServerDisconnectedError"),
+        (401, 1, "status 401"),
+        (302, 1, "status 302"),
+        ("<html>", 1, "another shape: JSONDecodeError"),
+        ("[" * 100_000, 1, "another shape"),
+        ([1], 1, "another shape: AttributeError"),
+        ({"results": 3}, 1, "another shape: TypeError"),
+        ("x" * (search.WEB_BYTES + 1), 1, "more than"),
+    ],
+)
+async def test_trouble_that_stays(trouble: Any, tries: int, told: str) -> None:
+    async with served(trouble) as (server, found):
+        with pytest.raises(EnvError, match=told) as raised:
+            await found.find("q", 5)
+        assert len(server.asked) == tries
+        assert KEY not in str(raised.value)
+
+
+async def test_a_search_that_hangs() -> None:
+    async with served("hang", timeout_s=0.1) as (_, found):
+        with pytest.raises(EnvError, match="TimeoutError"):
+            await found.find("q", 5)
+
+
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_query_that_is_refused_finds_nothing(status: int) -> None:
+    async with served(status) as (_, found):
+        assert await search_tool(found).call({"query": "?"}) == NOTHING
+
+
+@pytest.mark.parametrize("found", [{}, {"results": []}])
+async def test_no_results(found: Any) -> None:
+    async with served(found) as (_, of):
+        assert await search_tool(of).call({"query": "?"}) == NOTHING
+
+
+async def test_odd_results_are_read_as_far_as_they_go() -> None:
+    odd: Sequence[Any] = [3, None, {"title": 4, "content": None}, {"content": "word " * 1000}]
+    async with served({"results": odd}) as (_, found):
+        first, second = await found.find("q", 5)
+        assert first == Document(title="", text="")
+        assert len(second.text.split()) == search.PASSAGE_WORDS + 1
+
+
+async def test_the_tool() -> None:
+    tool = search_tool(
+        Bm25([Document(title=f"Cat {place}", text="It purrs.") for place in range(20)])
+    )
+    assert (await tool.call({"query": "purrs"})).count("It purrs.") == search.COUNT
+    assert (
+        await tool.call({"query": "purrs", "count": 2})
+    ) == "[1] Cat 0\nIt purrs.\n\n[2] Cat 1\nIt purrs."
+    assert await tool.call({"query": "dog"}) == NOTHING
+    assert (await tool.call({"query": "purrs " * 10_000})).count("It purrs.") == search.COUNT
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"service": "bing", "key_env": KEY_ENV},
+            r"options\.web\.service must be one of tavily, "
+            r"serper, got 'bing'",
+        ),
+        (
+            {"service": "tavily", "key_env": "NOT_SET"},
+            r"options\.web\.key_env must name an "
+            r"environment variable that is set",
+        ),
+        (
+            {"service": "tavily", "key_env": KEY_ENV, "url": "ftp://x"},
+            r"options\.web\.url must be http\(s\)://…, got 'ftp://x'",
+        ),
+        (
+            {"service": "tavily"},
+            r"options\.web must have service, key_env and perhaps url, got "
+            r"service",
+        ),
+        (
+            {"service": "tavily", "key_env": KEY_ENV, "key": "x"},
+            r"options\.web must have .*got "
+            r"key, key_env, service",
+        ),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        web_search(options)
+    assert KEY not in str(raised.value)

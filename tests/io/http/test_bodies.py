@@ -1,0 +1,110 @@
+"""Bodies within their bounds: of bytes, of what they inflate to, of time."""
+
+import asyncio
+import contextlib
+import gzip
+import io
+import os
+import threading
+import zlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollweave.io.http import bodies
+from rollweave.io.http.bodies import FREE_BYTES, RATIO, body_of
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
+
+MOST = 4 * FREE_BYTES
+HEAD = {"Content-Type": "application/json"}
+
+
+@contextlib.asynccontextmanager
+async def served(*, seconds: float = 30.0) -> AsyncIterator[str]:
+    async def length(request: web.Request) -> web.Response:
+        return web.json_response(len(await body_of(request, most=MOST, seconds=seconds)))
+
+    app = web.Application()
+    app.add_routes([web.post("/", length)])
+    async with listening(app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1) as url:
+        yield url + "/"
+
+
+@contextlib.asynccontextmanager
+async def asked(url: str, zipped: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    head = HEAD | {"Content-Encoding": "gzip"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=zipped, headers=head) as found,
+    ):
+        yield found
+
+
+NOISE = os.urandom(MOST)
+
+
+@pytest.mark.parametrize(
+    ("coding", "sent", "status"),
+    [
+        (None, NOISE, 200),
+        (None, NOISE + b"x", 413),
+        ("gzip", gzip.compress(b"{}" * 1000), 200),
+        ("deflate", zlib.compress(b"{}" * 1000), 200),
+        ("gzip", gzip.compress(NOISE[: MOST // 2]), 200),
+        ("gzip", gzip.compress(b" " * FREE_BYTES), 200),  # a thousandfold, but little
+        ("gzip", gzip.compress(b" " * (MOST + 1)), 413),
+        ("gzip", gzip.compress(b" " * (64 << 20)), 413),
+        ("gzip", gzip.compress(b"{}" * 1000)[:-5], 400),
+        ("gzip", gzip.compress(b"{}") * 2, 400),
+        ("gzip", b"not zipped", 400),
+        ("br", b"{}", 415),
+        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415),
+    ],
+)
+async def test_a_body_is_bounded_as_it_comes_and_as_it_is_inflated(
+    coding: str | None, sent: bytes, status: int
+) -> None:
+    async with served() as url, aiohttp.ClientSession() as session:
+        head = HEAD | ({"Content-Encoding": coding} if coding else {})
+        async with session.post(url, data=io.BytesIO(sent), headers=head) as found:
+            assert found.status == status
+
+
+async def test_more_than_the_ratio_is_refused_although_it_is_within_the_bound() -> None:
+    sent = gzip.compress(b" " * (2 * FREE_BYTES))
+    assert len(sent) * RATIO < 2 * FREE_BYTES < MOST
+    async with served() as url, asked(url, sent) as found:
+        assert found.status == 413
+        assert (
+            found.reason
+            == f"the body must inflate to at most {RATIO} times what was sent, got more"
+        )
+
+
+async def test_it_is_inflated_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, inflated = [], bodies._inflated
+    monkeypatch.setattr(
+        bodies,
+        "_inflated",
+        lambda *given: (threads.append(threading.current_thread()), inflated(*given))[1],
+    )
+    async with served() as url, asked(url, gzip.compress(b"{}")) as found:
+        assert await found.json() == 2
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+async def test_what_does_not_come_in_time_is_refused() -> None:
+    async with served(seconds=0.05) as url:
+        host, _, port = url.removeprefix("http://").strip("/").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = (
+            f"POST / HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: "
+            f"application/json\r\nContent-Length: 100\r\n\r\n{{"
+        )
+        writer.write(head.encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()

@@ -1,0 +1,146 @@
+"""Connections: those that say nothing, half of a request, or read nothing, are no
+burden to others.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rollweave.io.http import listening as module
+from rollweave.io.http.guard import Guard
+from rollweave.io.http.listening import listening
+
+
+class Held:
+    """A server whose `/held` answers once it is free, and whose `/large` is more than a
+    connection holds.
+    """
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.under_way = asyncio.Semaphore(0)
+
+    async def held(self, _: web.Request) -> web.Response:
+        self.under_way.release()
+        await self.free.wait()
+        return web.Response(text="free")
+
+    async def large(self, _: web.Request) -> web.Response:
+        return web.Response(body=bytes(64 << 20))
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok")
+
+
+@contextlib.asynccontextmanager
+async def served(most: int = 10) -> AsyncIterator[tuple[Held, str, int]]:
+    held, app = Held(), web.Application()
+    app.add_routes(
+        [
+            web.get("/held", held.held),
+            web.get("/large", held.large),
+            web.get("/health", held.health),
+        ]
+    )
+    async with listening(
+        app, "127.0.0.1", 0, guard=Guard(token=None), shutdown_s=0.1, most=most
+    ) as url:
+        yield held, url, int(url.rpartition(":")[2])
+
+
+@contextlib.asynccontextmanager
+async def connections(
+    port: int, count: int, said: bytes = b""
+) -> AsyncIterator[list[socket.socket]]:
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in made:
+            one.setblocking(False)
+            await loop.sock_connect(one, ("127.0.0.1", port))
+            await loop.sock_sendall(one, said)
+        yield made
+
+
+async def ended(one: socket.socket) -> bool:
+    """Wait for the other end to close it."""
+    try:
+        while await asyncio.get_running_loop().sock_recv(one, 1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+async def test_silent_connections_make_room_the_longest_idle_first(said: bytes) -> None:
+    async with (
+        served() as (_, url, port),
+        aiohttp.ClientSession() as session,
+        connections(port, 200, said) as silent,
+    ):
+        async with session.get(url + "/health") as found:
+            assert found.status == 200
+        assert await ended(silent[0])
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+async def test_no_request_that_is_under_way_makes_room() -> None:
+    async with served(most=3) as (held, url, port), aiohttp.ClientSession() as session:
+        asked = [asyncio.create_task(session.get(url + "/held")) for _ in range(3)]
+        for _ in asked:
+            await held.under_way.acquire()
+        async with (
+            connections(port, 20),
+            aiohttp.ClientSession() as other,
+            other.get(url + "/health") as found,
+        ):
+            assert (found.status, found.headers["Retry-After"]) == (503, "1")
+        held.free.set()
+        for response in await asyncio.gather(*asked):
+            assert await response.text() == "free"
+        async with session.get(url + "/health") as found:  # answered, they are idle again
+            assert found.status == 200
+        async with connections(port, 3) as silent:
+            async with aiohttp.ClientSession() as other, other.get(url + "/health") as found:
+                assert found.status == 200
+            assert len(silent) == 3
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+async def test_a_request_that_never_comes_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(module, "HEAD_S", 0.05)
+    async with served() as (_, _, port), connections(port, 1, said) as (one,):
+        assert await ended(one)
+
+
+async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALL_S", 0.05)
+    dropped = asyncio.Event()
+    monkeypatch.setattr(
+        module.Connection,
+        "drop",
+        lambda self, drop=module.Connection.drop: (drop(self), dropped.set()),
+    )
+    async with served() as (_, _, port):
+        whole = f"GET /large HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"
+        async with connections(port, 1, whole.encode()):
+            await dropped.wait()
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALL_S", 0.5)
+    async with (
+        served() as (_, url, _),
+        aiohttp.ClientSession() as session,
+        session.get(url + "/large") as found,
+    ):
+        assert len(await found.read()) == 64 << 20

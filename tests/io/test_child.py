@@ -1,0 +1,108 @@
+"""A child that nobody looks after any more is ended and reaped."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.io.child import Child, spawn
+from tests.engine.clients.echo_engine import process_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(tmp_path: Path) -> Child:
+    return spawn(
+        name="sleeper",
+        module="tests.engine.clients.sleeper",
+        log=tmp_path / "log",
+        env={},
+        on_frame=lambda _: None,
+        on_gone=lambda _: None,
+    )
+
+
+def assert_reaped(pid: int) -> None:
+    """Not even a zombie is left."""
+    gc.collect()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def test_a_forgotten_child_ends_with_its_event_loop(tmp_path: Path) -> None:
+    async def main() -> int:
+        return start(tmp_path).pid
+
+    assert_reaped(asyncio.run(main()))
+
+
+def test_a_loop_that_ends_while_a_child_is_being_reaped(tmp_path: Path) -> None:
+    async def main() -> int:
+        child = start(tmp_path)
+        child.kill()
+        await asyncio.sleep(0)  # the reaper begins, and is cancelled with the loop
+        return child.pid
+
+    assert_reaped(asyncio.run(main()))
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from rollweave.io.child import spawn
+
+async def main():
+    log = Path(sys.argv[1])
+    child = spawn(name="one", module=sys.argv[2], log=log, env={}, on_frame=print, on_gone=print)
+    print(child.pid, flush=True)
+    await child.gone()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_child_that_is_still_importing_ends_with_its_parent(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """Also where it is stopped, and would only hear of it when it goes on."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", PARENT, str(log), "tests.engine.clients.endless_import"]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as parent,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(parent.kill)
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        _, began = process_state(child)
+        until(lambda: log.exists() and "importing" in log.read_text())
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
+            until(lambda: process_state(child)[0] == "T")
+        parent.kill()
+
+    def over() -> bool:
+        state, start = process_state(child)
+        return state == "Z" or start != began
+
+    until(over)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,49 @@
+"""The advice to install an optional dependency works for the installation that gives
+it.
+"""
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+from rollweave.io.extras import how_to_install
+
+
+class Installed:
+    def __init__(self, record: str | None) -> None:
+        self.record = record
+
+    def read_text(self, name: str) -> str | None:
+        assert name == "direct_url.json"
+        return self.record
+
+
+EDITABLE = json.dumps({"url": "file:///some/where%20else", "dir_info": {"editable": True}})
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        (None, "pip install 'rollweave[wandb]'"),
+        ("no json", "pip install 'rollweave[wandb]'"),
+        (
+            json.dumps({"url": "file:///tmp/a.whl", "archive_info": {}}),
+            "pip install 'rollweave[wandb]'",
+        ),
+        (EDITABLE, "pip install -e '/some/where else[wandb]'"),
+    ],
+)
+def test_it_says_the_path_of_a_checkout_alone(
+    record: str | None, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(record))
+    assert how_to_install("wandb") == advice
+
+
+def test_inside_the_checkout_it_is_a_dot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(record))
+    monkeypatch.chdir(tmp_path)
+    assert how_to_install("wandb") == "pip install -e '.[wandb]'"

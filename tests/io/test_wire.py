@@ -1,0 +1,88 @@
+"""Frames survive any cutting of the stream; garbage is refused, at once and for good."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.io.wire import LENGTH, Decoder, FrameDecoder, decoder_of, encode, frame
+from rollweave.schema.errors import WireError
+from rollweave.schema.serving import (
+    Abort,
+    Add,
+    EngineCommand,
+    GenerateRequest,
+    Rerank,
+    Resume,
+    Suspend,
+)
+
+commands = st.one_of(
+    st.just(Suspend()),
+    st.just(Resume()),
+    st.builds(Abort, id=st.text(max_size=20)),
+    st.builds(Rerank, id=st.text(max_size=5), rank=st.floats(allow_nan=False)),
+    st.lists(st.integers(0, 2**31), max_size=50).map(
+        lambda tokens: Add(request=GenerateRequest(id="r", tokens=tuple(tokens)))
+    ),
+)
+
+
+def framed(nouns: list[EngineCommand]) -> bytes:
+    return b"".join(b"".join(frame(encode(noun))) for noun in nouns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(commands, max_size=8), st.data())
+def test_any_cutting_delivers_the_same_nouns(
+    sent: list[EngineCommand], data: st.DataObject
+) -> None:
+    stream = framed(sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    decoder: Decoder[EngineCommand] = Decoder(EngineCommand)
+    received: list[EngineCommand] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        received += decoder.feed(stream[start:end])
+    assert received == sent
+
+
+def test_byte_by_byte() -> None:
+    sent: list[EngineCommand] = [Suspend(), Abort(id="x"), Resume()]
+    decoder: Decoder[EngineCommand] = Decoder(EngineCommand)
+    assert [noun for byte in framed(sent) for noun in decoder.feed(bytes([byte]))] == sent
+
+
+def test_a_length_over_the_limit_is_refused_before_its_bytes_come_and_ever_after() -> None:
+    decoder = FrameDecoder(limit=10)
+    assert decoder.feed(b"".join(frame(b"x" * 10))) == [b"x" * 10]
+    with pytest.raises(WireError, match="at most 10 bytes, got 11"):
+        decoder.feed(LENGTH.pack(11))
+    with pytest.raises(WireError, match="at most 10 bytes"):
+        decoder.feed(b"".join(frame(b"fine")))
+
+
+def test_frames_before_a_bad_length_are_still_delivered() -> None:
+    decoder = FrameDecoder(limit=10)
+    assert decoder.feed(b"".join(frame(b"good")) + LENGTH.pack(99)) == [b"good"]
+    with pytest.raises(WireError, match="got 99"):
+        decoder.feed(b"")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60))
+def test_garbage_raises_wire_error_and_nothing_else(garbage: bytes) -> None:
+    decoder: Decoder[EngineCommand] = Decoder(EngineCommand, limit=1000)
+    try:
+        nouns = decoder.feed(garbage)
+    except WireError:
+        return
+    assert all(isinstance(noun, EngineCommand) for noun in nouns)
+
+
+def test_a_noun_of_another_union_is_refused() -> None:
+    decode = decoder_of(Abort)
+    with pytest.raises(WireError, match="Invalid value"):
+        decode(encode(Suspend()))
+    with pytest.raises(WireError, match="truncated"):
+        decode(encode(Abort(id="abc"))[:-1])
+    with pytest.raises(WireError, match="unknown field"):
+        decode(encode({"type": "Abort", "id": "abc", "extra": 1}))

@@ -1,0 +1,62 @@
+"""A run that was damaged is still reported: what cannot be read is left out."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollweave.record.report.data import read_run
+from rollweave.record.report.page import write_report
+from rollweave.record.rundir import RunDir
+from tests.record.report.synthetic import write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return write_run(tmp_path / "made-up", steps=3)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"", b"{", b"3\n[1]\nnull\n", b"\xff\xfe[", b'{"kind": "new"}\n{"ph": "X"}\n{"ph": "M"}\n'],
+)
+@pytest.mark.parametrize("name", ["metrics", "summary", "trace", "config"])
+def test_a_damaged_file_leaves_its_part_out(run: RunDir, name: str, rubbish: bytes) -> None:
+    path: Path = getattr(run, name)
+    path.write_bytes(rubbish)
+    assert write_report(run).exists()
+
+
+def test_good_lines_around_bad_ones_count(run: RunDir) -> None:
+    run.metrics.write_bytes(b"[1]\n" + run.metrics.read_bytes() + b'{"kind": "step", "st')
+    assert [line["step"] for line in read_run(run).steps] == [0, 1, 2]
+
+
+def test_what_is_counted_over_the_whole_run_is_what_its_summary_says(run: RunDir) -> None:
+    """Also where lines add up to less: a controller that was killed had done more than
+    its last line said.
+    """
+    summary = json.loads(run.summary.read_text())
+    summary["inherent_staleness"] = {"0": 7, "3": 2}
+    summary["stop_reasons"] = {"finished": 9}
+    run.summary.write_text(json.dumps(summary))
+    found = read_run(run)
+    assert found.inherent_staleness() == Counter({0: 7, 3: 2})
+    assert found.stop_reasons() == Counter({"finished": 9})
+    assert found.idle("trainer") == summary["idle"]["trainer"]
+
+
+def test_without_a_summary_what_was_lost_counts_too(run: RunDir) -> None:
+    run.summary.unlink()
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    (again,) = [line for line in lines if b'"step": 2' in line and b'"kind": "step"' in line]
+    before = read_run(run)
+    run.metrics.write_bytes(b"".join([*lines, again]))
+    after, line = read_run(run), json.loads(again)
+    assert after.staleness() == before.staleness(), "the second step 2 is the one that counts"
+    for age, count in line["inherent_staleness"].items():
+        assert after.inherent_staleness()[int(age)] == before.inherent_staleness()[int(age)] + count
+    for reason, count in line["stop_reasons"].items():
+        assert after.stop_reasons()[reason] == before.stop_reasons()[reason] + count
+    assert sum(after.stop_reasons().values()) > sum(before.stop_reasons().values())

@@ -1,0 +1,366 @@
+"""The trajectory store keeps what was appended, whatever the last write was torn to."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.record.records import HEADER
+from rollweave.record.store import Ended, Scored, StoreError, TrajectoryReader, TrajectoryStore
+from rollweave.schema.base import GroupId, TaskId, TrajectoryId
+from rollweave.schema.errors import CorruptJournalError
+from rollweave.schema.work import (
+    BLAME_OF,
+    Purpose,
+    Segment,
+    SegmentKind,
+    StopReason,
+    Task,
+    TokenSequence,
+    Trajectory,
+    TurnSpan,
+)
+
+
+def ended(
+    name: str,
+    attempt: int = 0,
+    tokens: tuple[int, ...] = (1, 2, 3),
+    reason: StopReason = StopReason.FINISHED,
+) -> Ended:
+    half = len(tokens) // 2 or 1
+    segments = [Segment(start=0, end=half, kind=SegmentKind.PROMPT)]
+    if len(tokens) > half:
+        segments.append(Segment(start=half, end=len(tokens), kind=SegmentKind.OUTPUT, version=4))
+    sequence = TokenSequence(
+        tokens=tokens,
+        segments=tuple(segments),
+        logprobs=tuple(-0.5 if index >= half else 0.0 for index in range(len(tokens))),
+        turns=(TurnSpan(start=half, end=len(tokens), reward=0.25, state_key="a1"),),
+    )
+    trajectory = Trajectory(
+        id=TrajectoryId(name),
+        group_id=GroupId("g0"),
+        task=Task(id=TaskId("t0"), env="lake", seed=3),
+        attempt=attempt,
+        initiated_version=4,
+        sequences=(sequence,),
+        reward=None,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+    )
+    return Ended(at=1.5, purpose=Purpose.TRAIN, member=0, trajectory=trajectory)
+
+
+def scored(name: str, attempt: int = 0, reward: float | None = 1.0) -> Scored:
+    reason = StopReason.FINISHED if reward is not None else StopReason.REWARD_ERROR
+    return Scored(
+        at=2.5,
+        trajectory_id=TrajectoryId(name),
+        attempt=attempt,
+        reward=reward,
+        success=None if reward is None else reward > 0,
+        stop_reason=reason,
+        blame=BLAME_OF[reason],
+        eval_s=0.125,
+        error="" if reward is not None else "raised",
+    )
+
+
+def test_what_was_appended_comes_back_with_its_score(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        record = ended("g0.0")
+        store.append(record)
+        assert store.get([TrajectoryId("g0.0")]) == [record.trajectory]
+        assert store.scored_attempt(TrajectoryId("g0.0")) is None
+        store.score(scored("g0.0", reward=0.5))
+        (found,) = store.get([TrajectoryId("g0.0")])
+        assert (found.reward, found.success, found.timing.eval_s) == (0.5, True, 0.125)
+        assert found.sequences == record.trajectory.sequences
+        assert store.scored_attempt(TrajectoryId("g0.0")) == 0
+
+
+def test_a_failed_score_replaces_the_stop_reason(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0", reward=None))
+        (found,) = store.get([TrajectoryId("g0.0")])
+        assert (found.stop_reason, found.reward, found.error) == (
+            StopReason.REWARD_ERROR,
+            None,
+            "raised",
+        )
+        assert store.scored_attempt(TrajectoryId("g0.0")) is None
+
+
+def test_a_new_attempt_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0", tokens=(1, 2)))
+        store.append(ended("g0.0", attempt=1, tokens=(3, 4)))
+        with pytest.raises(StoreError, match="no attempt 0"):
+            store.score(scored("g0.0"))
+        store.score(scored("g0.0", attempt=1))
+        assert store.get([TrajectoryId("g0.0")])[0].sequences[0].tokens == (3, 4)
+
+
+def test_what_is_forgotten_stays_on_disk(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("g0.0"))
+        store.forget([TrajectoryId("g0.0"), TrajectoryId("never-there")])
+        with pytest.raises(StoreError, match=r"g0\.0 is not in the store"):
+            store.get([TrajectoryId("g0.0")])
+        assert len(store) == 0
+    reader = TrajectoryReader(tmp_path)
+    assert [entry.trajectory_id for entry in reader.entries] == ["g0.0"]
+    assert reader.load(reader.entries[0]).sequences[0].tokens == (1, 2, 3)
+
+
+def test_the_reader_sees_every_attempt_with_its_own_score(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0", reward=None))
+        store.append(ended("g0.0", attempt=1))
+        store.append(ended("g0.1", reason=StopReason.ENV_HANG))
+        store.score(scored("g0.0", attempt=1))
+    assert len(list(tmp_path.glob("*.bin"))) == 5
+    reader = TrajectoryReader(tmp_path)
+    found = [
+        (entry.trajectory_id, entry.attempt, entry.score and entry.score.reward)
+        for entry in reader.entries
+    ]
+    assert found == [("g0.0", 0, None), ("g0.0", 1, 1.0), ("g0.1", 0, None)]
+    assert reader.load(reader.entries[2]).stop_reason is StopReason.ENV_HANG
+
+
+def test_a_reopened_store_goes_on(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.0"))
+        store.score(scored("g0.0"))
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.1", tokens=(7, 8)))
+        assert [
+            found.reward for found in store.get([TrajectoryId("g0.0"), TrajectoryId("g0.1")])
+        ] == [1.0, None]
+
+
+def test_damage_before_the_tail_is_refused(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.0"))
+        store.append(ended("g0.1"))
+    first = tmp_path / "000000.bin"
+    damaged = bytearray(first.read_bytes())
+    damaged[-1] ^= 1
+    first.write_bytes(damaged)
+    with pytest.raises(CorruptJournalError, match=r"000000\.bin: record at byte 12 "):
+        TrajectoryStore(tmp_path)
+
+
+def test_an_older_segment_that_ends_in_the_middle_of_a_record_is_refused(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        store.append(ended("g0.0"))
+        store.append(ended("g0.1"))
+    first = tmp_path / "000000.bin"
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(CorruptJournalError, match=r"000000\.bin: record at byte 12 was cut off"):
+        TrajectoryStore(tmp_path)
+    assert "was cut off" in TrajectoryReader(tmp_path).damaged[0]
+
+
+def test_every_flipped_byte_is_named_and_nothing_is_removed(tmp_path: Path) -> None:
+    """In the newest segment and in an older one: header, lengths, checks, digests and
+    payloads alike.
+    """
+    with TrajectoryStore(tmp_path, segment_bytes=300) as store:
+        for name in ("a", "b", "c", "d"):
+            store.append(ended(name))
+            store.score(scored(name))
+        whole = store.get(store.ids())
+    segments = sorted(tmp_path.glob("*.bin"))
+    assert len(segments) >= 2
+    for path in (segments[0], segments[-1]):
+        content = path.read_bytes()
+        for position in range(len(content)):
+            for flip in (0x01, 0x80):
+                damaged = bytearray(content)
+                damaged[position] ^= flip
+                path.write_bytes(damaged)
+                said = ""
+                try:
+                    with TrajectoryStore(tmp_path, segment_bytes=300) as store:
+                        assert store.get(store.ids()) == whole, (
+                            f"{path.name} differs at byte {position}, which is no padding"
+                        )
+                except CorruptJournalError as error:
+                    said = str(error)
+                assert (
+                    not said
+                    or f"`mv {path} {path}.damaged`" in said
+                    or f"{path}: schema version must be" in said
+                )
+                assert path.read_bytes() == damaged
+        path.write_bytes(content)
+
+
+def test_a_damaged_segment_that_is_put_aside_leaves_the_others(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        for name in ("a", "b", "c"):
+            store.append(ended(name))
+    (tmp_path / "000002.bin").rename(tmp_path / "000002.bin.damaged")
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.ids() == ["a", "b"]
+        store.append(ended("d"))
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.ids() == ["a", "b", "d"]
+    assert (tmp_path / "000002.bin.damaged").exists()
+
+
+def test_a_damaged_floor_hides_nothing(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        for name in ("a", "b", "c"):
+            store.append(ended(name))
+        store.forget([TrajectoryId("a")])
+        store.append(ended("d"))
+        store.append(ended("e"))
+    floor = tmp_path / "floor"
+    content = floor.read_bytes()
+    for position in range(len(content)):
+        for flip in (0x01, 0x08):
+            floor.write_bytes(
+                content[:position] + bytes([content[position] ^ flip]) + content[position + 1 :]
+            )
+            with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+                assert {"b", "c", "d", "e"} <= set(store.ids())
+
+
+def test_segments_of_which_nothing_is_needed_are_deleted(tmp_path: Path) -> None:
+    """Not those that somebody keeps, nor any behind the oldest that is in the index:
+    scores may lie there.
+    """
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:  # a segment a record
+        for name in "abcdef":
+            store.append(ended(name))
+        (kept,) = store.find([TrajectoryId("b")])
+        store.forget([TrajectoryId(name) for name in "abcf"])
+        store.discard({kept.segment})
+        assert store.read([kept])[0].id == "b"
+        assert sorted(int(path.stem) for path in tmp_path.glob("*.bin")) == [1, 3, 4, 5]
+        store.forget(store.ids())
+        store.discard(set())
+        assert [path.name for path in tmp_path.glob("*.bin")] == ["000005.bin"], "the newest stays"
+        store.append(ended("g"))
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.ids() == ["g"]
+
+
+def test_what_was_forgotten_is_not_read_again(tmp_path: Path) -> None:
+    """Opening takes time by what is in the index, not by what ever was: an older file
+    may even be damaged.
+    """
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        for number in range(8):
+            store.append(ended(str(number)))
+            store.forget([TrajectoryId(str(number))])
+        store.append(ended("alive"))
+        store.append(ended("newest"))
+        store.score(scored("alive"))
+    (tmp_path / "000003.bin").write_bytes(b"nobody reads this")
+    with TrajectoryStore(tmp_path, segment_bytes=1) as store:
+        assert store.scored_attempt(TrajectoryId("alive")) == 0
+        assert store.ids() == ["alive", "newest"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from("asfro"), st.integers(0, 5)), max_size=40))
+def test_a_store_opened_again_has_all_that_was_not_forgotten(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
+) -> None:
+    """Whatever was appended (a), scored (s), forgotten (f), discarded (r), in whatever
+    lives (o).
+    """
+    directory = tmp_path_factory.mktemp("store")
+    store, known = (
+        TrajectoryStore(directory, segment_bytes=400),
+        dict[str, tuple[int, float | None]](),
+    )
+    for step, number in steps:
+        name = TrajectoryId(str(number))
+        if step == "a":
+            attempt = known[name][0] + 1 if name in known else 0
+            store.append(ended(name, attempt=attempt))
+            known[name] = (attempt, None)
+        elif step == "s" and name in known:
+            store.score(scored(name, attempt=known[name][0], reward=float(number)))
+            known[name] = (known[name][0], float(number))
+        elif step == "f":
+            store.forget([name])
+            known.pop(name, None)
+        elif step == "r":
+            store.discard(set())
+        elif step == "o":
+            store.close()
+            store = TrajectoryStore(directory, segment_bytes=400)
+            # as a core says that was restored
+            store.forget([one for one in store.ids() if one not in known])
+        assert {one.id: (one.attempt, one.reward) for one in store.get(store.ids())} == known
+    store.close()
+
+
+def test_a_record_that_is_not_what_was_written_is_not_read(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        store.append(ended("a", tokens=(1, 2, 3, 4)))
+        path = tmp_path / "000000.bin"
+        data = bytearray(path.read_bytes())
+        place = data.rindex(bytes([1, 2, 3, 4]))
+        data[place] = 9
+        path.write_bytes(data)
+        with pytest.raises(
+            CorruptJournalError,
+            match=r"000000\.bin: record at byte 12 does not "
+            r"match",
+        ):
+            store.get([TrajectoryId("a")])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_truncation_keeps_exactly_the_whole_records(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("store")
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    ends = []
+    with TrajectoryStore(directory) as store:
+        for number, size in enumerate(sizes):
+            store.append(ended(f"g0.{number}", tokens=tuple(range(size))))
+            ends.append((directory / "000000.bin").stat().st_size)
+    path = directory / "000000.bin"
+    cut = data.draw(st.integers(0, ends[-1]))
+    with path.open("r+b") as file:
+        file.truncate(cut)
+    whole = sum(end <= cut for end in ends)
+    with TrajectoryStore(directory) as store:
+        assert len(store) == whole
+        assert store.torn == cut - max(
+            [0 if cut < HEADER.size else HEADER.size, *(end for end in ends if end <= cut)]
+        )
+        store.append(ended("fresh", tokens=(9, 9)))
+    reader = TrajectoryReader(directory)
+    assert [entry.trajectory_id for entry in reader.entries] == [
+        f"g0.{number}" for number in range(whole)
+    ] + ["fresh"]
+    for number, entry in enumerate(reader.entries[:-1]):
+        assert reader.load(entry).sequences[0].tokens == tuple(range(sizes[number]))
+
+
+def test_damage_before_the_tail_is_an_error_and_removes_nothing(tmp_path: Path) -> None:
+    with TrajectoryStore(tmp_path) as store:
+        for name in ("a", "b", "c"):
+            store.append(ended(name))
+    path = tmp_path / "000000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptJournalError, match=r"record at byte \d+ "):
+        TrajectoryStore(tmp_path)
+    assert path.read_bytes() == data

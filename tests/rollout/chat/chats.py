@@ -1,0 +1,150 @@
+"""Chat templates of several families, and small tokenizers, for the tests of chat."""
+
+import functools
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.chat.template import ChatTemplate
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + "
+    "message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+HEADERS = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header|>' + message['role'] + '<|end_header|>\\n\\n' + message['content'] + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header|>assistant<|end_header|>\\n\\n' }}
+{%- endif %}"""
+TRIMMING = HEADERS.replace("message['content']", "message['content'] | trim")
+THINKING = """
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content and not loop.last %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- generation %}
+        {{- '<|im_start|>assistant\\n' + content + '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+PLAIN = (
+    "{% for message in messages %}[{{ message['role'] }}]\n{{ message['content'] }}{{ '\n' }}{% "
+    "endfor %}"
+    "{% if add_generation_prompt %}[assistant]{{ '\n' }}{% endif %}"
+)
+ALTERNATING = """{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+TOOLS = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+    {{- '\\n</tools>\\ncall one: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- elif not (message.role == 'system' and loop.first and tools) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": HEADERS,
+    "trimming": TRIMMING,
+    "thinking": THINKING,
+    "plain": PLAIN,
+    "alternating": ALTERNATING,
+    "tools": TOOLS,
+}
+SPECIALS = (
+    "<|bos|>",
+    "<|end|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header|>",
+    "<|end_header|>",
+    "<|eot|>",
+)
+SPECIAL_MAP = {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
+
+
+@functools.cache
+def bpe() -> Tokenizer:
+    """A byte-level BPE.
+
+    Line ends are apart from words, as Llama 3 and Qwen have it: what follows changes no
+    token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n+| ?[^\s]+| +"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=[],
+    )
+    tokenizer.train_from_iterator(
+        ["the user said to the assistant: think, then answer\n\n", "[user] [assistant]\n"] * 3,
+        trainer,
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
+    return tokenizer
+
+
+@functools.cache
+def codec(name: str) -> ChatCodec:
+    return ChatCodec(bpe(), template(TEMPLATES[name]))
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, special=SPECIAL_MAP, name="template")
+
+
+def checkpoint(
+    directory: Path, source: str | list[dict[str, str]] | None, **config: object
+) -> Path:
+    """A directory with a tokenizer and a chat template, as far as chat cares."""
+    bpe().save(str(directory / "tokenizer.json"))
+    full = {**SPECIAL_MAP, **config} | ({} if source is None else {"chat_template": source})
+    (directory / "tokenizer_config.json").write_text(json.dumps(full))
+    return directory

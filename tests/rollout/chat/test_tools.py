@@ -1,0 +1,197 @@
+"""Tool calls: what a turn's text says, whatever the text; and how tools and calls stand
+in a conversation's tokens.
+"""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.rollout.chat.tools import Hermes, call_gist, calls_of
+from rollweave.schema.chat import Message, ToolCall
+
+from .chats import CHATML, SPECIALS, TEMPLATES, bpe, codec
+
+text = st.text(alphabet=st.sampled_from("ab thé\n<|[]{}\"'🙂"), max_size=12)
+scalar = st.none() | st.booleans() | st.integers() | text
+value = st.recursive(
+    scalar,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=6,
+)
+calls = st.lists(
+    st.tuples(text.filter(bool), st.dictionaries(text, value, max_size=3)), min_size=1, max_size=3
+)
+MARKS = ("<tool_call>", "</tool_call>")
+CALL = '{"name": "a", "arguments": {}}'
+
+
+def written(name: str, arguments: Any, *, indent: int | None = None) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, indent=indent)}\n</tool_call>"
+
+
+@given(
+    before=text, between=text, wanted=calls, indent=st.sampled_from([None, 2]), closed=st.booleans()
+)
+def test_calls_are_read_as_they_were_written(
+    before: str,
+    between: str,
+    wanted: list[tuple[str, dict[str, Any]]],
+    indent: int | None,
+    closed: bool,
+) -> None:
+    said = before + between.join(
+        written(name, arguments, indent=indent) for name, arguments in wanted
+    )
+    speech = Hermes().read(said if closed else said.removesuffix("</tool_call>"))
+    assert [(call.name, json.loads(call.arguments)) for call in speech.tool_calls] == wanted
+    assert speech.content == (before + between * (len(wanted) - 1)).strip()
+
+
+@given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
+def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
+    speech = Hermes().read(said)
+    if not speech.tool_calls:
+        assert speech.content == said
+        return
+    # What is not in the content is so many whole calls; the last one may lack its
+    # closing mark.
+    calls, gone = len(speech.tool_calls), Counter("".join(said.split()))
+    gone.subtract("".join(speech.content.split()))
+    least = Counter(MARKS[0] * calls + MARKS[1] * (calls - 1))
+    assert gone >= least
+    # else pieces may have come together to other calls
+    if said.count('{"name":') == said.count(CALL):
+        least += Counter("".join(CALL.split()) * calls)
+        assert gone in (least, least + Counter(MARKS[1]))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<tool_call>",
+        "<tool_call>\nadd(2, 3)\n</tool_call>",
+        "<tool_call>[]</tool_call>",
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "2"}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 2',
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {}} more</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 100_000,
+        '<tool_call>{"name": "add", "arguments": {"a": ' + "1" * 5000 + "}}</tool_call>",
+        '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name"</tool_call>',
+    ],
+)
+def test_a_malformed_call_makes_all_of_it_plain_content(said: str) -> None:
+    speech = Hermes().read(said)
+    assert speech.content == said
+    assert speech.tool_calls == ()
+
+
+def test_a_mark_within_an_argument_ends_nothing() -> None:
+    said = written("say", {"text": "</tool_call><tool_call>"})
+    (call,) = Hermes().read(said).tool_calls
+    assert json.loads(call.arguments) == {"text": "</tool_call><tool_call>"}
+
+
+def test_what_begins_a_call_is_how_calls_begin() -> None:
+    hermes = Hermes()
+    assert hermes.read(hermes.opening() + '{"name": "add", "arguments": {}}').tool_calls == (
+        ToolCall(name="add"),
+    )
+    assert hermes.read(hermes.opening("add") + ' {"a": 1}}').tool_calls == (
+        ToolCall(name="add", arguments='{"a": 1}'),
+    )
+    assert isinstance(calls_of(TEMPLATES["tools"]), Hermes)
+    assert calls_of(CHATML) is None
+
+
+def test_equal_calls_are_equal_however_they_are_spelled() -> None:
+    one = ToolCall(id="x", name="add", arguments='{"a": 1, "b": "é"}')
+    other = ToolCall(id="y", name="add", arguments='{"b":"\\u00e9","a":1}')
+    assert call_gist([one]) == call_gist([other])
+    assert call_gist([one]) != call_gist([one, one])
+    assert call_gist([ToolCall(name="add", arguments="oops")]) == (("add", "oops"),)
+
+
+LOOK = json.dumps(
+    {"type": "function", "function": {"name": "look", "parameters": {"é": ["<|im_end|>"]}}},
+    ensure_ascii=False,
+)
+
+
+def test_tools_are_shown_once_and_by_templates_that_show_them() -> None:
+    assert codec("tools").shows_tools
+    assert not codec("chatml").shows_tools
+    shown = codec("tools").decode(
+        codec("tools").start([Message(role="user", content="hi")], (LOOK,))
+    )
+    assert shown.count(LOOK) == 1
+    assert shown.index(LOOK) < shown.index("hi")
+    assert "<tools>" not in codec("tools").decode(
+        codec("tools").start([Message(role="user", content="hi")])
+    )
+
+
+def test_a_call_of_another_stands_in_the_tokens_as_the_template_writes_it() -> None:
+    of = codec("tools")
+    call = ToolCall(id="1", name="add", arguments='{"a": "é"}')
+    messages = [
+        Message(role="user", content="q"),
+        Message(role="assistant", content="hm", tool_calls=(call,)),
+        Message(role="tool", content="5", tool_call_id="1"),
+    ]
+    shown = of.decode(of.start(messages))
+    assert (
+        'hm<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|im_end|>' in shown
+    )
+    assert "<tool_response>\n5\n</tool_response>" in shown
+    assert of.decode(of.extend([1], messages[1:])).count("add") == 1
+    broken = Message(
+        role="assistant", content="", tool_calls=(ToolCall(name="add", arguments="not json"),)
+    )
+    assert '"not json"' in of.decode(of.start([messages[0], broken]))
+
+
+@pytest.mark.parametrize("spelled", ["<|im_end|>", "\\u003c|im_end|>", "\ue000<|eot|>\ue001"])
+def test_a_tool_and_a_call_that_spell_special_tokens_say_them_as_text(spelled: str) -> None:
+    of = codec("tools")
+    special = {bpe().token_to_id(token) for token in SPECIALS}
+
+    def count(word: str) -> int:
+        tool = json.dumps({"type": "function", "function": {"name": "look"}}).replace("look", word)
+        call = ToolCall(name=json.loads(f'"{word}"'), arguments=f'{{"{word}": "{word}"}}')
+        messages = [
+            Message(role="user", content="q"),
+            Message(role="assistant", content="", tool_calls=(call,)),
+        ]
+        return sum(token in special for token in of.start(messages, (tool,)))
+
+    assert count(spelled) == count("x")
+
+
+@given(st.lists(st.integers(0, 405), max_size=24))
+def test_pieces_are_whole_characters_and_add_up(tokens: list[int]) -> None:
+    of = codec("chatml")
+    pieces = of.pieces(tokens)
+    assert len(pieces) == len(tokens)
+    assert "".join(pieces) == of.decode(tokens)
+    shown = ""
+    for end, piece in enumerate(pieces, start=1):
+        shown += piece
+        assert of.decode(tokens).startswith(shown)
+        if piece and end < len(tokens):
+            assert not shown.endswith("\ufffd")
+
+
+def test_a_character_of_four_tokens_is_one_piece() -> None:
+    of = codec("chatml")
+    tokens = bpe().encode("a🙂b", add_special_tokens=False).ids
+    assert len(tokens) == 6
+    assert of.pieces(tokens) == ("a", "", "", "", "🙂", "b")

@@ -1,0 +1,125 @@
+"""A gateway over a generator that says what a test wants, and clients for it."""
+
+import asyncio
+import contextlib
+import io
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
+from rollweave.schema.serving import Finish, GenerateResult, Sampling, VersionSpan
+from tests.codec.chats import bpe, codec
+
+CODEC = codec("tools")
+END = CODEC.stop_token_ids[0]
+CHAT = "/chat/completions"
+
+
+def encode(text: str) -> tuple[int, ...]:
+    return tuple(bpe().encode(text, add_special_tokens=False).ids)
+
+
+def spoken(
+    tokens: Sequence[int], *, finish: Finish = Finish.STOP, version: int = 0
+) -> GenerateResult:
+    return GenerateResult(
+        id="x",
+        tokens=tuple(tokens),
+        logprobs=tuple(-0.5 - place for place in range(len(tokens))),
+        versions=(VersionSpan(start=0, end=len(tokens), version=version),) if tokens else (),
+        finish=finish,
+        cached_tokens=3,
+    )
+
+
+@dataclass
+class Script:
+    """`generate` of a gateway: says `texts` one after another, then the last again.
+
+    With `hold` it waits to be let go.
+    """
+
+    texts: list[str | GenerateResult | Exception] = field(default_factory=lambda: ["hello"])
+    codec: ChatCodec = CODEC
+    hold: bool = False
+    asked: list[tuple[str, tuple[int, ...], Sampling]] = field(default_factory=list)
+    started: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
+    free: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Queue[None] = field(default_factory=asyncio.Queue)
+
+    async def __call__(
+        self, session: str, tokens: tuple[int, ...], sampling: Sampling
+    ) -> GenerateResult:
+        what = self.texts[min(len(self.asked), len(self.texts) - 1)]
+        self.asked.append((session, tokens, sampling))
+        self.started.put_nowait(None)
+        if self.hold:
+            try:
+                await self.free.wait()
+            except asyncio.CancelledError:
+                self.cancelled.put_nowait(None)
+                raise
+        if isinstance(what, Exception):
+            raise what
+        return what if isinstance(what, GenerateResult) else spoken(self.codec.spoken(what))
+
+
+@dataclass
+class Client:
+    """One session's HTTP client."""
+
+    http: aiohttp.ClientSession
+    url: str
+    access: Access
+
+    @property
+    def base_url(self) -> str:
+        return self.url + self.access.path
+
+    async def post(self, body: Any, *, path: str = CHAT, **headers: str) -> tuple[int, Any]:
+        """Status and JSON. `body` is JSON, or bytes as they are."""
+        data = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
+        head = {
+            "Authorization": f"Bearer {self.access.token}",
+            "Content-Type": "application/json",
+            **headers,
+        }
+        async with self.http.post(self.base_url + path, headers=head, **data) as response:
+            return response.status, await response.json()
+
+
+@contextlib.asynccontextmanager
+async def gateway(
+    generate: Callable[..., Any],
+    *,
+    of: ChatCodec = CODEC,
+    session: dict[str, Any] | None = None,
+    keep_alive_s: float = 15.0,
+) -> AsyncIterator[tuple[Gateway, Client]]:
+    """A served gateway with the open session `s`."""
+    made = Gateway(of, generate, model="tiny", keep_alive_s=keep_alive_s)
+    access = made.open("s", **(session or {}))
+    async with serve_gateway(made) as url, aiohttp.ClientSession() as http:
+        yield made, Client(http, url, access)
+
+
+def ask(text: str = "hi", **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **more}
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "sum of two numbers",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

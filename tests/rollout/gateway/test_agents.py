@@ -1,0 +1,75 @@
+"""A third party's agent program, unchanged: OpenAI's agents SDK with a tool, before a
+script, then before a model taught by it.
+
+Needs the extra `agents` (`pip install -e .[test,agents]`); run with `pytest -m slow
+tests/rollout/gateway/test_agents.py`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from rollweave.rollout.chat.codec import ChatCodec
+from rollweave.schema.work import TokenSequence
+
+from .real import Turns, checkpoint, engine, logprob_error, served, teach
+from .scripts import CALL, Script
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+QUESTION = "What is 2 + 3?"
+
+
+async def run(
+    generate: Any, directory: Path, *, streamed: bool = False
+) -> tuple[str, list[tuple[int, int]], TokenSequence]:
+    """The agent's last word, the calls of its tool, and what was recorded."""
+    agents = pytest.importorskip("agents", reason="needs the extra `agents`")
+    agents.set_tracing_disabled(True)
+    added: list[tuple[int, int]] = []
+
+    @agents.function_tool  # type: ignore[untyped-decorator]
+    def add(a: int, b: int) -> int:
+        """The sum of two numbers."""
+        added.append((a, b))
+        return a + b
+
+    async with (
+        served(generate, directory, "s") as (made, url, access),
+        AsyncOpenAI(base_url=url + access["s"].path, api_key=access["s"].token) as openai,
+    ):
+        agent = agents.Agent(
+            name="adder",
+            instructions="Add with the tool.",
+            tools=[add],
+            model=agents.OpenAIChatCompletionsModel(model="tiny", openai_client=openai),
+            model_settings=agents.ModelSettings(temperature=0.0),
+        )
+        if streamed:
+            result = agents.Runner.run_streamed(agent, QUESTION)
+            async for _ in result.stream_events():
+                pass
+        else:
+            result = await agents.Runner.run(agent, QUESTION)
+        (sequence,) = made.close("s").sequences
+    return result.final_output, added, sequence
+
+
+async def test_the_agents_sdk_runs_unchanged_and_a_model_learns_from_what_was_recorded(
+    tmp_path: Path,
+) -> None:
+    directory = checkpoint(tmp_path)
+    script = Script([CALL, "It is 5."], codec=ChatCodec.from_directory(directory))
+    said, added, shown = await run(script, directory)
+    assert (said, added, len(shown.turns)) == ("It is 5.", [(2, 3)], 2)
+    assert teach(directory, [shown]) < 0.01
+    async with engine(directory) as tiny:
+        for streamed in (False, True):
+            said, added, lived = await run(Turns(tiny), directory, streamed=streamed)
+            assert (said, added) == ("It is 5.", [(2, 3)])
+            # Token for token what it was shown: prompts, the call, the tool's answer,
+            # the last word.
+            assert lived.tokens == shown.tokens
+            assert lived.segments == shown.segments
+            assert logprob_error(directory, lived) < 1e-3

@@ -1,0 +1,751 @@
+"""The gateway over real HTTP with a scripted agent: what clients may send, however odd,
+and what comes of it.
+"""
+
+import asyncio
+import io
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yarl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
+
+from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
+from rollweave.rollout.gateway.dialogue import RequestError, _Chat, parse_chat
+from rollweave.rollout.gateway.server import MAX_BODY, Gateway, Recorded
+from rollweave.rollout.gateway.sessions import SessionLimits
+from rollweave.schema.errors import EngineError, EngineLostError
+from rollweave.schema.serving import Finish, Sampling
+from rollweave.schema.work import SegmentKind
+from tests.rollout.chat.chats import codec
+
+from .scripts import CALL, CHAT, CODEC, END, TOOL, Client, Script, ask, encode, gateway, spoken
+
+USER = {"role": "user", "content": "hi"}
+ARGUMENTS = {"a": 2, "b": 3}
+
+
+async def events(client: Client, body: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """The chunks of a stream, and its comments."""
+    head = {"Authorization": f"Bearer {client.access.token}"}
+    async with client.http.post(
+        client.base_url + CHAT, json=body | {"stream": True}, headers=head
+    ) as response:
+        assert response.status == 200
+        assert response.content_type == "text/event-stream"
+        blocks = (await response.text()).split("\n\n")
+    assert blocks.pop() == ""
+    comments = [block for block in blocks if block.startswith(":")]
+    data = [block.removeprefix("data: ") for block in blocks if block not in comments]
+    if data[-1] == "[DONE]":
+        data.pop()
+    return [json.loads(each) for each in data], comments
+
+
+async def test_an_answer_and_what_is_recorded_of_it() -> None:
+    script = Script(["hello"])
+    async with gateway(script) as (made, client):
+        status, body = await client.post(ask(logprobs=True))
+        assert status == 200
+        (choice,) = body["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "hello", "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            CODEC.decode([t]) for t in encode("hello")
+        ]
+        assert choice["logprobs"]["content"][0]["logprob"] == -0.5
+        prompt = CODEC.start([parse_chat(json.dumps(ask()).encode()).messages[0]])
+        sampled = (*encode("hello"), END)
+        assert body["usage"]["prompt_tokens"] == len(prompt)
+        assert body["usage"]["completion_tokens"] == len(sampled)
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+        assert body["model"] == "m"
+        (sequence,) = made.close("s").sequences
+        assert sequence.tokens == (*prompt, *sampled)
+        assert [segment.kind for segment in sequence.segments] == [
+            SegmentKind.PROMPT,
+            SegmentKind.OUTPUT,
+        ]
+        assert (await client.post(ask()))[0] == 404
+
+
+async def test_a_conversation_of_tools_is_one_sequence_and_parallel_calls_have_ids_of_their_own() -> (
+    None
+):
+    script = Script([f"let me see {CALL}\n{CALL}", "5"])
+    async with gateway(script) as (made, client):
+        status, body = await client.post(ask(tools=[TOOL]))
+        message = body["choices"][0]["message"]
+        assert (status, body["choices"][0]["finish_reason"]) == (200, "tool_calls")
+        assert message["content"] == "let me see"
+        assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
+            ARGUMENTS,
+            ARGUMENTS,
+        ]
+        ids = [call["id"] for call in message["tool_calls"]]
+        assert len(set(ids)) == 2
+        results = [{"role": "tool", "tool_call_id": id, "content": "5"} for id in ids]
+        status, body = await client.post(
+            {"model": "m", "messages": [USER, message, *results], "tools": [TOOL]}
+        )
+        assert body["choices"][0]["message"]["content"] == "5"
+        (sequence,) = made.sequences("s")
+        assert len(sequence.turns) == 2
+        assert script.asked[1][1][: len(script.asked[0][1])] == script.asked[0][1]
+
+
+async def test_a_client_that_edits_history_opens_another_sequence() -> None:
+    async with gateway(Script(["one", "two", "three"])) as (made, client):
+        await client.post(ask())
+        said = {"role": "assistant", "content": "one"}
+        await client.post({"model": "m", "messages": [USER, said, USER]})
+        edited = {"role": "assistant", "content": "won"}
+        await client.post({"model": "m", "messages": [USER, edited, USER]})
+        first, second = made.sequences("s")
+        assert [len(first.turns), len(second.turns)] == [2, 1]
+        assert sum(first.output_mask()) + sum(second.output_mask()) == sum(
+            len(encode(t)) + 1 for t in ("one", "two", "three")
+        )
+
+
+async def test_tool_choice() -> None:
+    script = Script(
+        [
+            '{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
+            ' {"a": 2, "b": 3}}\n</tool_call>',
+            CALL,
+            CALL,
+            CALL,
+        ]
+    )
+    async with gateway(script) as (_, client):
+        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+            _, body = await client.post(ask(tools=[TOOL], tool_choice=choice))
+            (call,) = body["choices"][0]["message"]["tool_calls"]
+            assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                "add",
+                ARGUMENTS,
+            )
+        assert CODEC.decode(script.asked[0][1]).endswith("assistant\n<tool_call>\n")
+        assert CODEC.decode(script.asked[1][1]).endswith(
+            '<tool_call>\n{"name": "add", "arguments":'
+        )
+        _, body = await client.post(ask(tools=[TOOL], tool_choice="none"))
+        assert body["choices"][0]["message"]["content"] == CALL
+        _, body = await client.post(ask(tools=[TOOL], parallel_tool_calls=False))
+        assert script.asked[-1][2].stop == ("</tool_call>",)
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        status, body = await client.post(
+            ask(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "sub"}})
+        )
+        assert (status, body["error"]["param"]) == (400, "tool_choice.function.name")
+
+
+async def test_a_model_whose_template_shows_no_tools_is_offered_none() -> None:
+    plain = codec("chatml")
+    async with gateway(Script(codec=plain), of=plain) as (_, client):
+        status, body = await client.post(ask(tools=[TOOL]))
+        assert (status, body["error"]["param"]) == (400, "tools")
+        assert "chat template shows none" in body["error"]["message"]
+        assert (await client.post(ask()))[0] == 200
+
+
+async def test_a_stream_adds_up_and_never_holds_half_a_character() -> None:
+    text = "né 🙂🙂 ok"
+    assert len(encode(text)) > len(text), "characters of several tokens"
+    async with gateway(Script([text])) as (made, client):
+        chunks, _ = await events(client, ask(logprobs=True, stream_options={"include_usage": True}))
+        usage = chunks.pop()
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == len(encode(text)) + 1
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        assert choices[-1]["finish_reason"] == "stop"
+        pieces = [choice["delta"].get("content", "") for choice in choices]
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert len([piece for piece in pieces if piece]) > 3
+        entries = [
+            entry
+            for choice in choices
+            if choice["logprobs"]
+            for entry in choice["logprobs"]["content"]
+        ]
+        assert len(entries) == len(encode(text))
+        assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+        assert len(made.sequences("s")[0].turns) == 1
+
+
+async def test_a_stream_of_calls() -> None:
+    async with gateway(Script([f"so {CALL}{CALL}"])) as (_, client):
+        chunks, _ = await events(client, ask(tools=[TOOL]))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "so"
+        calls: dict[int, dict[str, str]] = {}
+        for delta in deltas:
+            for call in delta.get("tool_calls", ()):
+                built = calls.setdefault(call["index"], {"name": "", "arguments": "", "id": ""})
+                built["id"] += call.get("id", "")
+                built["name"] += call["function"].get("name", "")
+                built["arguments"] += call["function"]["arguments"]
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == [
+            ("add", ARGUMENTS)
+        ] * 2
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_stop_text_over_the_borders_of_tokens_is_not_shown_but_is_recorded() -> None:
+    said = (*encode("one user"), *encode(" tw"))
+    async with gateway(Script([spoken(said)])) as (made, client):
+        body = ask(stop=["ser t", "zzz"])
+        chunks, _ = await events(client, body)
+        assert (
+            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one u"
+        )
+        _, answer = await client.post(body)
+        assert answer["choices"][0]["message"]["content"] == "one u"
+        _, answer = await client.post(ask(stop="one"))
+        assert answer["choices"][0]["message"]["content"] == ""
+        (sequence, *_) = made.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == said
+
+
+async def test_how_a_turn_ends_and_what_it_is_sampled_with() -> None:
+    cut = spoken(encode("hel"), finish=Finish.LENGTH)
+    script = Script([cut, spoken(encode("hel"), finish=Finish.TIME), "a"])
+    limits = SessionLimits(turn_tokens=50)
+    base = Sampling(temperature=0.7, top_k=9, seed=5)
+    async with gateway(script, session={"limits": limits, "sampling": base}) as (_, client):
+        for _ in range(2):
+            assert (await client.post(ask()))[1]["choices"][0]["finish_reason"] == "length"
+        more = {
+            "temperature": 0,
+            "top_p": 0.5,
+            "seed": -7,
+            "max_tokens": 1000,
+            "max_completion_tokens": 12,
+            "stop": "x",
+        }
+        await client.post(ask(**more))
+        await client.post(ask(max_tokens=1000))
+        await client.post(ask(max_tokens=7, max_completion_tokens=12))
+    samplings = [sampling for _, _, sampling in script.asked]
+    assert (samplings[0].temperature, samplings[0].top_k, samplings[0].max_tokens) == (0.7, 9, 50)
+    assert samplings[0].seed != samplings[1].seed
+    assert samplings[2] == Sampling(
+        temperature=0,
+        top_p=0.5,
+        top_k=9,
+        seed=-7,
+        max_tokens=12,
+        stop=("x",),
+        stop_token_ids=CODEC.stop_token_ids,
+    )
+    assert [sampling.max_tokens for sampling in samplings[3:]] == [50, 7]
+
+
+async def test_pinned_sampling_holds_whatever_the_client_says() -> None:
+    script = Script()
+    async with gateway(
+        script, session={"sampling": Sampling(temperature=1.0, top_k=5), "pinned": True}
+    ) as (_, client):
+        assert (await client.post(ask(temperature=0.1, top_p=0.2, top_k=1, seed=3)))[0] == 200
+    sampling = script.asked[0][2]
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 5)
+    assert sampling.seed != 3
+
+
+# Who may ask.
+
+
+async def test_a_session_is_reached_with_its_token_only() -> None:
+    async with gateway(Script()) as (made, client):
+        other = Client(client.http, client.url, made.open("other"))
+        crossed = Client(
+            client.http,
+            client.url,
+            type(other.access)(path=client.access.path, token=other.access.token),
+        )
+        for request, status in ((client, 200), (other, 200), (crossed, 401)):
+            assert (await request.post(ask()))[0] == status
+        head = {"Authorization": "Bearer " + client.access.token}
+        async with client.http.get(client.base_url + "/models", headers=head) as response:
+            assert [model["id"] for model in (await response.json())["data"]] == ["tiny"]
+        for header in ({}, {"Authorization": "Basic x"}, {"Authorization": "Bearer é"}):
+            async with client.http.get(client.base_url + "/models", headers=header) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] == "invalid_api_key"
+        unknown = Client(client.http, client.url, type(client.access)(path="/s/none/v1", token="x"))
+        status, body = await unknown.post(ask())
+        assert (status, body["error"]["code"]) == (404, "session_not_found")
+        assert len(made.sequences("s")) == len(made.sequences("other")) == 1
+        status, body = await client.post(ask(), path="/embeddings")
+        assert (status, list(body)) == (404, ["error"])
+
+
+@pytest.mark.parametrize("id", ["", "a/b", "é", "x" * 129, "s"])
+async def test_an_id_that_is_no_path_or_taken_is_refused(id: str) -> None:
+    made = Gateway(CODEC, Script(), model="tiny")
+    made.open("s")
+    with pytest.raises(ValueError, match=r"session\.id must"):
+        made.open(id)
+
+
+async def test_limits() -> None:
+    script = Script(hold=True)
+    limits = SessionLimits(calls=2, concurrent=1, context=60, tokens=1000)
+    async with gateway(script, session={"limits": limits}) as (_, client):
+        first = asyncio.create_task(client.post(ask()))
+        await script.started.get()
+        status, body = await client.post(ask("other"))
+        assert (status, body["error"]["type"], body["error"]["code"]) == (
+            429,
+            "rate_limit_error",
+            "rate_limit_exceeded",
+        )
+        script.free.set()
+        assert (await first)[0] == 200
+        status, body = await client.post(ask("a" * 100))
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        status, body = await client.post(ask("a" * 1000))  # not even read
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "at most 960 characters" in body["error"]["message"]
+        assert (await client.post(ask("second")))[0] == 200
+        status, body = await client.post(ask("third"))
+        assert (status, body["error"]["code"]) == (429, "insufficient_quota")
+    with pytest.raises(ValueError, match=r"limits\.calls must be positive, got 0"):
+        SessionLimits(calls=0)
+
+
+async def test_the_tokens_of_a_session_are_bounded() -> None:
+    script = Script(["hello"])
+    enough = len(encode("hello")) + 2
+    async with gateway(script, session={"limits": SessionLimits(tokens=enough)}) as (_, client):
+        assert [(await client.post(ask(text)))[0] for text in "abc"] == [200, 200, 429]
+    assert [sampling.max_tokens for _, _, sampling in script.asked] == [enough, 1]
+
+
+# What clients send.
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"messages": "hi"}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages.0.content.0.type",
+    ),
+    ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.tool_call_id"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "a"}}]}
+            ]
+        },
+        "messages.0.tool_calls",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "messages.1.tool_calls.0.function.name",
+    ),
+    ({"model": 3}, "model"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ({"n": 2}, "n"),
+    ({"seed": 2**70}, "seed"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "<|im_end|>"}}]},
+        "tools.0.function.name",
+    ),
+    ({"tool_choice": "required"}, "tools"),
+    ({"top_logprobs": 1}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 1}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 5, "temperature": 0}, "top_logprobs"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+    ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"functions": [{}]}, "functions"),
+    ({"n": True}, "n"),
+    ({"min_p": 0.05}, "min_p"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"bad_words": ["no"]}, "bad_words"),
+    ({"min_tokens": 5}, "min_tokens"),
+    ({"ignore_eos": True}, "ignore_eos"),
+    ({"guided_json": {"type": "object"}}, "guided_json"),
+    ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
+    ({"best_of": 2}, "best_of"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"stream_options": {"include_more": True}}, "stream_options"),
+    (
+        {
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "add"}, "mode": "auto"},
+        },
+        "tool_choice",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "content": "x", "reasoning_content": "y"}]},
+        "messages.1.reasoning_content",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "weight": 2}]}]},
+        "messages.0.content.0.weight",
+    ),
+    ({"messages": [{"role": "user", "content": "x", "images": ["y"]}]}, "messages.0.images"),
+    (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "tool_calls": [{"function": {"name": "a"}, "priority": 1}]},
+            ]
+        },
+        "messages.1.tool_calls.0.priority",
+    ),
+    ({"surprise": 1}, "surprise"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), WRONG)
+def test_what_is_wrong_is_refused_with_field_rule_and_value(
+    change: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat(json.dumps(ask() | change).encode())
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert ", got " in str(caught.value)
+
+
+HONORED = set(_Chat.model_fields)
+"""Fields of a request that the gateway reads; `OWN` of them are the run's where the
+session is pinned.
+"""
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_a_field_that_is_not_honored_asks_for_nothing_or_is_refused(data: st.DataObject) -> None:
+    name = data.draw(
+        st.sampled_from(sorted(set(NEUTRAL) - HONORED))
+        | st.text(min_size=1).filter(lambda name: name not in HONORED)
+    )
+    value = data.draw(st.sampled_from([*NEUTRAL.get(name, ()), None]) | json_values)
+    body = json.dumps(ask() | {name: value}).encode(errors="ignore")
+    same = [value is None, name in WITHOUT_EFFECT]
+    same += [
+        value == each and isinstance(value, bool) is isinstance(each, bool)
+        for each in NEUTRAL.get(name, ())
+    ]
+    if any(same):
+        assert parse_chat(body) == parse_chat(json.dumps(ask()).encode())
+    else:
+        with pytest.raises(RequestError) as caught:
+            parse_chat(body)
+        assert (caught.value.status, caught.value.param) == (400, name)
+        assert str(caught.value).startswith(f"{name} must ")
+        assert str(caught.value).endswith(f", got {value!r:.80}")
+
+
+def test_each_field_of_a_request_is_in_one_table_and_in_the_documentation() -> None:
+    assert (
+        set(CompletionCreateParamsBase.__annotations__) <= HONORED | set(NEUTRAL) | WITHOUT_EFFECT
+    )
+    assert (
+        set(CompletionParamsBase.__annotations__) - {"prompt"}
+        <= HONORED | set(NEUTRAL) | WITHOUT_EFFECT
+    )
+    assert not set(NEUTRAL) & WITHOUT_EFFECT
+    assert not HONORED & WITHOUT_EFFECT
+    words = set(
+        re.findall(r"[a-z_]+", (Path(__file__).parents[3] / "docs" / "GATEWAY.md").read_text())
+    )
+    assert (HONORED | (set(NEUTRAL) - HONORED) | WITHOUT_EFFECT) - words == set()
+
+
+async def test_a_stop_token_ends_the_turn_and_is_not_shown_but_is_recorded() -> None:
+    said = encode("one two")
+    script = Script([spoken(said), spoken(encode("é")[:2])])
+    async with gateway(script) as (made, client):
+        _, answer = await client.post(ask(stop_token_ids=[said[-1]], top_k=7))
+        assert answer["choices"][0]["message"]["content"] == CODEC.decode(said[:-1])
+        assert script.asked[0][2].stop_token_ids == (*CODEC.stop_token_ids, said[-1])
+        assert script.asked[0][2].top_k == 7
+        (sequence,) = made.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == said
+        await client.post(ask("again", top_k=-1))
+        assert script.asked[1][2].top_k == 0
+
+
+async def test_a_field_that_is_not_honored_is_answered_with_400() -> None:
+    script = Script()
+    async with gateway(script, session={"pinned": True}) as (_, client):
+        for body in (ask(min_p=0.05), ask(stream=True, guided_regex="a+")):
+            status, answer = await client.post(body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert "must be" in answer["error"]["message"]
+        assert not script.asked
+
+
+def test_what_changes_nothing_is_let_pass() -> None:
+    neutral = {
+        "user": "u",
+        "metadata": {},
+        "store": False,
+        "n": 1,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "stop": None,
+    }
+    echoed = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    told = {
+        "role": "developer",
+        "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
+    }
+    parsed = parse_chat(
+        json.dumps(ask() | neutral | {"messages": [told, USER, echoed, USER]}).encode()
+    )
+    assert [(message.role, message.content) for message in parsed.messages][:3:2] == [
+        ("system", "be kind"),
+        ("assistant", ""),
+    ]
+
+
+BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"model": "m", "messages": ' + b"[" * 100_000,
+    b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+    b'{"model": "m", "tools": [{"type": "function", "function": {"name": "a", "x": "\\udc00"}}], '
+    b'"messages": []}',
+]
+
+
+async def test_bytes_that_are_no_text_and_no_gzip_are_refused() -> None:
+    async with gateway(Script()) as (_, client):
+        status, answer = await client.post(
+            io.BytesIO(b"not zipped"), **{"Content-Encoding": "gzip"}
+        )
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        url = yarl.URL(client.url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(
+            b"GET /s/s/v1/models HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n"
+            % url.authority.encode()
+        )
+        writer.write(b"Authorization: Bearer \xff\xfe\r\n\r\n")
+        assert b"401" in await reader.readline()
+        await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_garbage_gets_a_plain_error_and_the_gateway_lives() -> None:
+    async with gateway(Script()) as (made, client):
+        for body in BODIES:
+            status, answer = await client.post(body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        status, answer = await client.post(io.BytesIO(b" " * (MAX_BODY + 1)))
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+        assert made.sequences("s") == ()
+        assert (await client.post(ask()))[0] == 200
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(
+    st.sampled_from(["messages", "tools", "tool_choice", "stop", "n", "stream", "logprobs", "seed", "response_format"]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("function"),
+        lambda inner: st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "function", "name", "text"]), inner, max_size=4),
+        max_leaves=8,
+    ),
+    max_size=4,
+))  # fmt: skip
+def test_any_json_is_parsed_or_refused(change: dict[str, Any]) -> None:
+    try:
+        assert parse_chat(json.dumps(ask() | change).encode()).messages
+    except RequestError as error:
+        refused = error.status
+        assert refused == 400
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        (EngineLostError("gone"), 503),
+        (EngineError("refused"), 503),
+        (ZeroDivisionError("oops"), 500),
+        (spoken((), finish=Finish.ERROR), 503),
+        (spoken(encode("a"), finish=Finish.ABORTED), 503),
+        (spoken(()), 503),
+    ],
+)
+async def test_a_turn_that_fails_is_an_error_and_no_call(what: Any, status: int) -> None:
+    async with gateway(Script([what, what, "a"])) as (made, client):
+        for body in (ask(), ask(stream=True)):
+            got, answer = await client.post(body)
+            assert (got, answer["error"]["type"]) == (status, "server_error")
+        assert made.sequences("s") == ()
+        assert (await client.post(ask()))[0] == 200
+
+
+async def test_a_slow_stream_lives_and_an_error_in_it_is_an_event() -> None:
+    script = Script([EngineError("gone")], hold=True)
+    async with gateway(script, keep_alive_s=0.001) as (made, client):
+        head = {"Authorization": f"Bearer {client.access.token}"}
+        async with client.http.post(
+            client.base_url + CHAT, json=ask(stream=True), headers=head
+        ) as response:
+            assert response.status == 200
+            for _ in range(3):
+                assert (await response.content.readuntil(b"\n\n")).startswith(b":")
+            script.free.set()
+            last = (await response.text()).strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert made.sequences("s") == ()
+
+
+async def test_a_turn_has_a_limit() -> None:
+    async with gateway(Script(hold=True), session={"limits": SessionLimits(turn_s=0.01)}) as (
+        _,
+        client,
+    ):
+        assert (await client.post(ask()))[0] == 504
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_stops_the_generation(stream: bool) -> None:
+    script = Script(hold=True)
+    async with gateway(script, keep_alive_s=0.001) as (made, client):
+        head = {"Authorization": f"Bearer {client.access.token}"}
+        async with aiohttp.ClientSession() as leaver:
+            if stream:
+                response = await leaver.post(
+                    client.base_url + CHAT, json=ask(stream=True), headers=head
+                )
+                assert (await response.content.readline()).startswith(b":")
+                response.close()
+            else:
+                post = asyncio.create_task(
+                    leaver.post(client.base_url + CHAT, json=ask(), headers=head)
+                )
+                await script.started.get()
+                post.cancel()
+        await script.cancelled.get()
+        script.free.set()
+        assert (await client.post(ask()))[0] == 200
+        assert len(made.sequences("s")[0].turns) == 1
+
+
+async def test_an_answer_that_broke_off_is_given_again_and_counts_once() -> None:
+    tokens = encode("a\n") * 10_000
+    script = Script([spoken((*tokens, END)), "other"])
+    body = json.dumps(ask(stream=True, logprobs=True)).encode()
+    async with gateway(script) as (made, client):
+        # Some 6 MB, which is more than both ends of this connection hold: the gateway
+        # still writes when the client goes.
+        url, narrow = yarl.URL(client.url), socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        narrow.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(narrow, (url.host, url.port))
+        reader, writer = await asyncio.open_connection(sock=narrow)
+        head = f"POST {client.access.path}{CHAT} HTTP/1.1\r\nHost: {url.authority}\r\n"
+        head += f"Authorization: Bearer {client.access.token}\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert b"200" in await reader.readline()
+        writer.transport.abort()
+        assert made.sequences("s") == ()
+        again = {"Authorization": f"Bearer {client.access.token}", "X-Stainless-Retry-Count": "1"}
+        again |= {"Content-Type": "application/json"}
+        async with client.http.post(client.base_url + CHAT, data=body, headers=again) as response:
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+        (sequence,) = made.sequences("s")
+        assert sequence.tokens[sequence.turns[0].start :] == (*tokens, END)
+        assert len(script.asked) == 1
+
+
+async def test_a_retry_joins_the_turn_that_is_under_way_and_counts_once() -> None:
+    script = Script(["hello", "other"], hold=True)
+    async with gateway(script) as (made, client):
+        first = asyncio.create_task(client.post(ask()))
+        await script.started.get()
+        again = asyncio.create_task(client.post(ask(), **{"X-Stainless-Retry-Count": "1"}))
+        named = [
+            asyncio.create_task(client.post(ask(), **{"Idempotency-Key": "k"})) for _ in range(2)
+        ]
+        await script.started.get()
+        script.free.set()
+        bodies = [(await task)[1] for task in (first, again, *named)]
+        assert bodies[0]["id"] == bodies[1]["id"] != bodies[2]["id"] == bodies[3]["id"]
+        assert len(script.asked) == 2
+        late = (await client.post(ask(), **{"X-Stainless-Retry-Count": "2"}))[1]
+        assert late["id"] == bodies[0]["id"]
+        assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 2
+        fresh = (await client.post(ask()))[1]
+        assert fresh["id"] not in {body["id"] for body in bodies}
+        assert sum(len(sequence.turns) for sequence in made.sequences("s")) == 3
+
+
+async def test_closing_a_session_ends_what_is_under_way() -> None:
+    script = Script(hold=True)
+    async with gateway(script) as (made, client):
+        task = asyncio.create_task(client.post(ask()))
+        await script.started.get()
+        assert made.close("s") == Recorded(sequences=())
+        status, body = await task
+        assert (status, body["error"]["code"]) == (503, "cancelled")
+        await script.cancelled.get()
+        with pytest.raises(KeyError):
+            made.close("s")

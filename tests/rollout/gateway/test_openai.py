@@ -1,0 +1,231 @@
+"""OpenAI's own client, as it is, against a gateway before a real engine; and what
+training is then given.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+
+from rollweave.rollout.gateway.server import Access
+from rollweave.schema.errors import EngineLostError
+from rollweave.schema.serving import GenerateResult, Sampling
+
+from .real import CONTEXT, Turns, checkpoint, engine, logprob_error, served
+from .scripts import TOOL
+
+SHORT: dict[str, Any] = {"model": "any", "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def client(url: str, access: Access, **more: Any) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=url + access.path,
+        api_key=access.token,
+        **{"max_retries": 0, "timeout": 60.0, **more},
+    )
+
+
+async def converse(openai: AsyncOpenAI, turns: int, *, start: str = "begin") -> list[Any]:
+    history: list[Any] = [{"role": "user", "content": start}]
+    for turn in range(turns):
+        answer = await openai.chat.completions.create(messages=history, **SHORT)
+        history += [
+            answer.choices[0].message.model_dump(),
+            {"role": "user", "content": f"and {turn}?"},
+        ]
+    return history
+
+
+async def test_a_conversation_is_one_sequence_whose_logprobs_are_those_of_the_model(
+    directory: Path,
+) -> None:
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (made, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            assert [model.id async for model in openai.models.list()] == ["tiny"]
+            await converse(openai, 4)
+            answer = await openai.chat.completions.create(
+                messages=[{"role": "user", "content": "apart"}], logprobs=True, **SHORT
+            )
+        told, apart = made.close("s").sequences
+    assert len(told.turns) == 4
+    assert logprob_error(directory, told) < 1e-4
+    assert answer.choices[0].logprobs is not None
+    said = [entry.logprob for entry in answer.choices[0].logprobs.content or ()]
+    assert said == pytest.approx([value for value in apart.logprobs if value][: len(said)])
+
+
+async def test_a_stream_is_the_answer_in_pieces(directory: Path) -> None:
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (made, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            same: Any = {"messages": [{"role": "user", "content": "q"}], "temperature": 0, **SHORT}
+            whole = await openai.chat.completions.create(**same)
+            stream = await openai.chat.completions.create(
+                **same, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+        assert len(made.sequences("s")) == 2
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+async def test_its_own_retries_count_once(directory: Path) -> None:
+    async with engine(directory) as tiny:
+        generate = Turns(tiny, fails=[EngineLostError("gone")])
+        async with served(generate, directory, "s") as (made, url, access):
+            async with client(url, access["s"], max_retries=2) as openai:
+                await converse(openai, 1)
+            (sequence,) = made.close("s").sequences
+    assert len(sequence.turns) == 1
+
+
+async def test_a_time_out_of_the_client_cancels_the_turn_and_its_retry_counts(
+    directory: Path,
+) -> None:
+    stalled: asyncio.Queue[str] = asyncio.Queue()
+
+    async with engine(directory) as tiny:
+        turns = Turns(tiny)
+
+        async def generate(
+            session: str, tokens: tuple[int, ...], sampling: Sampling
+        ) -> GenerateResult:
+            if not stalled.qsize():
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    stalled.put_nowait("cancelled")
+            return await turns(session, tokens, sampling)
+
+        async with served(generate, directory, "s") as (made, url, access):
+            async with client(url, access["s"], max_retries=5, timeout=2.0) as openai:
+                await converse(openai, 1)
+            (sequence,) = made.close("s").sequences
+    assert stalled.qsize() == 1
+    assert len(sequence.turns) == 1
+
+
+async def test_a_program_that_is_ended_ends_its_generation_in_the_engine(directory: Path) -> None:
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (made, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            call = openai.chat.completions.create(
+                model="any",
+                messages=[{"role": "user", "content": "q"}],
+                extra_body={"seed": 1},
+                max_tokens=CONTEXT,
+            )
+            asking = asyncio.create_task(call)  # type: ignore[arg-type]
+            while not (await tiny.stats()).running:
+                assert not asking.done()
+            asking.cancel()
+            while (stats := await tiny.stats()).running:
+                pass
+        assert stats.output_tokens < CONTEXT // 2
+        assert made.close("s").sequences == ()
+
+
+async def test_sessions_at_once_are_apart(directory: Path) -> None:
+    names = [f"s{number}" for number in range(6)]
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, *names) as (made, url, access),
+    ):
+        clients = [client(url, access[name]) for name in names]
+        told = await asyncio.gather(
+            *(converse(each, 3, start=name) for each, name in zip(clients, names, strict=True))
+        )
+        for each in clients:
+            await each.close()
+        for name, history in zip(names, told, strict=True):
+            (sequence,) = made.close(name).sequences
+            assert len(sequence.turns) == 3
+            assert logprob_error(directory, sequence) < 1e-4
+            assert history[0]["content"] == name
+
+
+async def test_two_branches_at_once_in_one_session(directory: Path) -> None:
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (made, url, access),
+    ):
+        async with client(url, access["s"]) as openai:
+            history = await converse(openai, 1)
+            asks = (openai.chat.completions.create(messages=history, **SHORT) for _ in range(3))
+            answers = await asyncio.gather(*asks)
+        sequences = made.close("s").sequences
+    assert sorted(len(sequence.turns) for sequence in sequences) == [1, 1, 2]
+    assert sum(sum(sequence.output_mask()) for sequence in sequences) >= sum(
+        a.usage.completion_tokens for a in answers
+    )
+    for sequence in sequences:
+        assert logprob_error(directory, sequence) < 1e-4
+
+
+async def test_errors_are_those_that_it_knows(directory: Path) -> None:
+    async with engine(directory) as tiny, served(Turns(tiny), directory, "s") as (_, url, access):
+        async with client(url, access["s"]) as openai:
+            with pytest.raises(BadRequestError, match=r"n must be 1 .*got 2") as caught:
+                await openai.chat.completions.create(
+                    messages=[{"role": "user", "content": "q"}], n=2, **SHORT
+                )
+            assert caught.value.param == "n"
+            tools: Any = [TOOL]
+            forced = await openai.chat.completions.create(
+                messages=[{"role": "user", "content": "q"}],
+                tools=tools,
+                tool_choice="required",
+                **SHORT,
+            )
+            assert forced.choices[0].message.content  # random weights: no call, so plain words
+        async with client(url, Access(path="/s/none/v1", token="x")) as openai:
+            with pytest.raises(NotFoundError):
+                await openai.models.list()
+
+
+async def test_what_it_sends_by_itself_is_understood_and_what_is_added_is_honored_or_refused(
+    directory: Path,
+) -> None:
+    """`extra_body` is how its users send the fields of vLLM and SGLang."""
+    asked: Any = {"messages": [{"role": "user", "content": "q"}], "seed": 1, **SHORT}
+    async with (
+        engine(directory) as tiny,
+        served(Turns(tiny), directory, "s") as (made, url, access),
+    ):
+        openai = client(url, access["s"])
+        async with openai:
+            plain = await openai.chat.completions.create(
+                **asked, store=False, user="u", modalities=["text"], verbosity="medium"
+            )
+            first = made.sequences("s")[0]
+            token = first.tokens[first.turns[0].start]
+            cut = await openai.chat.completions.create(
+                **asked, extra_body={"stop_token_ids": [token], "top_k": -1}
+            )
+            with pytest.raises(
+                BadRequestError,
+                match=r"min_p must be 0 or null: it is not "
+                r"supported, got 0\.1",
+            ):
+                await openai.chat.completions.create(**asked, extra_body={"min_p": 0.1})
+            with pytest.raises(BadRequestError, match="reasoning_effort must be null"):
+                await openai.chat.completions.create(**asked, reasoning_effort="low")
+    assert plain.usage is not None
+    assert cut.usage is not None
+    assert (cut.choices[0].message.content, cut.usage.completion_tokens) == ("", 1)

@@ -1,0 +1,470 @@
+"""Sessions of agent programs: what is recorded, against a slow reference that keeps
+every call and compares all with all.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
+from rollweave.schema.chat import Message, ToolCall
+from rollweave.schema.serving import Finish, GenerateResult, VersionSpan
+from rollweave.schema.work import SegmentKind, TokenSequence
+from tests.rollout.chat.chats import bpe, codec
+
+OF = codec("tools")
+END = OF.stop_token_ids[0]
+P, A, B = SegmentKind.PROMPT, SegmentKind.OUTPUT, SegmentKind.OBSERVATION
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def result(tokens: list[int], *, mark: float = 1.0, cut: int = 0) -> GenerateResult:
+    """`mark` makes log-probs that are found again; with `cut` the weights changed
+    there.
+    """
+    cut = min(cut, len(tokens) - 1)
+    spans = [VersionSpan(start=0, end=cut, version=3)] if cut else []
+    return GenerateResult(
+        id="x",
+        tokens=tuple(tokens),
+        logprobs=tuple(-mark - place / 1024 for place in range(len(tokens))),
+        versions=(*spans, VersionSpan(start=cut, end=len(tokens), version=4)),
+        finish=Finish.STOP,
+    )
+
+
+def encode(text: str) -> list[int]:
+    return list(bpe().encode(text, add_special_tokens=False).ids)
+
+
+def speak(recorder: SessionRecorder, call: Call, text: str, **options: float) -> Message:
+    """Answer with text, and deliver."""
+    message = Message(role="assistant", content=text)
+    recorder.answer(call, result([*encode(text), END], **options), message)  # type: ignore[arg-type]
+    recorder.deliver(call)
+    return message
+
+
+# The random program: what it may do, and a reference that knows only which calls it has
+# the answers of.
+
+
+@dataclass
+class Program:
+    """An agent program, its recorder, and all calls in the order in which it got their
+    answers.
+    """
+
+    recorder: SessionRecorder = field(default_factory=lambda: SessionRecorder(OF))
+    histories: list[tuple[Message, ...]] = field(default_factory=lambda: [(user("go"),)])
+    waiting: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
+    lost: list[tuple[Call, tuple[Message, ...], str]] = field(default_factory=list)
+    got: list[Call] = field(default_factory=list)
+    prompts: dict[Call, tuple[int, ...]] = field(default_factory=dict)
+    said: list[tuple[tuple[Message, ...], Call]] = field(default_factory=list)
+    keys: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    def ask(self, history: tuple[Message, ...]) -> None:
+        key = f"k{next(self.keys)}"
+        call = self.recorder.ask(key, history)
+        self.prompts[call] = call.prompt
+        assert self.is_a_prompt_of(call.prompt, history)
+        self.waiting.append((call, history, key))
+
+    def answer(self, at: int, ids: list[int], text: str, fate: str) -> None:
+        call, history, key = self.waiting.pop(at % len(self.waiting))
+        if fate == "dropped":
+            self.recorder.drop(call)
+            return
+        words = Message(role="assistant", content=text)
+        self.recorder.answer(call, result(ids, mark=1.0 + call.number, cut=len(ids) // 2), words)
+        self.said.append(((*history, words), call))
+        if fate == "lost":
+            self.recorder.lose(call)
+            self.lost.append((call, (*history, words), key))
+        else:
+            self.take(call, (*history, words))
+
+    def repeat(self, at: int) -> None:
+        call, history, key = self.lost.pop(at % len(self.lost))
+        again = self.recorder.ask(key, history[:-1])
+        assert again is call or call.state is CallState.DELIVERED
+        if again is call:
+            self.take(call, history)
+        else:  # it had shown that it knows the answer already: this is another sample
+            self.recorder.drop(again)
+
+    def is_a_prompt_of(self, prompt: tuple[int, ...], history: tuple[Message, ...]) -> bool:
+        """Whether these tokens may stand for the conversation: it goes on with all of
+        the call where it ends, the longest that there is; and from there on, or from
+        its start, the agent's own words are tokens that were sampled, one way or
+        another.
+        """
+        ended = [(len(told), call) for told, call in self.said if same(told, history[: len(told)])]
+        longest = max((length for length, _ in ended), default=0)
+        if not longest:
+            return self.pieces(prompt, (), history)
+        return any(
+            prompt[: len(whole)] == whole
+            and self.pieces(prompt, call.words, history[longest:], at=len(whole))
+            for length, call in ended
+            for whole in [self.prompts[call] + call.words]
+            if length == longest
+        )
+
+    def pieces(
+        self,
+        prompt: tuple[int, ...],
+        words: tuple[int, ...],
+        rest: tuple[Message, ...],
+        at: int = 0,
+    ) -> bool:
+        """Whether the prompt goes on from `at` with `rest`, the agent's last words
+        being `words` (none: at the start).
+        """
+        known = [
+            place
+            for place, m in enumerate(rest)
+            if m.role == "assistant" and any(same(t[-1:], (m,)) for t, _ in self.said)
+        ]
+        known = [place for place in known if words or place]
+        gap = rest[: known[0]] if known else rest
+        between = OF.extend(words, gap) if words else OF.start(gap)
+        if prompt[at : at + len(between)] != between:
+            return False
+        at += len(between)
+        if not known:
+            return at == len(prompt)
+        message = rest[known[0]]
+        return any(
+            prompt[at : at + len(call.words)] == call.words
+            and self.pieces(prompt, call.words, rest[known[0] + 1 :], at + len(call.words))
+            for told, call in self.said
+            if same(told[-1:], (message,))
+        )
+
+    def take(self, call: Call, history: tuple[Message, ...]) -> None:
+        self.recorder.deliver(call)
+        self.got.append(call)
+        self.histories.append(history)
+
+
+def same(left: tuple[Message, ...], right: tuple[Message, ...]) -> bool:
+    def plain(message: Message) -> tuple[str, str]:
+        return (
+            message.role,
+            message.content.strip() if message.role == "assistant" else message.content,
+        )
+
+    return [plain(message) for message in left] == [plain(message) for message in right]
+
+
+def reference(program: Program) -> list[list[tuple[int, bool, float, int]]]:
+    """For each sequence, (token, output?, log-prob, version) of each place, from calls
+    in the order of their delivery.
+    """
+    found: list[list[tuple[int, bool, float, int]]] = []
+    for call in program.got:
+        prompt = program.prompts[call]
+        best: list[tuple[int, bool, float, int]] | None = None
+        for sequence in found:
+            tokens = [place[0] for place in sequence]
+            if list(prompt[: len(tokens)]) == tokens and (best is None or len(tokens) > len(best)):
+                best = sequence
+        if best is None:
+            best = []
+            found.append(best)
+        best += [(token, False, 0.0, -1) for token in prompt[len(best) :]]
+        assert call.result is not None
+        for span in call.result.versions:
+            for place in range(span.start, span.end):
+                best.append(
+                    (call.result.tokens[place], True, call.result.logprobs[place], span.version)
+                )
+    return found
+
+
+def flat(sequence: TokenSequence) -> list[tuple[int, bool, float, int]]:
+    version = {
+        place: segment.version
+        for segment in sequence.segments
+        for place in range(segment.start, segment.end)
+    }
+    mask = sequence.output_mask()
+    return [
+        (token, mask[i], sequence.logprobs[i], version[i])
+        for i, token in enumerate(sequence.tokens)
+    ]
+
+
+edits = st.sampled_from(["go on", "edit", "drop the first", "alone", "as is"])
+texts = st.sampled_from(["", "a", "b", " b ", "yes\n", "🙂"])
+steps = st.one_of(
+    st.tuples(
+        st.just("ask"),
+        st.integers(0, 20),
+        texts,
+        st.sampled_from(["go on", "edit", "drop the first", "alone", "as is"]),
+    ),
+    st.tuples(
+        st.just("answer"),
+        st.integers(0, 20),
+        st.lists(st.integers(0, 3) | st.just(END), min_size=1, max_size=4),
+        st.tuples(texts, st.sampled_from(["taken", "taken", "taken", "lost", "dropped"])),
+    ),
+    st.tuples(st.just("repeat"), st.integers(0, 20), st.none(), st.none()),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(steps, max_size=30))
+def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -> None:  # type: ignore[type-arg]
+    program = Program()
+    before: tuple[TokenSequence, ...] = ()
+    for kind, at, what, how in does:
+        if kind == "ask":
+            history = program.histories[at % len(program.histories)]
+            if how == "edit":
+                history = tuple(user("edited") if m.role == "user" else m for m in history)
+            elif how == "drop the first":
+                history = (user("sum"), *history[2:])
+            elif how == "alone":
+                history = ()
+            program.ask(history if how == "as is" else (*history, user(what)))
+        elif kind == "answer" and program.waiting:
+            program.answer(at, what, *how)
+        elif kind == "repeat" and program.lost:
+            program.repeat(at)
+        # What a program sends back, it has: also where the answer had seemed lost.
+        known = [call for call, _, _ in program.lost if call.state is CallState.DELIVERED]
+        program.got += [call for call in known if call not in program.got]
+        program.lost = [entry for entry in program.lost if entry[0] not in known]
+        after = program.recorder.sequences()
+        for old, new in zip(before, after, strict=False):
+            assert new.tokens[: len(old.tokens)] == old.tokens
+            assert new.output_mask()[: len(old.tokens)] == old.output_mask()
+            assert new.logprobs[: len(old.tokens)] == old.logprobs
+        before = after
+    sampled = sorted(
+        entry
+        for call in program.got
+        if call.result
+        for entry in zip(call.result.tokens, call.result.logprobs, strict=True)
+    )
+    outputs = sorted(
+        (token, logprob) for each in before for token, output, logprob, _ in flat(each) if output
+    )
+    assert outputs == sampled
+    assert [flat(sequence) for sequence in before] == reference(program)
+    assert sum(len(sequence.turns) for sequence in before) == len(program.got)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 390), min_size=1, max_size=6), st.booleans(), texts),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_program_that_only_goes_on_has_one_sequence_of_what_was_sampled(
+    turns: list[tuple[list[int], bool, str]],
+) -> None:
+    recorder = SessionRecorder(OF)
+    history = [user("go")]
+    for number, (ids, ended, answer) in enumerate(turns):
+        call = recorder.ask(number, history)
+        before = recorder.sequences()
+        assert not before or call.prompt[: len(before[0].tokens)] == before[0].tokens
+        sampled = [*ids, *([END] if ended else [])]
+        message = Message(role="assistant", content=OF.text(sampled))
+        recorder.answer(call, result(sampled), message)
+        recorder.deliver(call)
+        history += [message, user(answer)]
+    (sequence,) = recorder.sequences()
+    assert [segment.kind for segment in sequence.segments] == [P, A, *[B, A] * (len(turns) - 1)]
+    assert [list(sequence.tokens[turn.start : turn.end]) for turn in sequence.turns] == [
+        [*ids, *([END] if ended else [])] for ids, ended, _ in turns
+    ]
+
+
+def test_what_was_sampled_stands_in_the_prompt_not_what_it_would_be_tokenized_to() -> None:
+    recorder = SessionRecorder(OF)
+    # by its letters: the tokenizer has a token for the word
+    odd = [encode(letter)[0] for letter in "user"]
+    assert encode("user") != odd
+    assert OF.decode(odd) == "user"
+    call = recorder.ask("1", [user("say")])
+    recorder.answer(call, result([*odd, END]), Message(role="assistant", content="user"))
+    # White space around it is not an edit, nor is an answer that never was marked as
+    # delivered a foreign one.
+    before = call.prompt
+    after = recorder.ask(
+        "2", [user("say"), Message(role="assistant", content=" user\n"), user("more")]
+    )
+    assert after.prompt[: len(before) + 5] == (*before, *odd, END)
+    assert call.state is CallState.DELIVERED
+    # A context that was rewritten around it keeps the tokens, and counts them in the
+    # other sequence only.
+    moved = recorder.ask(
+        "3", [user("other"), Message(role="assistant", content="user"), user("more")]
+    )
+    start = len(OF.start([user("other")]))
+    assert moved.prompt[start : start + 5] == (*odd, END)
+    for each in (after, moved):
+        speak(recorder, each, "a")
+    first, second = recorder.sequences()
+    assert [segment.kind for segment in first.segments] == [P, A, B, A]
+    assert [segment.kind for segment in second.segments] == [P, A]
+
+
+def test_two_calls_on_one_prefix_share_no_output() -> None:
+    recorder = SessionRecorder(OF)
+    said = speak(recorder, recorder.ask("1", [user("q")]), "a", mark=1.0)
+    left, right = (recorder.ask(key, [user("q"), said, user(key)]) for key in ("left", "right"))
+    speak(recorder, right, "b", mark=2.0)
+    prompt = left.prompt
+    speak(recorder, left, "c", mark=3.0)
+    first, second = recorder.sequences()
+    assert first.tokens[-2:] == (*encode("b"), END)
+    assert {round(-value) for value in first.logprobs if value} == {1, 2}
+    assert {round(-value) for value in second.logprobs if value} == {3}
+    assert second.tokens[: len(prompt)] == prompt
+
+
+def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:
+    recorder = SessionRecorder(OF)
+    calls = [recorder.ask(key, [user("q")]) for key in ("1", "2")]
+    said = [speak(recorder, call, "a") for call in calls]
+    for key, message in zip("34", said, strict=True):
+        speak(recorder, recorder.ask(key, [user("q"), message, user("same")]), "b")
+    one, other = recorder.sequences()
+    assert one == other
+    assert len(one.turns) == 2
+
+
+def test_a_request_that_is_repeated_counts_once() -> None:
+    recorder = SessionRecorder(OF)
+    call = recorder.ask("1", [user("q")])
+    assert recorder.ask("1", [user("q")], repeated=True) is call  # still under way
+    other = recorder.ask("1", [user("q")])  # not said to be a repetition: another sample
+    assert other is not call
+    recorder.drop(other)
+    message = Message(role="assistant", content="a")
+    recorder.answer(call, result([*encode("a"), END]), message)
+    recorder.lose(call)
+    assert recorder.sequences() == ()
+    assert recorder.undelivered_tokens == 2
+    again = recorder.ask("1", [user("q")])  # the answer was lost: this is for it
+    assert again is call
+    recorder.deliver(again)
+    recorder.deliver(again)
+    # it arrived, as far as could be seen
+    assert recorder.ask("1", [user("q")], repeated=True) is call
+    recorder.deliver(call)
+    (sequence,) = recorder.sequences()
+    assert len(sequence.turns) == 1
+    assert recorder.undelivered_tokens == 0
+    assert recorder.calls == 2
+
+
+def test_a_dropped_request_leaves_no_trace() -> None:
+    recorder = SessionRecorder(OF)
+    recorder.drop(recorder.ask("1", [user("q")]))
+    again = recorder.ask("1", [user("q")], repeated=True)
+    assert again.state is CallState.ASKED
+    speak(recorder, again, "a")
+    assert len(recorder.sequences()) == 1
+
+
+def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> None:
+    recorder = SessionRecorder(OF)
+    call = recorder.ask("1", [user("q")], ("{}",), forced="<tool_call>\n")
+    assert OF.decode(call.prompt).endswith("assistant\n<tool_call>\n")
+    wanted = ToolCall(id="c1", name="add", arguments='{"a": 1}')
+    tokens = [*encode('{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), END]
+    recorder.answer(
+        call, result(tokens), Message(role="assistant", content="", tool_calls=(wanted,))
+    )
+    recorder.deliver(call)
+    echoed = ToolCall(id="other", name="add", arguments='{"a":1}')
+    history = [
+        user("q"),
+        Message(role="assistant", content="", tool_calls=(echoed,)),
+        Message(role="tool", content="2"),
+    ]
+    after = recorder.ask("2", history, ("{}",))
+    speak(recorder, after, "done")
+    (sequence,) = recorder.sequences()
+    assert [segment.kind for segment in sequence.segments] == [P, A, B, A]
+    assert list(sequence.tokens[sequence.turns[0].start : sequence.turns[0].end]) == tokens
+    changed = [
+        *history[:1],
+        Message(role="assistant", content="", tool_calls=(wanted, wanted)),
+        history[2],
+    ]
+    assert recorder.ask("3", history, ("{}",)).prompt == sequence.tokens[: sequence.turns[1].start]
+    assert recorder.ask("4", changed, ("{}",)).prompt != sequence.tokens[: sequence.turns[1].start]
+
+
+def test_other_tools_are_another_context() -> None:
+    recorder = SessionRecorder(OF)
+    said = speak(recorder, recorder.ask("1", [user("q")], ('{"a": 1}',)), "a")
+    speak(recorder, recorder.ask("2", [user("q"), said, user("r")], ('{"b": 1}',)), "b")
+    assert len(recorder.sequences()) == 2
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        GenerateResult(id="x", tokens=(), logprobs=(), versions=(), finish=Finish.STOP),
+        GenerateResult(id="x", tokens=(1, 2), logprobs=(-1.0,), versions=(), finish=Finish.STOP),
+        GenerateResult(
+            id="x",
+            tokens=(1,),
+            logprobs=(-1.0,),
+            versions=(VersionSpan(start=0, end=1, version=-1),),
+            finish=Finish.STOP,
+        ),
+        GenerateResult(
+            id="x",
+            tokens=(1,),
+            logprobs=(-1.0,),
+            versions=(VersionSpan(start=0, end=2, version=0),),
+            finish=Finish.STOP,
+        ),
+        GenerateResult(
+            id="x",
+            tokens=(1,),
+            logprobs=(0.0,),
+            versions=(VersionSpan(start=0, end=1, version=0),),
+            finish=Finish.STOP,
+            text_only=True,
+        ),
+    ],
+)
+def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:
+    recorder = SessionRecorder(OF)
+    call = recorder.ask("1", [user("q")])
+    with pytest.raises(ValueError, match="must"):
+        recorder.answer(call, broken, Message(role="assistant", content="a"))
+    assert call.state is CallState.ASKED
+
+
+def test_a_conversation_that_ends_with_the_agents_message_goes_on_with_another_turn() -> None:
+    recorder = SessionRecorder(OF)
+    call = recorder.ask("1", [user("q")])
+    prompt = call.prompt
+    said = speak(recorder, call, "a")
+    again = recorder.ask("2", [user("q"), said])
+    assert again.prompt == (*prompt, *encode("a<|im_end|>\n<|im_start|>assistant\n"))
+    twice = speak(recorder, again, "b")
+    speak(recorder, recorder.ask("3", [user("q"), said, twice, user("r")]), "c")
+    (sequence,) = recorder.sequences()
+    assert len(sequence.turns) == 3

@@ -1,0 +1,128 @@
+"""What the client sees of a turn, for any tokens: the stream adds up to the whole, and
+both to what was sampled.
+"""
+
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.rollout.chat.tools import Hermes
+from rollweave.rollout.gateway.dialogue import Ask
+from rollweave.rollout.gateway.replies import (
+    Reply,
+    chunks,
+    finish_reason,
+    pieces_of,
+    read_turn,
+    whole,
+)
+from rollweave.schema.serving import Finish
+
+from .scripts import CALL, CODEC, END, encode, spoken
+
+words = st.sampled_from(
+    ["one", "é🙂", CALL, "<tool_call>", "</tool_call>", " \n", "stop", "<|eot|>"]
+).map(encode)
+tokens = st.lists(words | st.lists(st.integers(0, 405), max_size=3).map(tuple), max_size=6).map(
+    lambda parts: tuple(token for part in parts for token in part)
+)
+
+
+def reply_of(
+    sampled: tuple[int, ...],
+    *,
+    tools: bool,
+    forced: str,
+    stop: tuple[str, ...],
+    finish: Finish,
+    stop_tokens: tuple[int, ...] = (),
+) -> Reply:
+    result = spoken(sampled, finish=finish)
+    hermes = Hermes() if tools else None
+    message, shown = read_turn(
+        CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
+    )
+    return Reply(
+        id="r",
+        created=0,
+        model="m",
+        message=message,
+        pieces=pieces_of(CODEC, result, length=shown, logprobs=True),
+        finish_reason=finish_reason(message, finish),
+        prompt_tokens=1,
+        completion_tokens=len(sampled),
+        cached_tokens=0,
+    )
+
+
+def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message of a stream, as a client puts it together."""
+    content, calls = "", dict[int, dict[str, str]]()
+    for choice in (choice for chunk in stream for choice in chunk["choices"]):
+        content += choice["delta"].get("content") or ""
+        for delta in choice["delta"].get("tool_calls", ()):
+            call = calls.setdefault(delta["index"], {"id": "", "name": "", "arguments": ""})
+            call["id"] += delta.get("id", "")
+            call["name"] += delta["function"].get("name", "")
+            call["arguments"] += delta["function"]["arguments"]
+    return {"content": content, "calls": [calls[index] for index in sorted(calls)]}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sampled=tokens,
+    ended=st.booleans(),
+    tools=st.booleans(),
+    forced=st.sampled_from(["", "<tool_call>\n"]),
+    stop=st.lists(st.sampled_from(["stop", "ne", "🙂", "tool"]), max_size=2).map(tuple),
+    finish=st.sampled_from([Finish.STOP, Finish.LENGTH]),
+    cut=st.booleans(),
+)
+def test_a_stream_adds_up_to_the_whole(
+    sampled: tuple[int, ...],
+    ended: bool,
+    tools: bool,
+    forced: str,
+    stop: tuple[str, ...],
+    finish: Finish,
+    cut: bool,
+) -> None:
+    sampled = (*sampled, END) if ended or not sampled else sampled
+    stop_tokens = sampled[-1:] if cut else ()
+    reply = reply_of(
+        sampled, tools=tools, forced=forced, stop=stop, finish=finish, stop_tokens=stop_tokens
+    )
+    ask = Ask(model="m", messages=(), logprobs=True, include_usage=True)
+    stream = list(chunks(reply, ask, forced=forced))
+    body = json.loads(json.dumps(whole(reply, ask)))
+    said = put_together(json.loads(json.dumps(stream)))
+    message = body["choices"][0]["message"]
+    assert said["content"] == (message["content"] or "")
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
+    assert said["calls"] == calls
+    # What is shown is what was said up to the stop text; with calls, less the calls and
+    # the space around.
+    text = CODEC.text(sampled)
+    if cut:
+        text = text[: len(CODEC.decode(sampled[:-1]))]
+    for each in stop:
+        text = text.partition(each)[0] if each in text else text
+    if not calls:
+        assert message["content"] == forced + text
+    assert "".join(piece.text for piece in reply.pieces) == text
+    entries = body["choices"][0]["logprobs"]["content"]
+    streamed = [
+        choice["logprobs"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]
+    ]
+    assert [entry for part in streamed for entry in part["content"]] == entries
+    assert [entry["logprob"] for entry in entries] == [
+        -0.5 - place for place in range(len(entries))
+    ]
+    # The end of every piece is the end of a character.
+    for end in range(1, len(reply.pieces)):
+        shown = "".join(piece.text for piece in reply.pieces[:end])
+        count = sum(len(piece.entries) for piece in reply.pieces[:end])
+        assert CODEC.decode(sampled[:count]) == shown
+    assert stream[-1]["usage"] == body["usage"]

@@ -1,0 +1,85 @@
+"""A handler with a sandbox for whole runs without a model: the agent speaks, a command
+runs, the agent speaks.
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from rollweave.envs.base import Score
+from rollweave.envs.handlers.base import Agent, Job
+from rollweave.sandbox.base import Sandbox, SandboxSpec
+from rollweave.sandbox.tools import Bash
+from rollweave.schema.chat import Message
+
+
+class Boxed:
+    """`fault` is what happens between the two turns."""
+
+    def __init__(self, *, fault: str = "") -> None:
+        self._fault = fault
+        self._box: Sandbox | None = None
+        self._seen: dict[str, Any] = {}
+
+    async def init(self, job: Job) -> None:
+        if self._fault == "init":
+            raise LookupError("broken on purpose")
+        self._box = await job.sandboxes.start(SandboxSpec())
+
+    async def run(self, agent: Agent) -> None:
+        assert self._box is not None
+        messages = [Message(role="user", content="go")]
+        messages.append(await agent.chat(messages))
+        match self._fault:
+            case "run":
+                raise LookupError("broken on purpose")
+            case "lost":
+                self._box.kill()
+            case "flood":
+                found = await Bash(self._box).run("yes | head -c 50000000", output_bytes=500)
+                assert found.dropped_bytes > 49_000_000
+                self._seen = {"shown": len(found.output)}
+                messages.append(Message(role="user", content=str(len(found.output))))
+                await agent.chat(messages)
+                return
+            case "hang":
+                await Bash(self._box).run("sleep 1000", timeout_s=1000)
+        found = await Bash(self._box).run("echo here; hostname")
+        self._seen = {"git_patch": found.output}
+        messages.append(Message(role="user", content=found.output.split()[0]))
+        await agent.chat(messages)
+
+    async def close(self) -> None:
+        if self._box is not None:
+            await self._box.stop()
+
+    def kill(self) -> None:
+        if self._box is not None:
+            self._box.kill()
+
+    async def eval(self) -> Score:
+        assert self._box is None or self._box.ended, "the sandbox is freed before the reward"
+        if self._fault == "eval":
+            raise LookupError("broken on purpose")
+        return Score(reward=1.0, success=True)
+
+    def final_result(self) -> dict[str, Any]:
+        return self._seen
+
+
+class Impatient:
+    """Gives up its first call, at once or in the middle; needs no sandbox."""
+
+    async def init(self, job: Job) -> None:
+        self._wait_s = (job.seed % 4) * 0.002
+
+    async def run(self, agent: Agent) -> None:
+        go = Message(role="user", content="go")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_s):
+                await agent.chat([go])
+        first = await agent.chat([go])
+        await asyncio.gather(agent.chat([go, first, go]), agent.chat([first, go]))
+
+    async def eval(self) -> Score:
+        return Score(reward=self._wait_s)

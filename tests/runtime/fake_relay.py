@@ -1,0 +1,64 @@
+"""A fake relay that holds names of weights and no bytes: `python -m
+tests.runtime.fake_relay`.
+
+What it takes from another relay it asks of nobody. It finds the faults that a test has
+laid into the model's directory through its log, which lies in the run's: `kill-r0-1`
+kills it when it is to take weights 1, `base-r0-1` refuses them as a change.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.weights import (
+    BEAT_S,
+    RelayAddress,
+    RelayBeat,
+    RelayCommand,
+    RelayReady,
+    RelayReply,
+    RelaySpec,
+    StopRelay,
+    Take,
+    TakeFailed,
+    Taken,
+)
+from tests.engine.clients.echo_engine import sign_in, take_fault
+
+
+def main() -> None:
+    parent = Parent.from_arguments()
+    spec = decoder_of(RelaySpec)(parent.receive())
+    model = str(Path(os.readlink("/proc/self/fd/1")).parents[2] / "model")
+    sign_in(model)
+    frames, decode = parent.queue(), decoder_of(RelayCommand)
+
+    def say(word: RelayReply) -> None:
+        parent.send(encode(word))
+
+    def beat() -> None:
+        while True:
+            say(RelayBeat())
+            threading.Event().wait(BEAT_S)
+
+    say(RelayReady(address=RelayAddress(host=spec.host, port=1, secret=b"")))
+    threading.Thread(target=beat, daemon=True).start()
+    while not isinstance(command := decode(frames.get()), StopRelay):
+        say(answer(command, spec.id, model))
+
+
+def answer(command: Take, name: str, model: str) -> Taken | TakeFailed:
+    weights_id = command.manifest.weights_id
+    if take_fault(model, f"kill-{name}-{weights_id}"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if command.base_id is not None and take_fault(model, f"base-{name}-{weights_id}"):
+        return TakeFailed(weights_id=weights_id, reason="base", error="another base")
+    return Taken(manifest=command.manifest, nbytes=0, seconds=0.0)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

@@ -1,0 +1,174 @@
+"""A fake trainer without a model. Also a process: `python -m
+tests.runtime.fake_trainer`.
+
+It trains by counting, and measures that what came last is nearest to the policy. A file
+`hold` in the model's directory says how many scored trajectories there must be before a
+step ends. `run_dir` ending in "broken" cannot start, in "refused" never can; a batch
+whose step is CRASH kills the process; FAIL fails; NAN is not finite. Publications are
+empty payloads. A checkpoint that is written beside training is written at once; one
+whose path ends in "beside" in the middle of a step.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryReader
+from rollweave.runtime.entrypoints.trainer_server import serve
+from rollweave.runtime.links.trainer import TrainerSpec
+from rollweave.schema.errors import NonFiniteLossError
+from rollweave.schema.training import (
+    Copied,
+    Measure,
+    Measured,
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    SaveFailed,
+    StopTrainer,
+    Trained,
+    TrainerCommand,
+    TrainerReady,
+    TrainerReply,
+    TrainFailed,
+    TrainMetrics,
+    TrainOn,
+)
+from rollweave.schema.weights import WeightManifest
+from rollweave.schema.work import Batch
+from tests.engine.clients.echo_engine import sign_in, take_fault
+
+CRASH, FAIL, NAN, RANK_1_DIES = 900, 901, 902, 903
+
+
+class FakeTrainer:
+    """`TrainerLike`."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        if spec.run_dir.endswith("broken") or (Path(spec.model) / "no-trainer").exists():
+            raise RuntimeError("the fake trainer cannot start")
+        if spec.run_dir.endswith("refused") or (Path(spec.model) / "refused").exists():
+            raise NonFiniteLossError("the fake warm-up is not finite")
+        self._rank, self._model, self._run = spec.rank, spec.model, Path(spec.run_dir)
+        self.step = 0
+        self._copied = ""
+        self._later: Callable[[TrainerReply], None] | None = None
+
+    def write(self, later: Callable[[TrainerReply], None], /) -> None:
+        if self._copied.endswith("beside"):
+            self._later = later
+        else:
+            later(self._save(self._copied))
+
+    def _save(self, path: str) -> TrainerReply:
+        if take_fault(self._model, "full-disk"):
+            return SaveFailed(path=path, error="no space left on device")
+        # there already where the journal did not hear of it
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "trainer.json").write_text(json.dumps({"step": self.step}))
+        return Saved(path=path, save_s=0.0)
+
+    def _take_faults(self, step: int) -> None:
+        if take_fault(self._model, f"kill-trainer-{step}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if take_fault(self._model, f"kill-controller-{step}"):
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+
+    def _hold(self) -> None:
+        hold = Path(self._model) / "hold"
+        while hold.exists():
+            entries = TrajectoryReader(RunDir(self._run).trajectories).entries
+            if sum(entry.score is not None for entry in entries) >= int(hold.read_text()):
+                break
+            time.sleep(0.01)
+
+    def _log(self, batch: Batch) -> None:
+        ids = [trajectory.id for group in batch.groups for trajectory in group.trajectories]
+        assert all(
+            trajectory.reward is not None
+            for group in batch.groups
+            for trajectory in group.trajectories
+        )
+        if Path(self._model).is_dir():
+            with (Path(self._model) / "trained.jsonl").open("a") as file:
+                file.write(json.dumps({"step": batch.step, "ids": ids}) + "\n")
+
+    def handle(self, command: TrainerCommand, /) -> TrainerReply | None:
+        match command:
+            case TrainOn(batch=batch):
+                # what was being written is there in the middle of a step
+                if self._later is not None:
+                    self._later(Saved(path="beside", save_s=0.0))
+                    self._later = None
+                if batch.step == CRASH or (batch.step == RANK_1_DIES and self._rank == 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if batch.step == RANK_1_DIES:
+                    signal.pause()
+                self._take_faults(batch.step)
+                if batch.step in (FAIL, NAN) or take_fault(self._model, f"nan-{batch.step}"):
+                    return TrainFailed(error="no luck", nonfinite=batch.step != FAIL)
+                self._hold()
+                self._log(batch)
+                self.step = batch.step + 1
+                metrics = TrainMetrics(
+                    values={"loss": 0.5, "rank": float(self._rank)}, tokens=1, train_s=0.0
+                )
+                return Trained(step=batch.step, part=batch.part, metrics=metrics)
+            case Measure(step=step, groups=groups):
+                assert step == self.step
+                assert all(
+                    trajectory.sequences for group in groups for trajectory in group.trajectories
+                )
+                self._take_faults(step)
+                if take_fault(self._model, f"nan-measure-{step}"):
+                    return TrainFailed(error="no number", nonfinite=True)
+                if take_fault(self._model, f"fail-measure-{step}"):
+                    return TrainFailed(error="no luck")
+                return Measured(
+                    ratios=tuple(1.0 / (len(groups) - place) for place in range(len(groups)))
+                )
+            case Publish(version=version, weights_id=weights_id):
+                manifest = WeightManifest(
+                    version=version,
+                    weights_id=weights_id,
+                    location="",
+                    tensors=(),
+                    nbytes=0,
+                    digest="good",
+                )
+                return Published(manifest=manifest, publish_s=0.0)
+            case Save(path=path, beside=True):
+                self._copied = path
+                return Copied(path=path, copy_s=0.0)
+            case Save(path=path):
+                return self._save(path)
+            case Restore(path=path):
+                try:
+                    self.step = json.loads((Path(path) / "trainer.json").read_text())["step"]
+                except OSError as error:
+                    return TrainFailed(error=str(error))
+                return Restored(step=self.step)
+            case StopTrainer():
+                return None
+
+
+def build(spec: TrainerSpec) -> tuple[TrainerReady, FakeTrainer]:
+    return TrainerReady(parameters=7), FakeTrainer(spec)
+
+
+def build_rank(spec: TrainerSpec) -> tuple[TrainerReady, FakeTrainer]:
+    sign_in(spec.model)
+    assert os.environ["RANK"] == str(spec.rank)
+    return build(spec)
+
+
+if __name__ == "__main__":
+    serve(build_rank)

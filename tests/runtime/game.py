@@ -1,0 +1,81 @@
+"""A game for whole runs without a model: say anything `turns` times.
+
+`wait` names a file without which no step returns.
+"""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+from rollweave.envs.base import Episode, Observation, Options, Score, Step
+from rollweave.schema.work import Task
+
+
+class Game:
+    def __init__(self, *, turns: int = 2, wait: str = "") -> None:
+        self._left, self._wait = turns, wait
+        self._seed = 0
+
+    def reset(self, task: Task) -> Observation:
+        self._seed = task.seed
+        return Observation.of("go", state_key="start")
+
+    async def step(self, action: str) -> Step:
+        while self._wait and not Path(self._wait).exists():  # noqa: ASYNC110, ASYNC240 (a test opens the gate)
+            await asyncio.sleep(0.01)
+        self._left -= 1
+        if self._left:
+            return Step.of("on", reward=0.25)
+        return Step(reward=float(self._seed % 2), done=True, success=self._seed % 2 == 1)
+
+
+class Rewarded(Game):
+    """Gives rewards, and does not define what success is."""
+
+    async def step(self, action: str) -> Step:
+        step = await super().step(action)
+        return Step(messages=step.messages, reward=step.reward, done=step.done)
+
+
+class NoTasks(Game):
+    @classmethod
+    def make_task(cls, **_: object) -> Task:
+        raise LookupError("no tasks here")
+
+
+class Wanderer(Game):
+    def reset(self, task: Task) -> Observation:
+        os.chdir("/")
+        return super().reset(task)
+
+
+class Blocking(Game):
+    """Its step is plain.
+
+    Every seventh one does not return before `released` is set; the others take
+    `step_s`.
+    """
+
+    released = threading.Event()
+    steps = itertools.count(1)
+
+    def __init__(self, *, turns: int = 2, step_s: float = 0.0, stuck: bool = False) -> None:
+        super().__init__(turns=turns)
+        self._step_s, self._stuck = step_s, stuck
+
+    def step(self, action: str) -> Step:  # type: ignore[override]
+        if self._stuck and next(self.steps) % 7 == 0:
+            self.released.wait()
+        time.sleep(self._step_s)
+        self._left -= 1
+        return Step.of("on", reward=0.25, done=not self._left)
+
+
+class Scored(Game):
+    @classmethod
+    async def score(cls, episode: Episode, options: Options) -> Score:
+        await asyncio.sleep(0)
+        return Score(reward=float(len(episode.actions())), success=True)

@@ -1,0 +1,376 @@
+"""Relays as processes: a chain of them, killed, hung and restarted, over loopback
+addresses as several hosts.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.runtime.links.relay import (
+    ONE_THREAD,
+    SUSPECT_BEATS,
+    OnStalled,
+    ProcessRelay,
+    RelayLostError,
+    Suspected,
+)
+from rollweave.schema.weights import (
+    BEAT_S,
+    RelayAddress,
+    RelaySpec,
+    Take,
+    TakeFailed,
+    Taken,
+    WeightManifest,
+)
+from rollweave.weights.tcp import Tcp
+from rollweave.weights.words import Alive, Ask, Raw
+from tests.weights.host import KIB, Memory, tapped, versions
+
+ROOT = Path(__file__).parents[3]
+Start = Callable[..., ProcessRelay]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    made: list[ProcessRelay] = []
+
+    def one(
+        number: int,
+        *,
+        suspected: Suspected = lambda silent: None,
+        stalled: OnStalled = lambda word: None,
+        silent_s: float = 20.0,
+        module: str = "rollweave.runtime.entrypoints.relay",
+        file_bytes: int | None = None,
+    ) -> ProcessRelay:
+        spec = RelaySpec(id=f"r{number}", host=f"127.0.0.{number + 1}")
+        env = dict(ONE_THREAD)
+        if file_bytes is not None:
+            module, env["FILE_BYTES"] = "tests.runtime.small_relay", str(file_bytes)
+        log = tmp_path / f"r{number}.log"
+        env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'src'}"
+        made.append(
+            ProcessRelay(
+                spec, suspected, stalled, log=log, env=env, silent_s=silent_s, module=module
+            )
+        )
+        return made[-1]
+
+    yield one
+    for relay in made:
+        await relay.close()
+    for relay in made:
+        assert relay.lost.done()
+        with pytest.raises(ProcessLookupError):
+            os.kill(relay.pid, 0)
+
+
+async def take(
+    relay: ProcessRelay,
+    manifest: WeightManifest,
+    source: RelayAddress | None = None,
+    *,
+    base_id: int | None = None,
+) -> Taken | TakeFailed:
+    answer = await relay.take(command(manifest, source, base_id=base_id))
+    assert answer is not None
+    return answer
+
+
+def command(
+    manifest: WeightManifest, source: RelayAddress | None = None, *, base_id: int | None = None
+) -> Take:
+    keep = (base_id,) if base_id is not None else ()
+    return Take(manifest=manifest, source=source, base_id=base_id, keep=keep, chunk_bytes=64 * KIB)
+
+
+def payload(answer: Taken | TakeFailed | None) -> bytes:
+    assert isinstance(answer, Taken), answer
+    return Path(answer.manifest.location).read_bytes()
+
+
+async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None:
+    """Its successor goes on from its predecessor, and the one after that does not even
+    notice.
+    """
+    with versions(1) as (memory,):
+        relays = [start(number) for number in range(4)]
+        addresses = [(await relay.ready()).address for relay in relays]
+        assert [address.host for address in addresses] == [
+            "127.0.0.1",
+            "127.0.0.2",
+            "127.0.0.3",
+            "127.0.0.4",
+        ]
+        async with tapped(memory) as (slow, address):
+            answers = [
+                relay.take(command(memory.manifest, source))
+                for relay, source in zip(relays, (address, *addresses), strict=False)
+            ]
+            slow.let(3)
+            await passed(addresses[3], memory, 3 * 256 * KIB)
+            os.kill(relays[1].pid, signal.SIGKILL)
+            assert "SIGKILL" in await relays[1].lost
+            assert await answers[1] is None
+            failed = await answers[2]
+            assert isinstance(failed, TakeFailed)
+            assert failed.reason == "source"
+            assert not answers[3].done()
+            again = relays[2].take(command(memory.manifest, addresses[0]))
+            slow.let_all()
+            for answer in (answers[0], again, answers[3]):
+                taken = await answer
+                assert payload(taken) == memory.payload
+                assert isinstance(taken, Taken)
+                assert taken.nbytes == memory.manifest.nbytes  # none twice
+        assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
+
+
+async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
+    """Wait until the relay at `address` gives away byte `nbytes - 1`."""
+    manifest = memory.manifest
+    channel = await Tcp(silent_s=20.0).connect(address)
+    try:
+        ranges = ((nbytes - 1, nbytes),)
+        await channel.send(
+            Ask(
+                weights_id=manifest.weights_id,
+                digest=manifest.digest,
+                nbytes=manifest.nbytes,
+                ranges=ranges,
+            )
+        )
+        word, _ = await channel.receive(lambda word, size: memoryview(bytearray(size)))
+        while isinstance(word, Alive):
+            word, _ = await channel.receive(lambda word, size: memoryview(bytearray(size)))
+        assert word == Raw(start=nbytes - 1, stop=nbytes)
+    finally:
+        channel.close()
+
+
+async def test_a_dead_master(start: Start) -> None:
+    """Its successor takes from the trainer's memory what it lacks, and those after it
+    go on; only changes travel.
+    """
+    with versions(2) as (old, new):
+        relays = [start(number) for number in range(3)]
+        addresses = [(await relay.ready()).address for relay in relays]
+        for relay, source in zip(relays, (None, *addresses), strict=False):
+            assert isinstance(await take(relay, old.manifest, source), Taken)
+        os.kill(relays[0].pid, signal.SIGSTOP)  # it takes nothing in any more, and says nothing
+        answers = [
+            relay.take(command(new.manifest, source, base_id=1))
+            for relay, source in zip(relays, (None, *addresses), strict=False)
+        ]
+        relays[0].kill()
+        assert "was killed" in await relays[0].lost
+        assert await answers[0] is None
+        failed = await answers[1]
+        assert isinstance(failed, TakeFailed)
+        assert failed.reason == "source"
+        again = relays[1].take(command(new.manifest, base_id=1))
+        taken = await answers[2]
+        assert payload(await again) == payload(taken) == new.payload
+        assert isinstance(taken, Taken)
+        assert 0 < taken.nbytes < new.manifest.nbytes / 10
+
+
+async def test_a_relay_that_hangs_is_suspected_and_then_lost_and_killed(start: Start) -> None:
+    told: list[bool] = []
+    relay = start(0, silent_s=1.5, suspected=told.append)
+    await relay.ready()
+    os.kill(relay.pid, signal.SIGSTOP)
+    assert "said nothing for 1.5 s" in await relay.lost
+    assert told[-1] is True
+    with versions(1) as (memory,):
+        assert await relay.take(command(memory.manifest)) is None
+
+
+class Doubts:
+    """What a link says of its relay's silence."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[bool] = asyncio.Queue()
+
+    def __call__(self, silent: bool) -> None:
+        self.told.put_nowait(silent)
+
+    async def until(self, silent: bool) -> None:
+        """Wait for that news; a busy machine may bring other news before."""
+        async with asyncio.timeout(30):
+            while await self.told.get() is not silent:
+                pass
+
+
+async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_when_it_is_back(
+    start: Start,
+) -> None:
+    """No byte comes twice to anybody, and nobody is restarted."""
+    with versions(1) as (memory,):
+        doubts = Doubts()
+        relays = [
+            start(number, suspected=doubts if number == 1 else lambda silent: None)
+            for number in range(4)
+        ]
+        addresses = [(await relay.ready()).address for relay in relays]
+        async with tapped(memory) as (slow, address):
+            answers = [
+                relay.take(command(memory.manifest, source))
+                for relay, source in zip(relays, (address, *addresses), strict=False)
+            ]
+            slow.let(3)
+            await passed(addresses[3], memory, 3 * 256 * KIB)
+            os.kill(relays[1].pid, signal.SIGSTOP)
+            await doubts.until(True)
+            again = relays[2].take(command(memory.manifest, addresses[0]))
+            slow.let_all()
+            for answer in (answers[0], again, answers[3]):
+                taken = await answer
+                assert payload(taken) == memory.payload
+                assert isinstance(taken, Taken)
+                assert taken.nbytes == memory.manifest.nbytes  # none twice
+            assert not answers[1].done()
+            os.kill(relays[1].pid, signal.SIGCONT)
+            await doubts.until(False)
+            assert payload(await answers[1]) == memory.payload
+            assert not relays[1].lost.done()
+        assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
+
+
+async def test_a_master_that_hangs_has_a_deputy(start: Start) -> None:
+    """Whoever stands behind it reads what it lacks from the trainer's memory, and those
+    after that one go on.
+    """
+    with versions(1) as (memory,):
+        doubts = Doubts()
+        relays = [
+            start(number, suspected=doubts if number == 0 else lambda silent: None)
+            for number in range(3)
+        ]
+        addresses = [(await relay.ready()).address for relay in relays]
+        async with tapped(memory) as (slow, address):
+            answers = [
+                relay.take(command(memory.manifest, source))
+                for relay, source in zip(relays, (address, *addresses), strict=False)
+            ]
+            slow.let(3)
+            await passed(addresses[2], memory, 3 * 256 * KIB)
+            os.kill(relays[0].pid, signal.SIGSTOP)
+            await doubts.until(True)
+            again = relays[1].take(command(memory.manifest))
+            assert payload(await again) == payload(await answers[2]) == memory.payload
+            os.kill(relays[0].pid, signal.SIGCONT)
+            await doubts.until(False)
+            slow.let_all()
+            assert payload(await answers[0]) == memory.payload
+
+
+async def test_nobody_is_suspected_because_we_were_busy_ourselves(start: Start) -> None:
+    """Our loop stands still for longer than a relay may be silent; it beats meanwhile,
+    and is heard first.
+    """
+    told: list[bool] = []
+    relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * BEAT_S)
+    await relay.ready()
+    for _ in range(3):
+        time.sleep((SUSPECT_BEATS + 4) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert told == []
+    assert not relay.lost.done()
+
+
+async def test_what_is_not_read_is_no_silence(start: Start) -> None:
+    """As long as our loop stands still nothing is counted, whether beats wait to be
+    read or not.
+    """
+    told: list[bool] = []
+    relay = start(0, suspected=told.append)
+    await relay.ready()
+    os.kill(relay.pid, signal.SIGSTOP)
+    for _ in range(SUSPECT_BEATS - 1):
+        time.sleep((SUSPECT_BEATS + 1) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert told == [], "each time counts as one beat"
+    os.kill(relay.pid, signal.SIGCONT)
+
+
+async def test_a_relay_that_cannot_start(start: Start) -> None:
+    relay = start(0, module="rollweave.no_such_module")
+    with pytest.raises(RelayLostError, match="no_such_module"):
+        await relay.ready()
+    assert "exit status" in await relay.lost
+
+
+async def test_no_room(start: Start) -> None:
+    """What was here stays, and there is room again once something smaller comes."""
+    with versions(1) as (memory,), versions(1, first=2) as (other,):
+        source, relay = start(0), start(1, file_bytes=memory.manifest.nbytes // 2)
+        address = (await source.ready()).address
+        await relay.ready()
+        assert isinstance(await take(source, memory.manifest), Taken)
+        failed = await take(relay, memory.manifest, address)
+        assert isinstance(failed, TakeFailed)
+        assert failed.reason == "room"
+        taken = await take(relay, other.manifest)  # shared, not copied
+        assert payload(taken) == other.payload
+
+
+async def test_its_memory_goes_with_it(start: Start) -> None:
+    with versions(1) as (memory,):
+        relay = start(0)
+        await relay.ready()
+        taken = await take(relay, memory.manifest)
+        assert isinstance(taken, Taken)
+        await relay.close()
+        assert "was closed" in relay.lost.result()
+        assert not os.path.exists(taken.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
+
+
+async def test_overtaken_takes_have_no_answer(start: Start) -> None:
+    with versions(1) as (memory,):
+        relay, other = start(0), start(1)
+        await relay.ready()
+        address = (await other.ready()).address
+        assert isinstance(await take(other, memory.manifest), Taken)
+        async with tapped(memory) as (_, nowhere):
+            first = relay.take(command(memory.manifest, nowhere))
+            second = relay.take(command(memory.manifest, address))
+            assert await first is None
+            assert payload(await second) == memory.payload
+
+
+async def test_noise_at_the_door(start: Start) -> None:
+    """A port scanner, and somebody who says nothing, harm nobody."""
+    with versions(1) as (memory,):
+        relay, other = start(0), start(1)
+        address = (await relay.ready()).address
+        await other.ready()
+        assert isinstance(await take(relay, memory.manifest), Taken)
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
+        for noise in (
+            b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100,
+            os.urandom(5000),
+            b"rollweave weights 1\n" + bytes(32),
+        ):
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(noise)
+            assert await _rest(reader) == b""
+            writer.close()
+        assert payload(await take(other, memory.manifest, address)) == memory.payload
+        for _, writer in silent:
+            writer.close()
+
+
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""

@@ -1,0 +1,153 @@
+"""The trainer in a thread and as processes: rank 0 answers for all, any rank's death is
+everybody's.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.runtime.links.trainer import (
+    ProcessTrainer,
+    ThreadTrainer,
+    TrainerBackend,
+    TrainerLostError,
+    TrainerRefusedError,
+    TrainerSpec,
+)
+from rollweave.schema.training import (
+    Copied,
+    Publish,
+    Published,
+    Restore,
+    Restored,
+    Save,
+    Saved,
+    Trained,
+    TrainerReady,
+    TrainFailed,
+    TrainOn,
+)
+from rollweave.schema.work import Batch
+from tests.runtime.fake_trainer import CRASH, FAIL, NAN, RANK_1_DIES, build
+
+ROOT = Path(__file__).parents[3]
+KINDS = ("thread", "process", "two ranks")
+Connect = Callable[..., TrainerBackend]
+
+
+@pytest.fixture
+async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
+    made: list[TrainerBackend] = []
+
+    def start(kind: str, run_dir: str = "run") -> TrainerBackend:
+        spec = TrainerSpec(
+            config="{}",
+            model=str(tmp_path / "none"),
+            run_dir=str(tmp_path / run_dir),
+            world=2 if kind == "two ranks" else 1,
+        )
+        if kind == "thread":
+            made.append(ThreadTrainer(spec, build, start_s=20.0))
+        else:
+            env = {"PYTHONPATH": f"{ROOT}:{':'.join(path for path in sys.path if path)}"}
+            made.append(
+                ProcessTrainer(
+                    spec,
+                    logs=tmp_path / "logs",
+                    env=env,
+                    start_s=20.0,
+                    module="tests.runtime.fake_trainer",
+                )
+            )
+        return made[-1]
+
+    yield start
+    for trainer in made:
+        await trainer.close()
+
+
+def train_on(step: int) -> TrainOn:
+    return TrainOn(batch=Batch(step=step, version=step, part=0, parts=1, groups=()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_commands_are_answered_in_turn(connect: Connect, kind: str, tmp_path: Path) -> None:
+    trainer = connect(kind)
+    assert await trainer.ready() == TrainerReady(parameters=7)
+    reply = await trainer.ask(train_on(3))
+    assert isinstance(reply, Trained)
+    assert (reply.step, reply.metrics.values["rank"]) == (3, 0.0)
+    if kind != "two ranks":  # the fake's ranks do not agree on who writes
+        assert isinstance(await trainer.ask(Save(path=str(tmp_path / "saved"))), Saved)
+        assert await trainer.ask(Restore(path=str(tmp_path / "saved"))) == Restored(step=4)
+    assert isinstance(await trainer.ask(Publish(version=4, weights_id=9)), Published)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_checkpoint_is_written_beside_what_comes_next(connect: Connect, kind: str) -> None:
+    trainer = connect(kind)
+    await trainer.ready()
+    for step in range(3):
+        assert await trainer.ask(Save(path="beside", beside=True)) == Copied(
+            path="beside", copy_s=0.0
+        )
+        assert isinstance(await trainer.ask(train_on(step)), Trained)
+        async with asyncio.timeout(20):
+            assert await trainer.written() == Saved(path="beside", save_s=0.0)
+    assert isinstance(await trainer.ask(Save(path="beside", beside=True)), Copied)
+    trainer.kill()
+    async with asyncio.timeout(20):
+        with pytest.raises(TrainerLostError):
+            await trainer.written()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_failed_step_is_an_answer(connect: Connect, kind: str) -> None:
+    trainer = connect(kind)
+    await trainer.ready()
+    assert await trainer.ask(train_on(FAIL)) == TrainFailed(error="no luck")
+    assert await trainer.ask(train_on(NAN)) == TrainFailed(error="no luck", nonfinite=True)
+    assert isinstance(await trainer.ask(train_on(0)), Trained)
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"), [("process", CRASH), ("two ranks", CRASH), ("two ranks", RANK_1_DIES)]
+)
+async def test_the_death_of_any_rank_is_the_loss_of_all(
+    connect: Connect, kind: str, step: int
+) -> None:
+    trainer = connect(kind)
+    await trainer.ready()
+    with pytest.raises(TrainerLostError, match=r"rank [01]: ended \(signal SIGKILL\)"):
+        await trainer.ask(train_on(step))
+    assert "SIGKILL" in await trainer.lost
+    with pytest.raises(TrainerLostError):
+        await trainer.ask(train_on(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_trainer_that_cannot_start_says_why(connect: Connect, kind: str) -> None:
+    trainer = connect(kind, run_dir="broken")
+    with pytest.raises(TrainerLostError, match="the fake trainer cannot start"):
+        await trainer.ready()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_trainer_that_can_never_start_refuses(connect: Connect, kind: str) -> None:
+    trainer = connect(kind, run_dir="refused")
+    with pytest.raises(TrainerRefusedError, match=r"^the fake warm-up is not finite$"):
+        await trainer.ready()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_kill_ends_what_waits(connect: Connect, kind: str) -> None:
+    trainer = connect(kind)
+    await trainer.ready()
+    trainer.kill()
+    await trainer.lost
+    with pytest.raises(TrainerLostError):
+        await trainer.ask(train_on(0))
+    await asyncio.gather(trainer.close(), trainer.close())

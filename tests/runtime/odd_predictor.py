@@ -1,0 +1,50 @@
+"""A predictor's process that goes wrong as its regressor's name says."""
+
+import os
+
+from rollweave.io.parent import Parent
+from rollweave.io.wire import decoder_of, encode
+from rollweave.schema.prediction import Answer, Ask, PredictorReport, PredictorSpec, PredictorWord
+
+
+def main() -> None:
+    parent = Parent.from_arguments()
+    kind = decoder_of(PredictorSpec)(parent.receive()).regressor
+    decode = decoder_of(PredictorWord)
+    if kind == "stillborn":
+        raise RuntimeError("the odd predictor cannot start")
+    taken = 0
+    while True:
+        word = decode(parent.receive())
+        taken += 1
+        number = word.number if isinstance(word, Ask) else 0
+        match kind:
+            case "crash":
+                os._exit(3)
+            case "garbage":
+                parent.send(b"\xc1 is no msgpack")
+            case "noise":
+                os.write(parent._socket.fileno(), b"\xff" * 64)
+            case "boast":  # of words that it was never told
+                parent.send(encode(PredictorReport(taken=taken + 7)))
+            case "nan":
+                parent.send(
+                    encode(PredictorReport(taken=taken, answers=(_answer(number, float("nan")),)))
+                )
+            case "stranger":  # answers what nobody asked
+                parent.send(
+                    encode(PredictorReport(taken=taken, answers=(_answer(number + 50, 7.0),)))
+                )
+            case "echo":
+                answers = (_answer(number, 7.0), _answer(number, 8.0)) if number else ()
+                parent.send(encode(PredictorReport(taken=taken, answers=answers)))
+            case "mute":
+                pass
+
+
+def _answer(number: int, tokens: float) -> Answer:
+    return Answer(number=number, remaining_tokens=tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Whole runs with real engines and the real trainer, small enough to take seconds;
+started by the command line as users do.
+
+As a program, `python -m tests.runtime.real …` is `rollweave …` with the trainer of
+`tests.runtime.halting_trainer`.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from benchmarks.trial import children_of
+from rollweave.cli import main as cli
+from rollweave.core.core import Core
+from rollweave.core.state import EngineStatus, TrainerStatus
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
+from rollweave.runtime import launch
+from rollweave.schema.commands import TrainStep
+from rollweave.schema.config.loading import dumps
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModeName
+from rollweave.schema.events import StepTrained
+
+ROOT = Path(__file__).parents[2]
+GROUPS, MEMBERS = 2, 4
+LIMIT_S = 120.0
+"""Seconds until a test gives up on what it waits for.
+
+Nothing here takes that long, on a busy machine either.
+"""
+
+
+def lake(directory: Path, *, task: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """Two steps on the fixed frozen lake, from random weights."""
+    data: dict[str, Any] = {
+        "run": {"name": "lake", "dir": str(directory), "steps": 2, "checkpoint_every": 1},
+        "model": {
+            "scratch": {
+                "hidden": 32,
+                "layers": 1,
+                "heads": 2,
+                "kv_heads": 1,
+                "ffn": 64,
+                "context": 512,
+            }
+        },
+        "rollout": {"groups_per_step": GROUPS, "group_size": MEMBERS, "max_running": 8},
+        "engines": {"count": 1, "max_slots": 8, "kv_tokens": 4096},
+        "warmup": {"steps": 5},
+        "eval": {"every": 2, "episodes": 4, "final_episodes": 8},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
+    limits = {"max_turns": 6, "max_tokens": 300, "max_turn_tokens": 6}
+    data["tasks"] = [
+        {"env": "frozenlake", "tag": "lake", "options": {"maps": "fixed"}, **limits, **(task or {})}
+    ]
+    return RunConfig.model_validate(data)
+
+
+def hazardous(directory: Path, options: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
+    """The same on the lake of `tests.runtime.hazards`."""
+    return lake(
+        directory, task={"env": "tests.runtime.hazards:Lake", "options": options}, **sections
+    )
+
+
+class Life:
+    """One controller of a run, in a process of its own."""
+
+    def __init__(self, config: RunConfig, *, resume: bool = False, halting: bool = False) -> None:
+        directory = Path(config.run.dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.config, self.run = config, RunDir(directory / config.run.name)
+        file = directory / "given.toml"
+        file.write_text(dumps(config))
+        module = "tests.runtime.real" if halting else "rollweave.cli.main"
+        command = [
+            sys.executable,
+            "-m",
+            module,
+            "train",
+            str(file),
+            *(["--resume"] if resume else []),
+        ]
+        # and not what is installed, if that is another checkout
+        ours = os.pathsep.join((str(ROOT), str(ROOT / "src")))
+        env = {**os.environ, "PYTHONPATH": ours, "OMP_NUM_THREADS": "1"}
+        self._said = directory / "said"
+        with self._said.open("wb") as said:
+            self.process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=said, stderr=said)
+
+    @property
+    def said(self) -> str:
+        """All that it printed."""
+        return self._said.read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines of errors that it printed."""
+        assert "Traceback" not in self.said, self.said
+        return [line for line in self.said.splitlines() if line.startswith("error:")]
+
+    def end(self) -> int:
+        """Wait for its exit status. None of its children is left."""
+        status = self.process.wait(LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        while left := self.children():
+            assert time.monotonic() < deadline, f"processes {left} are left"
+            time.sleep(0.005)
+        return status
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for its good end; the summary."""
+        assert self.end() == 0, self.said
+        return summary(self.config)
+
+    def children(self, module: str = "rollweave.") -> list[int]:
+        """Living processes of `module` that it started, also when it is gone."""
+        return children_of(self.process.pid, module)
+
+    def child(self, module: str) -> int:
+        """The one child of that module."""
+        (pid,) = self.children(module)
+        return pid
+
+    def kill(self) -> None:
+        """SIGKILL; its children must follow by themselves."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        assert self.end() == -signal.SIGKILL
+
+    def until(self, condition: Callable[[Core], object], what: str) -> Core:
+        """Wait until the journal tells of a core for which this holds."""
+
+        def holds() -> Core | None:
+            core = replayed(self.config)
+            return core if core is not None and condition(core) else None
+
+        return wait_for(holds, what, self)
+
+
+def wait_for(found: Callable[[], Any], what: str, life: Life) -> Any:
+    """Wait until `found` gives something, while the controller lives."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (value := found()):
+        over = time.monotonic() > deadline or (life.process.poll() is not None and not found())
+        assert not over, f"{what} did not come; it said:\n{life.said}"
+        time.sleep(0.005)
+    return value
+
+
+@contextlib.contextmanager
+def living(config: RunConfig, *, resume: bool = False, halting: bool = False) -> Iterator[Life]:
+    """A controller that does not outlive the test."""
+    life = Life(config, resume=resume, halting=halting)
+    try:
+        yield life
+    finally:
+        if life.process.poll() is None:
+            life.process.kill()
+            life.process.wait()
+
+
+def run_to_end(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
+    with living(config, resume=resume) as life:
+        return life.finish()
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def summary(config: RunConfig) -> dict[str, Any]:
+    """summary.json, whose account balances with nothing in flight."""
+    found: dict[str, Any] = json.loads((run_dir(config) / "summary.json").read_text())
+    account = found["account"]
+    ends = (
+        account["trained"]
+        + sum(account["dropped"].values())
+        + account["cancelled"]
+        + account["buffered"]
+    )
+    assert (account["started"], account["in_flight"]) == (ends, 0)
+    return found
+
+
+def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind."""
+    found = [
+        json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [line for line in found if line["kind"] == kind]
+
+
+def replayed(config: RunConfig) -> Core | None:
+    """The core as the journal tells of it; None where there is none yet.
+
+    A life's copy is replayed by `Lineage`.
+    """
+    try:
+        return Replay(run_dir(config) / "journal.bin", config).finish()
+    except FileNotFoundError:
+        return None
+
+
+def at_gate(life: Life, gate: Path) -> None:
+    """Wait until the episodes wait at the gate, and nothing else goes on."""
+    wait_for(Path(f"{gate}.reached").exists, "the gate", life)
+    life.until(
+        lambda core: (
+            core.state.trainer.status is TrainerStatus.IDLE
+            and all(
+                engine.status is EngineStatus.SERVING and not engine.active
+                for engine in core.state.engines.values()
+            )
+        ),
+        "everyone at the gate",
+    )
+
+
+def check_totals(config: RunConfig, found: dict[str, Any]) -> None:
+    """The run has come to all that it was to come to."""
+    assert (found["error"], found["steps"]) == ("", config.run.steps)
+    assert found["account"]["trained"] == GROUPS * MEMBERS * config.run.steps
+    assert found["eval_episodes"] == {"lake": 8}
+    if config.rollout.mode is not ModeName.DECOUPLED:  # which has no bound
+        assert found["staleness_max"] <= config.rollout.alpha
+
+
+class Lineage:
+    """What was trained, from the journals of all lives: a resumed run begins its
+    journal anew.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, tuple[str, ...]] = {}
+
+    def take(self, config: RunConfig) -> None:
+        """Read the journal as it is now, at a life's end."""
+        replay = Replay(run_dir(config) / "journal.bin", config)
+        asked: dict[int, tuple[str, ...]] = {}
+        for _, event, commands in replay:
+            if isinstance(event, StepTrained):
+                self._steps[event.step] = asked[event.step]
+            for command in commands:
+                if isinstance(command, TrainStep):
+                    asked[command.step] = tuple(
+                        member for group in command.groups for member in group.trajectory_ids
+                    )
+        assert replay.differing == 0
+        replay.core.check()
+
+    def check(self, steps: int) -> None:
+        """Every step trained a whole batch, and no trajectory is in two steps of the
+        surviving lineage.
+        """
+        assert sorted(self._steps) == list(range(steps))
+        ids = [member for batch in self._steps.values() for member in batch]
+        assert len(ids) == len(set(ids)) == steps * GROUPS * MEMBERS
+
+
+def longer(config: RunConfig, steps: int, **sections: BaseModel) -> RunConfig:
+    """The same run with more steps, and perhaps other sections."""
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"steps": steps}), **sections}
+    )
+
+
+def copied(config: RunConfig, directory: Path) -> RunConfig:
+    """The run, with all that it has left behind but its socket, as a run of another
+    directory.
+    """
+    no_socket = shutil.ignore_patterns("control.sock")
+    shutil.copytree(run_dir(config), directory / config.run.name, symlinks=True, ignore=no_socket)
+    return config.model_copy(update={"run": config.run.model_copy(update={"dir": str(directory)})})
+
+
+if __name__ == "__main__":
+    own = launch.Programs(trainer="tests.runtime.halting_trainer")
+    launch.Programs = lambda: own  # type: ignore[assignment,misc]
+    cli.app()

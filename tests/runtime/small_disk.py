@@ -1,0 +1,69 @@
+"""A real run on a disk that is really full: `python -m tests.runtime.small_disk
+DIRECTORY WHERE SPARE`, by itself in a namespace.
+
+Mounts a small disk at WHERE in the run's directory ("." is all of it), fills it up in
+the middle of the run but for SPARE bytes, and expects the run to stop with one error,
+and to go on once there is room. Mounts vanish with the process.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rollweave.train.checkpoint import verify
+from tests.runtime.real import (
+    Lineage,
+    at_gate,
+    check_totals,
+    hazardous,
+    living,
+    run_dir,
+    run_to_end,
+)
+
+DISK_BYTES = 4 << 20
+BALLAST = "ballast"
+
+
+def fill(disk: Path, spare: int) -> None:
+    """Take all room but for `spare` bytes."""
+    with (disk / BALLAST).open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 14))
+        except OSError:
+            pass
+        file.truncate(file.tell() - spare)
+
+
+def main(directory: Path, where: str, spare: int) -> None:
+    gate = directory / "gate"
+    config = hazardous(directory, {"gate": str(gate), "at": 60}, run={"steps": 8})
+    disk = run_dir(config) / where
+    disk.mkdir(parents=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(disk)], check=True
+    )
+    lineage = Lineage()
+    with living(config) as life:
+        at_gate(life, gate)
+        fill(disk, spare)
+        gate.touch()
+        assert life.end() == 1, life.said
+        (error,) = life.errors
+    print(error)
+    assert "No space left" in error
+    kept = [verify(path) for path in life.run.checkpoints.glob("step-??????")]
+    assert max(kept) < 8
+    assert f"last good checkpoint: step {max(kept)}" in error, kept
+    lineage.take(config)
+    (disk / BALLAST).unlink()
+    check_totals(config, run_to_end(config, resume=True))
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,163 @@
+"""Relays of whole runs, as processes without bytes; and where an engine finds its
+weights.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.runtime.manifests import Manifests
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import Command
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import Event
+from rollweave.schema.weights import WeightManifest
+from tests.runtime.test_runs import assert_trained_once
+from tests.runtime.whole import assert_gone, fault, make_config, run, run_dir
+
+E0, E1, E3 = EngineId("e0"), EngineId("e1"), EngineId("e3")
+
+
+def with_relays(
+    directory: Path, *, relays: int = 2, engines: int = 2, **sections: Any
+) -> RunConfig:
+    return make_config(
+        directory, engines={"count": engines}, weights={"relays": relays}, **sections
+    )
+
+
+def history(config: RunConfig) -> tuple[list[Event], list[Command]]:
+    told = list(Replay(run_dir(config) / "journal.bin", config))
+    return [event for _, event, _ in told], [
+        command for _, _, commands in told for command in commands
+    ]
+
+
+def takes(commands: Sequence[Command], weights_id: int) -> list[tuple[str, str | None]]:
+    found = [
+        one for one in commands if isinstance(one, c.TakeWeights) and one.weights_id == weights_id
+    ]
+    return [(one.relay_id, one.source) for one in found]
+
+
+@pytest.mark.parametrize("mode", ["sync", "bounded", "decoupled"])
+def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str) -> None:
+    config = with_relays(tmp_path, relays=2, engines=3, rollout={"mode": mode})
+    summary = run(config)
+    assert summary.error == ""
+    assert summary.account.balanced
+    events, commands = history(config)
+    held = {
+        (event.relay_id, event.weights_id) for event in events if isinstance(event, e.WeightsHeld)
+    }
+    loads = [command for command in commands if isinstance(command, c.LoadWeights)]
+    assert loads
+    assert {(f"r{int(load.engine_id[1:]) % 2}", load.weights_id) for load in loads} <= held
+    assert '"take 0 from the trainer"' in (run_dir(config) / "trace.json").read_text()
+    assert_gone(config)
+
+
+@pytest.mark.parametrize("lost", ["r0", "r1", "r2"])
+def test_a_relay_that_dies_while_it_takes_weights_holds_up_nobody(
+    tmp_path: Path, lost: str
+) -> None:
+    config = with_relays(tmp_path, relays=3, engines=3, rollout={"mode": "sync"})
+    (tmp_path / "model").mkdir(exist_ok=True)
+    fault(config, f"kill-{lost}-1")
+    assert run(config).error == ""
+    events, commands = history(config)
+    gone = [event for event in events if isinstance(event, e.RelayLost)]
+    assert [event.relay_id for event in gone] == [lost]
+    assert "SIGKILL" in gone[0].error
+    assert [command.relay_id for command in commands if isinstance(command, c.RestartRelay)] == [
+        lost
+    ]
+    assert_trained_once(config)
+    assert_gone(config)
+
+
+def test_a_change_that_does_not_fit_is_followed_by_the_whole(tmp_path: Path) -> None:
+    config = with_relays(tmp_path, rollout={"mode": "sync"})
+    fault(config, "base-r1-1")
+    fault(config, "base-r0-1")  # whichever of them is not the master
+    assert run(config).error == ""
+    events, commands = history(config)
+    refused = next(event for event in events if isinstance(event, e.WeightsRefused))
+    tries = [
+        command
+        for command in commands
+        if isinstance(command, c.TakeWeights)
+        and (command.relay_id, command.weights_id) == (refused.relay_id, 1)
+    ]
+    assert [command.base_id for command in tries] == [0, None]
+    assert_trained_once(config)
+
+
+def test_a_relay_that_never_lives_takes_its_machine_along(tmp_path: Path) -> None:
+    config = with_relays(tmp_path, rollout={"mode": "sync"}, watchdog={"restarts": 1})
+    fault(config, "kill-r1-0")
+    fault(config, "kill-r1-1")
+    assert run(config).error == ""
+    _, commands = history(config)
+    # it may have come back too late for weights 1
+    if [command for command in commands if isinstance(command, c.RemoveRelay)]:
+        assert [
+            command.engine_id for command in commands if isinstance(command, c.RemoveEngine)
+        ] == ["e1"]
+    assert_trained_once(config)
+    assert_gone(config)
+
+
+def test_a_run_that_goes_on_starts_its_relays_anew(tmp_path: Path) -> None:
+    config = with_relays(tmp_path, steps=2, rollout={"mode": "sync"})
+    assert run(config).error == ""
+    longer = with_relays(tmp_path, steps=4, rollout={"mode": "sync"})
+    assert run(longer, resume=True).steps == 4
+    events, commands = history(longer)
+    assert isinstance(events[0], e.WorldLost)
+    assert {event.relay_id for event in events if isinstance(event, e.RelayJoined)} == {"r0", "r1"}
+    assert {command.engine_id for command in commands if isinstance(command, c.LoadWeights)} == {
+        E0,
+        E1,
+    }
+    assert_trained_once(longer)
+    assert_gone(longer)
+
+
+def manifest(weights_id: int, location: str) -> WeightManifest:
+    return WeightManifest(
+        version=weights_id,
+        weights_id=weights_id,
+        location=location,
+        tensors=(),
+        nbytes=0,
+        digest="",
+    )
+
+
+def test_without_relays_engines_read_the_trainers_memory() -> None:
+    manifests = Manifests()
+    manifests.published(manifest(0, "a"), ())
+    manifests.published(manifest(1, "b"), (0,))
+    assert manifests.of_engine(E0, 0) == manifest(0, "a")
+    manifests.published(manifest(2, "c"), (1,))
+    assert manifests.of_engine(E0, 0) is None
+    assert manifests.of_engine(E1, 2) == manifest(2, "c")
+
+
+def test_with_relays_engines_read_what_their_machine_holds() -> None:
+    manifests = Manifests(2)
+    manifests.published(manifest(0, "trainer"), ())
+    assert manifests.of_engine(E0, 0) is None
+    manifests.hold(1, manifest(0, "r1"))
+    assert manifests.of_engine(E0, 0) is None
+    assert manifests.of_engine(E1, 0) == manifests.of_engine(E3, 0) == manifest(0, "r1")
+    manifests.published(manifest(1, "trainer"), ())
+    assert (manifests.of_trainer(0), manifests.anywhere(0)) == (None, manifest(0, "r1"))
+    manifests.keep(1, ())
+    assert (manifests.of_engine(E1, 0), manifests.anywhere(0)) == (None, None)

@@ -1,0 +1,64 @@
+"""Complete checkpoints are kept by name, unfinished ones cleared, and `best` follows."""
+
+import os
+import shutil
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from rollweave.runtime.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    (tmp_path / "checkpoints").mkdir()
+    return Checkpoints(tmp_path / "checkpoints")
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    checkpoints.path(step).mkdir()
+    (checkpoints.path(step) / "model").write_text(str(step))
+
+
+def test_prune_keeps_what_is_named(checkpoints: Checkpoints) -> None:
+    for step in (1, 2, 10, 4):
+        save(checkpoints, step)
+    assert checkpoints.steps() == [1, 2, 4, 10]
+    checkpoints.prune([2, 4, 99])
+    assert checkpoints.steps() == [2, 4]
+
+
+def test_unfinished_ones_do_not_count_and_are_cleared(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    (checkpoints.directory / "step-000002.partial-77").mkdir()
+    assert checkpoints.steps() == [1]
+    checkpoints.prune([1])
+    checkpoints.clear_unfinished()
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000001"]
+
+
+def test_one_that_was_half_removed_does_not_count(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock())  # killed before it is done
+        checkpoints.prune([2])
+    assert checkpoints.steps() == [2]
+    checkpoints.clear_unfinished()
+    assert [path.name for path in checkpoints.directory.iterdir()] == ["step-000002"]
+
+
+def test_best_is_a_link_that_moves_with_the_run(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    best = checkpoints.directory.parent / "best"
+    for step in (1, 2):
+        checkpoints.mark_best(step)
+        assert (best / "model").read_text() == str(step)
+    assert os.readlink(best) == "checkpoints/step-000002"
+    with pytest.raises(FileNotFoundError, match="step-000009"):
+        checkpoints.mark_best(9)
+    assert (best / "model").read_text() == "2"

@@ -1,0 +1,345 @@
+"""What an earlier life has left is never deleted or trained over because something
+beside it is missing, cut or changed.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollweave.record.identity import read_identity
+from rollweave.record.journal import Replay, RunJournal
+from rollweave.record.journal_file import SNAPSHOT, journal_format
+from rollweave.record.rundir import RunDir
+from rollweave.record.store import TrajectoryStore
+from rollweave.runtime.recover import lost, rebuild, recover
+from rollweave.schema import commands as c
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import ConfigError, CorruptJournalError
+from tests.runtime.whole import assert_trained_once, fault, killed, lines, make_config, run, run_dir
+
+JOURNAL = journal_format()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every file of a run but the controller's own marks."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+def missing(journal: Path) -> None:
+    journal.unlink()
+
+
+def empty(journal: Path) -> None:
+    journal.write_bytes(b"")
+
+
+def header_only(journal: Path) -> None:
+    journal.write_bytes(journal.read_bytes()[:12])
+
+
+def unwritten(journal: Path) -> None:
+    journal.write_bytes(b"\0" * 4096)
+
+
+@pytest.mark.parametrize("lose", [missing, empty, header_only, unwritten])
+def test_a_run_whose_journal_is_lost_is_not_begun_anew(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    lose(run_dir(config) / "journal.bin")
+    before = content(run_dir(config))
+    with pytest.raises(
+        ConfigError,
+        match=r"^--resume: .*/run holds steps 1, 2 of its checkpoints, [\d,]+ bytes of "
+        r"trajectories, metrics.jsonl of trained "
+        r"steps, summary.json, but journal.bin (is missing|has no whole record): .* nothing was "
+        r"changed; .* --fresh`",
+    ):
+        run(config, resume=True)
+    assert content(run_dir(config)) == before
+
+
+def test_a_run_that_had_not_begun_is_begun(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    with RunDir.claim(config, resume=False) as directory:
+        directory.write_config(config)
+        directory.journal.touch()
+    assert run(config, resume=True).steps == 2
+
+
+def test_the_journal_of_another_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    config, other = make_config(tmp_path, steps=2), make_config(tmp_path / "other", steps=2)
+    run(config)
+    run(other)
+    shutil.copy(run_dir(other) / "journal.bin", run_dir(config) / "journal.bin")
+    before = content(run_dir(config))
+    with pytest.raises(
+        ConfigError,
+        match=r"journal.bin must be the journal of run \w{32}, as "
+        r"run.json says, got that of",
+    ):
+        run(config, resume=True)
+    assert content(run_dir(config)) == before
+
+
+def test_a_run_without_its_identity_resumes_and_gets_it_back(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    path = run_dir(config) / "run.json"
+    known = read_identity(path)
+    assert known is not None
+    path.unlink()
+    run(make_config(tmp_path, steps=3), resume=True)
+    found = read_identity(path)
+    assert found is not None
+    assert (found.id, found.model) == (known.id, known.model)
+    (said,) = lines(config, "warning")
+    assert said["message"].startswith(
+        "run.json is missing: whether journal and model are the run's own was not checked"
+    )
+    path.write_text(json.dumps({"id": 7}))
+    with pytest.raises(ConfigError, match=r"run.json must be readable and as the run wrote it"):
+        run(make_config(tmp_path, steps=3), resume=True)
+
+
+@pytest.mark.parametrize("kind", ["service", "simulation"])
+def test_what_is_no_training_run_is_not_resumed_as_one(tmp_path: Path, kind: str) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    path = run_dir(config) / "run.json"
+    path.write_text(path.read_text().replace('"training"', f'"{kind}"'))
+    with pytest.raises(ConfigError, match=f"run holds a {kind}, which"):
+        run(config, resume=True)
+
+
+@pytest.mark.parametrize("change", ["tokenizer.json", "config.json", "tokenizer_config.json"])
+def test_a_model_file_that_has_changed_is_named(tmp_path: Path, change: str) -> None:
+    config = make_config(tmp_path, steps=2)
+    (tmp_path / "model" / "config.json").write_text('{"rope_theta": 10000.0}')
+    run(config)
+    path = tmp_path / "model" / change
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"1", b"2", 1) if b"1" in data else data[:-1])
+    with pytest.raises(
+        ConfigError,
+        match=rf"the model must stay as the run began with it: {path} "
+        r"has changed; bring .*",
+    ):
+        run(make_config(tmp_path, steps=3), resume=True)
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"{path} is missing"):
+        run(make_config(tmp_path, steps=3), resume=True)
+    path.write_bytes(data)
+    (tmp_path / "model" / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"model.safetensors was not there"):
+        run(make_config(tmp_path, steps=3), resume=True)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert run(make_config(tmp_path, steps=3), resume=True).steps == 3
+
+
+def boundaries(journal: Path) -> list[int]:
+    """Ends of all records."""
+    return [record.end for record in JOURNAL.scan(journal)]
+
+
+def test_a_journal_cut_at_any_record_is_named_or_resumes_from_a_checkpoint_that_is_there(
+    tmp_path: Path,
+) -> None:
+    """The slow reference replays the whole journal, and says after each record which
+    checkpoints were ever asked for.
+    """
+    config = make_config(tmp_path, steps=4, run={"checkpoint_every": 2})
+    fault(config, "kill-controller-3")
+    killed(config)
+    directory = RunDir(run_dir(config))
+    whole, there = directory.journal.read_bytes(), {0, 2}
+    assert there == {
+        int(path.name.removeprefix("step-")) for path in directory.checkpoints.iterdir()
+    }
+    asked: list[set[int]] = [set()]
+    for _, _, commands in Replay(directory.journal, config):
+        asked.append(
+            asked[-1] | {one.step for one in commands if isinstance(one, c.SaveCheckpoint)}
+        )
+    outcomes = set()
+    for number, end in enumerate(boundaries(directory.journal), start=1):
+        directory.journal.write_bytes(whole[:end])
+        if there - asked[number]:
+            with pytest.raises(ConfigError, match=r"the journal has lost its end; .* --fresh`"):
+                rebuild(config, directory)
+            outcomes.add("named")
+        else:
+            begun = rebuild(config, directory)
+            assert begun.core.state.checkpoint in (None, *there), f"cut behind record {number}"
+            assert lost(begun).step in there
+            outcomes.add("resumed")
+        assert directory.journal.read_bytes() == whole[:end]
+    assert outcomes == {"named", "resumed"}
+    directory.journal.write_bytes(whole)
+    assert run(config, resume=True).steps == 4
+    assert_trained_once(config)
+
+
+def test_the_journal_is_on_the_disk_before_a_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss must not leave a checkpoint that the journal did not ask for:
+    resuming would be refused.
+    """
+    config = make_config(tmp_path, steps=2)
+    sync, known = RunJournal.sync, set[str]()
+
+    def watched(journal: RunJournal) -> None:
+        sync(journal)
+        known.update(
+            f"step-{one.step:06d}"
+            for _, _, commands in Replay(RunDir(run_dir(config)).journal, config)
+            for one in commands
+            if isinstance(one, c.SaveCheckpoint)
+        )
+        assert {path.name for path in (run_dir(config) / "checkpoints").iterdir()} <= known
+        synced.append(len(known))
+
+    synced: list[int] = []
+    monkeypatch.setattr(RunJournal, "sync", watched)
+    run(config)
+    assert synced == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    shutil.rmtree(run_dir(config) / "checkpoints")
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoints must hold step 2, where journal.bin "
+        r"resumes, found no checkpoint; ",
+    ):
+        run(make_config(tmp_path, steps=3), resume=True)
+
+
+def test_a_journal_without_its_snapshot_is_named(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    journal = run_dir(config) / "journal.bin"
+    events = list(JOURNAL.scan(journal))[1:]
+    data = JOURNAL.header
+    for record in events:
+        data += JOURNAL.record(record.kind, record.payload, len(data))
+    journal.write_bytes(data)
+    with pytest.raises(
+        CorruptJournalError,
+        match=r"must begin with a snapshot or RunStarted, got "
+        r"\w+: its beginning is lost",
+    ):
+        run(config, resume=True)
+    journal.write_bytes(JOURNAL.header + JOURNAL.record(SNAPSHOT, b"?", len(JOURNAL.header)))
+    with pytest.raises(CorruptJournalError, match="its snapshot does not decode"):
+        run(config, resume=True)
+
+
+def test_a_damaged_segment_put_aside_costs_its_trajectories_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, steps=4)
+    fault(config, "kill-controller-2")
+    killed(config)
+    segment = run_dir(config) / "trajectories" / "000000.bin"
+    data = bytearray(segment.read_bytes())
+    data[0] ^= 1  # in the magic of the newest segment
+    segment.write_bytes(data)
+    with pytest.raises(
+        CorruptJournalError,
+        match=rf"{segment}: is not a segment of trajectories "
+        r".* `mv .*\.damaged`",
+    ):
+        run(config, resume=True)
+    assert segment.read_bytes() == data
+    segment.rename(f"{segment}.damaged")
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    assert Path(f"{segment}.damaged").read_bytes() == data
+
+
+def warnings(config: RunConfig) -> dict[str, str]:
+    return {line["component"]: line["message"] for line in lines(config, "warning")}
+
+
+def test_a_segment_that_is_gone_is_named_and_its_trajectories_are_counted_as_stored(
+    tmp_path: Path,
+) -> None:
+    config = make_config(tmp_path, steps=4)
+    fault(config, "kill-controller-2")
+    killed(config)
+    (run_dir(config) / "trajectories" / "000000.bin").unlink()
+    directory = RunDir(run_dir(config))
+    with TrajectoryStore(directory.trajectories) as store:
+        begun = recover(config, directory, store)
+    assert begun.missing
+    gone = lost(begun)
+    assert (
+        f"{gone.trajectories} rollouts under way, {len(begun.missing)} stored trajector"
+        in gone.words()
+    )
+    assert gone.trajectories == lost(rebuild(config, directory)).trajectories
+    (doubt,) = begun.doubts
+    assert doubt.message.startswith(
+        f"{len(begun.missing)} stored trajectories are not in {directory.trajectories} (missing "
+    )
+    assert "000000.bin)" in doubt.message
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\x00garbage\n" * 9, b"\x07"])
+def test_metrics_that_are_gone_are_named(tmp_path: Path, content: bytes | None) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    path = run_dir(config) / "metrics.jsonl"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    (doubt,) = rebuild(config, RunDir(run_dir(config))).doubts
+    assert (
+        doubt.message
+        == "metrics.jsonl has no readable line of 2 trained steps from 0 to 1: the report lacks "
+        "them"
+    )
+
+
+def test_a_configuration_that_was_edited_is_named_with_its_former_values(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2)
+    run(config)
+    directory = RunDir(run_dir(config))
+    assert rebuild(config, directory).doubts == ()
+    edited = make_config(tmp_path, steps=2, trainer={"lr": 0.5})
+    directory.write_config(edited)
+    begun = rebuild(edited, directory)
+    assert begun.knobs == ("trainer.lr: 1e-05 → 0.5",)
+    assert [one.message for one in begun.doubts] == [
+        "config.toml has changed since the run wrote it: trainer.lr: 1e-05 → 0.5"
+    ]
+    assert begun.differing == 0
+    run(make_config(tmp_path, steps=3, trainer={"lr": 0.5}), resume=True)
+    assert "config.toml has changed" in warnings(config)["config"]
+    assert rebuild(load(directory.config), directory).doubts == ()
+
+
+def test_what_a_killed_writer_left_half_written_is_cut_off_with_a_line(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=4)
+    fault(config, "kill-controller-2")
+    killed(config)
+    for name in ("journal.bin", "trajectories/000000.bin"):
+        with (run_dir(config) / name).open("ab") as file:
+            file.write(b"\x05\0\0")
+    assert run(config, resume=True).steps == 4
+    said = {line["component"]: line["message"] for line in lines(config, "warning")}
+    for name in ("journal", "trajectories"):
+        assert (
+            said[name] == "3 bytes of an incomplete last record were cut off: its writer was killed"
+        )

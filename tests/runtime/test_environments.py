@@ -1,0 +1,120 @@
+"""Whole runs in every mode and with every failure of an environment: all end, and all
+account for everything.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rollweave.record.store import TrajectoryReader
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.work import BLAME_OF, TRAINABLE, Blame, StopReason
+from tests.runtime.game import Blocking
+from tests.runtime.whole import lines, make_config, replay, run, run_dir, trained
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "stream", "partial", "bounded"])
+def test_every_mode_ends_within_its_bound(tmp_path: Path, mode: str) -> None:
+    rollout = {"mode": mode, "alpha": 1, "spare_members": 1}
+    config = make_config(
+        tmp_path, rollout=rollout, trainer={"minibatches": 2}, engines={"count": 1}
+    )
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 4, True)
+    assert summary.staleness_max <= {"sync": 0}.get(mode, 1)
+    assert summary.account.trained == 16
+    assert [line["step"] for line in lines(config, "step")] == [0, 1, 2, 3]
+    # a streamed step is one line
+    assert sum(line["trajectories"] for line in lines(config, "step")) == 16
+    assert replay(config).differing == 0
+
+
+def test_environments_that_raise_hang_or_return_garbage(tmp_path: Path) -> None:
+    faults = {"env_error": 0.06, "env_hang": 0.04, "env_garbage": 0.06, "reward_error": 0.3}
+    config = make_config(
+        tmp_path, steps=3, faults=faults, task={"step_s": 0.3}, rollout={"retries": 5}
+    )
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
+    assert summary.account.in_flight == 0
+    found = ends(config)
+    assert found[StopReason.ENV_ERROR] > 0
+    assert found[StopReason.ENV_HANG] > 0
+    assert found[StopReason.REWARD_ERROR] > 0
+    assert sum(map(len, trained(config).values())) == summary.account.trained
+    assert sum(summary.retried.values()) > 0
+    assert replay(config).differing == 0
+
+
+def test_a_hang_that_blocks_is_survived_in_a_process(tmp_path: Path) -> None:
+    # a process takes a second to start
+    faults, task = {"env_hang": 0.12}, {"step_s": 3.0, "isolation": "process"}
+    config = make_config(
+        tmp_path,
+        steps=1,
+        faults=faults,
+        task=task,
+        eval={"final_episodes": 0},
+        rollout={"max_running": 4},
+    )
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 1, True)
+    assert ends(config)[StopReason.ENV_HANG] > 0
+
+
+def test_a_plain_step_that_never_returns_holds_up_its_own_trajectory_alone(tmp_path: Path) -> None:
+    task, rollout = {"env": "tests.runtime.game:Blocking", "step_s": 0.5}, {"retries": 5}
+    config = make_config(tmp_path, steps=3, task=task, options={"stuck": True}, rollout=rollout)
+    try:
+        summary = run(config)
+    finally:
+        Blocking.released.set()
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", 3, True)
+    assert ends(config)[StopReason.ENV_HANG] > 0
+    (warned, *_) = [
+        line["message"] for line in lines(config, "warning") if line["component"] == "environment"
+    ]
+    assert warned.startswith(
+        "step of environment tests.runtime.game:Blocking was given up and has not returned"
+    )
+    assert replay(config).differing == 0
+
+
+def test_the_time_of_a_slow_environment_is_the_environments(tmp_path: Path) -> None:
+    """Though its steps block, and several trajectories are in them at once."""
+    task, rollout = {"env": "tests.runtime.game:Blocking"}, {"mode": "sync"}
+    config = make_config(
+        tmp_path, steps=2, task=task, options={"step_s": 0.25, "turns": 4}, rollout=rollout
+    )
+    assert run(config).error == ""
+    idle: Counter[str] = Counter()
+    for line in lines(config, "step"):
+        idle.update(line["idle"]["engines"])
+    assert idle["environment"] > 4 * idle["busy"]
+
+
+def ends(config: RunConfig) -> Counter[StopReason]:
+    """How the run's attempts ended; each is consistent in itself."""
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    found = [reader.load(entry) for entry in reader.entries]
+    for trajectory in found:
+        assert trajectory.blame is BLAME_OF[trajectory.stop_reason]
+        assert (trajectory.reward is not None) <= (trajectory.stop_reason in TRAINABLE)
+        assert bool(trajectory.error) == (trajectory.blame is Blame.ENVIRONMENT)
+    return Counter(trajectory.stop_reason for trajectory in found)
+
+
+def test_a_task_source_that_raises_ends_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path, task={"env": "tests.runtime.game:NoTasks"})
+    summary = run(config)
+    assert "drawing a task failed: game #0" in summary.error
+    assert "no tasks here" in summary.error
+    assert (summary.steps, summary.account.started) == (0, 0)
+
+
+def test_a_reward_function_of_ones_own(tmp_path: Path) -> None:
+    config = make_config(tmp_path, steps=2, task={"env": "tests.runtime.game:Scored"})
+    summary = run(config)
+    assert (summary.error, summary.steps) == ("", 2)
+    assert lines(config, "step")[0]["reward"] == {"game": 2.0}  # one a turn

@@ -1,0 +1,82 @@
+"""An engine that hangs is lost, though it has no turn that would tell; one that is slow
+once, or loads weights, is not.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+from rollweave.runtime.manifests import Manifests
+from rollweave.schema.base import EngineId
+from rollweave.schema.commands import LoadWeights
+from rollweave.schema.events import EngineLost, EngineSeat
+from rollweave.schema.serving import EngineStats, LoadSaved
+from rollweave.schema.weights import WeightManifest
+from tests.rollout.worlds import OneWordEngine
+from tests.runtime.test_migration import A, B, staged
+
+BEAT = {"silence_s": 0.05, "beat_s": 0.01}
+
+
+class Beating(OneWordEngine):
+    """Engine `a` does not answer the heartbeats that `silent` says; `b` answers all."""
+
+    def __init__(self, silent: set[int] | None) -> None:
+        super().__init__()
+        self.silent = silent
+        self.beats = itertools.count()
+        self.heard = asyncio.Event()
+
+    async def stats(self) -> EngineStats:
+        beat = next(self.beats)
+        if self.silent is None or beat in self.silent:
+            await asyncio.Event().wait()
+        if beat > 8:
+            self.heard.set()
+        return EngineStats(version=0, running=0, waiting=0, kv_used_tokens=0, kv_total_tokens=1)
+
+    async def load(self, weights: WeightManifest | LoadSaved) -> None:
+        self.silent = None
+        await asyncio.Event().wait()
+
+
+def made(
+    engines: dict[tuple[EngineId, int], Beating], silent: set[int]
+) -> Callable[[EngineSeat, int], Beating]:
+    def make(seat: EngineSeat, epoch: int) -> Beating:
+        engines[seat.id, epoch] = Beating(silent if seat.id == A else set())
+        return engines[seat.id, epoch]
+
+    return make
+
+
+async def test_an_engine_that_is_silent_twice_is_lost(tmp_path: Path) -> None:
+    engines: dict[tuple[EngineId, int], Beating] = {}
+    async with staged(made(engines, {1, 2}), tmp_path, **BEAT) as stage:
+        (lost,) = await stage.until(EngineLost)
+        assert (lost.engine_id, lost.epoch) == (A, 0)
+        assert lost.error == "no answer to 2 heartbeats in a row"
+        assert engines[A, 0].lost.done(), "it was killed"
+        await engines[B, 0].heard.wait()
+        assert len(await stage.until(EngineLost)) == 1
+
+
+async def test_an_engine_that_is_silent_now_and_then_is_not(tmp_path: Path) -> None:
+    engines: dict[tuple[EngineId, int], Beating] = {}
+    async with staged(made(engines, {0, 2, 4, 6}), tmp_path, **BEAT) as stage:
+        await engines[A, 0].heard.wait()
+        assert not [event for event in stage.events if isinstance(event, EngineLost)]
+
+
+async def test_nobody_asks_while_weights_are_loaded(tmp_path: Path) -> None:
+    engines: dict[tuple[EngineId, int], Beating] = {}
+    manifests = Manifests()
+    manifests.published(
+        WeightManifest(version=0, weights_id=0, location="", tensors=(), nbytes=0, digest=""),
+        keep=(),
+    )
+    async with staged(made(engines, set()), tmp_path, manifests=manifests, **BEAT) as stage:
+        stage.fleet.load(LoadWeights(engine_id=A, version=0, weights_id=0))
+        await engines[B, 0].heard.wait()
+        assert not [event for event in stage.events if isinstance(event, EngineLost)]

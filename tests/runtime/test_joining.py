@@ -1,0 +1,216 @@
+"""Engines that come and go while a run trains: processes, sockets, the command line;
+and a controller that is killed.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.schema import commands as c
+from rollweave.schema.config.loading import load
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.events import WorldLost
+from tests.cli.test_main import say
+from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run_dir, write
+from tests.worlds.referee import Referee
+
+LIMIT_S = 60.0
+
+
+class Life:
+    """A controller in a process of its own, with fake engines and a fake trainer, and
+    what the command line says of it.
+    """
+
+    def __init__(self, config: RunConfig, process: subprocess.Popen[bytes]) -> None:
+        self.config, self.process = config, process
+
+    def engines(self, *arguments: str) -> dict[str, dict[str, Any]]:
+        """By name, as `rollweave engines` has them now.
+
+        Nothing where it cannot be reached yet.
+        """
+        code, text, _ = say("engines", str(run_dir(self.config)), "--json", *arguments)
+        return {line["id"]: line for line in json.loads(text)["engines"]} if code == 0 else {}
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert self.process.poll() is None, (
+                f"it ended: {(Path(self.config.run.dir) / 'printed').read_text()}"
+            )
+            assert time.monotonic() < deadline, f"{what}: {self.engines()}"
+            time.sleep(0.02)
+
+    def serving(self, *names: str) -> None:
+        """Wait until these are all its engines, and serve."""
+
+        def holds() -> bool:
+            found = self.engines()
+            return list(found) == list(names) and all(
+                line["status"] == "serving" for line in found.values()
+            )
+
+        self.until(holds, f"{names} serve")
+
+    def given(self, name: str) -> None:
+        """Wait until that engine has been given a turn."""
+        self.until(lambda: name in turns(self.config), f"a turn for {name}")
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        assert self.process.wait(LIMIT_S) == -signal.SIGKILL
+        assert_gone(self.config)
+
+    def finish(self) -> dict[str, Any]:
+        assert self.process.wait(LIMIT_S) == 0, (Path(self.config.run.dir) / "printed").read_text()
+        found: dict[str, Any] = json.loads((run_dir(self.config) / "summary.json").read_text())
+        assert (found["error"], found["steps"]) == ("", self.config.run.steps)
+        assert not (run_dir(self.config) / "control.sock").exists()
+        assert_gone(self.config)
+        return found
+
+
+@contextlib.contextmanager
+def living(config: RunConfig, *, resume: bool = False) -> Iterator[Life]:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.runtime.whole",
+        str(write(config)),
+        *(["resume"] if resume else []),
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src")))}
+    with (Path(config.run.dir) / "printed").open("wb") as printed:
+        process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+    try:
+        yield Life(config, process)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def watched(config: RunConfig) -> Iterator[tuple[Any, list[c.Command]]]:
+    for _, event, out in Replay(
+        run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml")
+    ):
+        yield event, out
+
+
+def turns(config: RunConfig) -> set[str]:
+    """Engines that were given turns in this life."""
+    return {
+        command.engine_id
+        for _, out in watched(config)
+        for command in out
+        if isinstance(command, c.StartTurn)
+    }
+
+
+@pytest.mark.parametrize("relays", [0, 2])
+def test_an_engine_joins_a_run_that_trains_and_serves_turns(tmp_path: Path, relays: int) -> None:
+    gate = tmp_path / "gate"
+    config = make_config(
+        tmp_path,
+        options={"wait": str(gate)},
+        rollout={"mode": "decoupled", "engine_batch": 2},
+        weights={"relays": relays},
+    )
+    with living(config) as life:
+        life.serving("e0", "e1")
+        life.given("e1")
+        code, text, _ = say("engines", str(run_dir(config)), "--add", "1")
+        assert code == 0
+        assert text.splitlines()[0] == "e2: starting"
+        life.serving("e0", "e1", "e2")
+        assert (life.engines()["e2"]["joined"], life.engines()["e2"]["machine"]) == (
+            True,
+            0 if relays else None,
+        )
+        life.given("e2")
+        gate.touch()
+        found = life.finish()
+    assert found["engines"] == {"joined": 1, "left": 0}
+    referee, replay = Referee(), Replay(run_dir(config) / "journal.bin", config)
+    referee.watch(replay)
+    assert replay.differing == 0
+    replay.core.check()
+    loads = [
+        command
+        for _, out in watched(config)
+        for command in out
+        if isinstance(command, c.LoadWeights)
+    ]
+    assert {load.engine_id for load in loads} == {"e0", "e1", "e2"}
+    spans = json.loads((run_dir(config) / "trace.json").read_text())
+    assert {
+        span["args"]["name"]
+        for span in spans
+        if span.get("name") == "thread_name" and span["pid"] == 1
+    } >= {"e2"}
+    assert [(line["engine"], line["change"]) for line in lines(config, "engine")] == [
+        ("e2", "starts")
+    ]
+
+
+def test_a_resumed_run_has_the_engines_that_it_was_asked_for(tmp_path: Path) -> None:
+    """Killed after one came, and killed again after another was withdrawn."""
+    gate = tmp_path / "gate"
+    config = make_config(
+        tmp_path, options={"wait": str(gate)}, rollout={"mode": "decoupled", "engine_batch": 2}
+    )
+    with living(config) as life:
+        life.serving("e0", "e1")
+        life.engines("--add", "1")
+        life.serving("e0", "e1", "e2")
+        life.kill()
+    code, _, errors = say("engines", str(run_dir(config)))
+    assert code == 2
+    assert errors == [
+        f"error: RUN must be a run that is going on, and none is in {run_dir(config)}"
+    ]
+    with living(config, resume=True) as life:
+        life.serving("e0", "e1", "e2")
+        assert [line["joined"] for line in life.engines().values()] == [False, False, True]
+        life.given("e2")
+        assert life.engines("--remove", "e0")["e0"]["status"] == "leaving", (
+            "its episodes wait at the gate"
+        )
+        life.kill()
+    with living(config, resume=True) as life:
+        life.serving("e1", "e2")
+        life.engines("--add", "1")
+        life.serving("e1", "e2", "e3")
+        gate.touch()
+        found = life.finish()
+    assert found["engines"]["joined"] == 2
+    lost = [event for event, _ in watched(config) if isinstance(event, WorldLost)]
+    assert [[seat.id for seat in event.engines] for event in lost] == [["e1", "e2"]]
+
+
+@pytest.mark.parametrize("mode", ["bounded", "decoupled"])
+def test_an_engine_leaves_a_run_that_trains(tmp_path: Path, mode: str) -> None:
+    gate = tmp_path / "gate"
+    config = make_config(tmp_path, options={"wait": str(gate)}, rollout={"mode": mode})
+    with living(config) as life:
+        life.serving("e0", "e1")
+        life.given("e0")
+        life.engines("--remove", "e0", "--now")
+        life.serving("e1")
+        code, _, errors = say("engines", str(run_dir(config)), "--remove", "e1")
+        assert (code, errors) == (2, ["error: --remove: e1 is the last engine"])
+        gate.touch()
+        found = life.finish()
+    assert found["engines"] == {"joined": 0, "left": 1}
+    assert found["retried"] == {}, "what was under way went on elsewhere"

@@ -1,0 +1,187 @@
+"""What holds up the event loop is named while it does, and the user can end the run all
+the same.
+"""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollweave.core.policy.experience import sample
+from rollweave.envs.boundary import GuardedEnv
+from rollweave.runtime.loopwatch import Culprit, LoopWatch
+from rollweave.schema.config.sections import FaultsConfig
+from tests.runtime import holding
+from tests.runtime.whole import ROOT, assert_gone, lines, make_config, run, write
+
+HERE = "tests.runtime.holding"
+
+
+class Heard:
+    """What a watch says. `said` is set by its first word."""
+
+    def __init__(self) -> None:
+        self.said = threading.Event()
+        self.noticed: list[Culprit] = []
+        self.over: list[tuple[Culprit, float]] = []
+
+    def watch(self) -> LoopWatch:
+        return LoopWatch(
+            noticed=self._notice, over=lambda culprit, seconds: self.over.append((culprit, seconds))
+        )
+
+    def _notice(self, culprit: Culprit) -> None:
+        self.noticed.append(culprit)
+        self.said.set()
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+    """Code of `holding` blocks until the watch has said something."""
+    made = Heard()
+    monkeypatch.setattr(holding, "until", made.said)
+    yield made
+    made.said.set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_async"), [("Async", True), ("Heir", True), ("Deep", True), ("Quick", False)]
+)
+async def test_an_environment_that_blocks_is_named_with_its_method(
+    heard: Heard, kind: str, is_async: bool
+) -> None:
+    env = GuardedEnv(f"{HERE}:{kind}", {}, faults=FaultsConfig(), seed=0, block=False)
+    with heard.watch():
+        await env.step("a")  # comes back because it was noticed
+        while not heard.over:  # noqa: ASYNC110 (the loop is what is watched)
+            await asyncio.sleep(0)
+    (culprit,) = heard.noticed
+    assert (culprit.name, culprit.is_async) == (f"{HERE}:{kind}.step", is_async)
+    assert culprit.place.startswith(f"{holding.__file__}:")
+    ((again, seconds),) = heard.over
+    assert again is culprit
+    assert seconds > 0.3
+    assert ("asyncio.to_thread" in culprit.now) is is_async
+
+
+async def test_a_function_that_a_configuration_names_is_named(heard: Heard) -> None:
+    with heard.watch():
+        await asyncio.sleep(0)
+        sample([], 1, strategy=holding.in_order, version=0)
+    assert [culprit.name for culprit in heard.noticed] == [f"{HERE}:in_order"]
+
+
+async def test_a_loop_that_comes_round_is_not_held_up_however_busy(heard: Heard) -> None:
+    with heard.watch():
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:  # noqa: ASYNC110 (the loop is what is watched)
+            await asyncio.sleep(0)
+    assert heard.noticed == []
+
+
+@pytest.mark.parametrize("kind", ["Async", "Handler"])
+def test_a_run_says_who_blocks_it_and_for_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from rollweave.runtime import launch
+
+    said = threading.Event()
+    monkeypatch.setattr(holding, "until", said)
+    shown: list[str] = []
+
+    def show(start: object, command: launch.Warn) -> None:
+        shown.append(command.message)
+        said.set()
+
+    monkeypatch.setattr(launch._Start, "_say", show)
+    config = make_config(
+        tmp_path,
+        steps=1,
+        task={"env": f"{HERE}:{kind}"},
+        eval={"final_episodes": 0},
+        rollout={"retries": 0},
+    )
+    run(config)
+    method = "run" if kind == "Handler" else "step"
+    assert shown[0].startswith(
+        f"{HERE}:{kind}.{method} is blocking the event loop ({holding.__file__}:"
+    )
+    kept = [
+        line["message"] for line in lines(config, "warning") if line["component"] == "event loop"
+    ]
+    assert kept[0].startswith(f"{HERE}:{kind}.{method} blocked the event loop for ")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import typer
+from rollweave.cli.interrupt import enter
+from rollweave.cli import train
+from rollweave.cli.console import reported
+from rollweave.schema.config.loading import load
+from rollweave.runtime import launch
+from tests.runtime.whole import FAKES
+
+enter()
+launch.Programs = lambda: FAKES
+try:
+    with reported():
+        train.run(load(Path(sys.argv[1])), resume=False, inproc=False)
+except typer.Exit as error:
+    sys.exit(error.exit_code)
+"""
+
+
+BLOCKING = "is blocking the event loop"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "numbers"),
+    [
+        ("Async", BLOCKING, (signal.SIGINT, signal.SIGINT)),
+        ("Deaf", BLOCKING, (signal.SIGINT, signal.SIGINT)),
+        ("Handler", BLOCKING, (signal.SIGINT, signal.SIGINT)),
+        ("Async", BLOCKING, (signal.SIGTERM,)),
+        ("Deaf", BLOCKING, (signal.SIGTERM,)),
+        ("Plain", "a step begins", (signal.SIGINT, signal.SIGINT)),
+    ],
+)
+def test_a_run_that_is_held_up_can_be_ended(
+    tmp_path: Path, kind: str, said: str, numbers: tuple[signal.Signals, ...]
+) -> None:
+    """With the exit status of an interrupted program, and no child is left."""
+    config = make_config(tmp_path, steps=1, task={"env": f"{HERE}:{kind}"})
+    command = [sys.executable, "-c", PROGRAM, str(write(config))]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        )
+        stack.callback(process.kill)
+        assert process.stderr is not None
+        while said not in (line := process.stderr.readline()):
+            assert line
+        for number in numbers:
+            process.send_signal(number)
+            while pending(process.pid):  # two of one kind that are pending would be one
+                time.sleep(0.001)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130
+        assert "Traceback" not in rest
+    assert_gone(config)
+
+
+def pending(pid: int) -> int:
+    """Signals that have been sent to a process and not been delivered."""
+    with contextlib.suppress(OSError):  # it has ended
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("ShdPnd:"):
+                return int(line.split()[1], 16)
+    return 0

@@ -1,0 +1,157 @@
+"""Lines say what a step added, once a step, and sinks get the same numbers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollweave.core.state import State
+from rollweave.runtime.metrics import Metrics, Silent
+from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
+from rollweave.schema.commands import GroupRef, RecordEvaluation, TrainStep
+from rollweave.schema.serving import EngineStats
+from rollweave.schema.training import TrainMetrics
+from rollweave.schema.work import Batch, Blame, ScoredGroup, StopReason, Task, Trajectory
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.written: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.written.append((step, values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def trajectory(
+    name: str, reward: float, *, version: int, success: bool | None = None
+) -> Trajectory:
+    return Trajectory(
+        id=TrajectoryId(name),
+        group_id=GroupId("g"),
+        task=Task(id=TaskId("t"), env="x", seed=0),
+        attempt=0,
+        initiated_version=version,
+        sequences=(),
+        reward=reward,
+        success=success,
+        stop_reason=StopReason.FINISHED,
+        blame=Blame.NONE,
+    )
+
+
+def part(number: int, env: str, *trajectories: Trajectory) -> tuple[TrainStep, Batch, TrainMetrics]:
+    group = ScoredGroup(id=GroupId("g"), env=env, trajectories=trajectories)
+    reference = GroupRef(
+        id=GroupId("g"), name=env, trajectory_ids=tuple(found.id for found in trajectories)
+    )
+    return (
+        TrainStep(step=3, part=number, parts=2, groups=(reference,)),
+        Batch(step=3, version=3, part=number, parts=2, groups=(group,)),
+        TrainMetrics(values={"loss": float(number)}, tokens=10, train_s=0.5),
+    )
+
+
+def test_weights_of_a_lost_lineage_are_as_far_away_as_later_ones_are_from_a_step(
+    tmp_path: Path,
+) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
+    metrics.trained(
+        *part(0, "lake", trajectory("a", 1.0, version=5), trajectory("b", 0.0, version=1))
+    )
+    metrics.trained(*part(1, "lake", trajectory("c", 0.5, version=3)))
+    metrics.close()
+    (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert json.loads(line)["staleness"] == {"0": 1, "2": 2}
+
+
+def test_a_step_is_one_line_however_many_parts_it_has(tmp_path: Path) -> None:
+    state, sink, times = State(), ListSink(), iter([10.0, 14.0, 15.0])
+    state.counters.output_tokens = 100
+    state.defines_success = {"nim": None}  # "lake" gives rewards, and says nothing of success
+    state.idle.trainer = {"busy": 1.0}
+    metrics = Metrics(
+        tmp_path / "m.jsonl",
+        clock=lambda: next(times),
+        state=lambda: state,
+        progress=Silent(),
+        sinks=[sink],
+    )
+    metrics.sampled(
+        {
+            EngineId("e0"): EngineStats(
+                version=3, running=1, waiting=0, kv_used_tokens=0, kv_total_tokens=9
+            )
+        }
+    )
+    metrics.trained(
+        *part(0, "lake", trajectory("a", 1.0, version=3), trajectory("b", 0.0, version=2))
+    )
+    state.counters.output_tokens = 180
+    state.counters.stop_reasons = {"finished": 4}
+    state.idle.trainer = {"busy": 3.0, "batch": 1.0}
+    metrics.trained(*part(1, "nim", trajectory("c", 0.5, version=3, success=False)))
+    metrics.evaluated(
+        RecordEvaluation(
+            version=3,
+            final=True,
+            success={"lake": 0.5},
+            reward={"lake": 0.5},
+            episodes={"lake": 2},
+            failed={},
+        )
+    )
+    metrics.close()
+    step, evaluation = [
+        json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()
+    ]
+    expected: dict[str, Any] = {
+        "kind": "step",
+        "step": 3,
+        "at": 14.0,
+        "reward": {"lake": 0.5, "nim": 0.5},
+        "success": {"nim": 0.0},
+        "staleness": {"0": 2, "1": 1},
+        "trajectories": 3,
+        "trainer": {"loss": 0.5, "train_s": 1.0, "trained_tokens": 20.0},
+        "wall_s": 4.0,
+        "output_tokens": 80,
+        "tokens_per_s": 20.0,
+        "stop_reasons": {"finished": 4},
+    }
+    assert {name: step[name] for name in expected} == expected
+    assert step["idle"]["trainer"] == {"busy": 2.0, "batch": 1.0}
+    assert step["engines"]["e0"]["version"] == 3
+    assert evaluation["success"] == {"lake": 0.5}
+    assert metrics.final_evaluation == metrics.last_evaluation
+    assert [number for number, _ in sink.written] == [3, 3]
+    assert sink.written[0][1]["reward/lake"] == 0.5
+    assert sink.written[1][1]["evaluation/success/lake"] == 0.5
+    assert sink.closed
+
+
+def test_parts_of_a_step_that_was_lost_do_not_count(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", clock=lambda: 1.0, state=State, progress=Silent())
+    lost = part(0, "lake", trajectory("a", 1.0, version=3))
+    metrics.trained(*lost)
+    # the trainer came back, and begins the step anew
+    metrics.trained(*part(0, "lake", trajectory("b", 0.0, version=3)))
+    metrics.trained(*part(1, "lake", trajectory("c", 0.0, version=3)))
+    metrics.close()
+    (line,) = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert (line["trajectories"], line["reward"]) == (2, {"lake": 0.0})
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind": "started"}\n{"kind": "st')
+    metrics = Metrics(path, clock=lambda: 1.0, state=State, progress=Silent())
+    metrics.event("resumed")
+    metrics.close()
+    assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == [
+        "started",
+        "resumed",
+    ]

@@ -1,0 +1,439 @@
+"""Migrations by the fleet: each ends in one event, with what came of it, whatever
+becomes of the two engines meanwhile.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollweave.engine.clients.client import EngineClient
+from rollweave.engine.clients.process import in_process
+from rollweave.engine.transfer import REQUEST
+from rollweave.record.trace import Trace
+from rollweave.runtime.supervisors.engines import Fleet
+from rollweave.runtime.tasks import Tasks
+from rollweave.schema.base import EngineId, TrajectoryId
+from rollweave.schema.commands import Migrate, RemoveEngine, RestartEngine
+from rollweave.schema.errors import EngineLostError, KvError
+from rollweave.schema.events import EngineJoined, EngineLost, EngineSeat, Event, MigrationDone
+from rollweave.schema.serving import (
+    EngineSpec,
+    GenerateResult,
+    KvManifest,
+    KvOver,
+    KvPort,
+    Ready,
+    StepTime,
+)
+from tests.engine.clients.echo_engine import kv_manifest
+from tests.engine.clients.test_conformance import environment
+from tests.engine.models import build, request, save
+from tests.rollout.worlds import OneWordEngine
+
+A, B = EngineId("a"), EngineId("b")
+TOKENS = tuple((5 * i + 3) % 91 for i in range(450))
+BLOCK = 16
+
+
+class Stage:
+    """A fleet of engines `a` and `b`, and what it posts. It lives in `staged`."""
+
+    def __init__(self, make: Callable[[EngineSeat, int], Any], path: Path, **options: Any) -> None:
+        self.events: list[Event] = []
+        self._posted = asyncio.Event()
+        self.tasks = Tasks()
+        self._path = path / "trace.json"
+        self.trace = Trace(self._path)
+        clock = asyncio.get_running_loop().time
+        self.fleet = Fleet(
+            make=make, tasks=self.tasks, post=self._post, clock=clock, trace=self.trace, **options
+        )
+
+    def _post(self, event: Event) -> None:
+        self.events.append(event)
+        self._posted.set()
+
+    async def until(self, kind: type[Any], count: int = 1) -> list[Any]:
+        """Wait for that many events of this kind; all of them."""
+        async with asyncio.timeout(60):
+            while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+                self._posted.clear()
+                await self._posted.wait()
+        return found
+
+    async def migrate(
+        self, tokens: Sequence[int] | None, source: EngineId = A, target: EngineId = B
+    ) -> MigrationDone:
+        """One migration; the one event that it ends in."""
+        number = sum(isinstance(event, MigrationDone) for event in self.events)
+        command = Migrate(
+            number=number, trajectory_id=TrajectoryId("t"), attempt=2, source=source, target=target
+        )
+        self.fleet.migrate(command, tokens)
+        done: MigrationDone = (await self.until(MigrationDone, number + 1))[-1]
+        assert (done.number, done.trajectory_id, done.attempt) == (number, "t", 2)
+        assert bool(done.error) is not bool(done.moved_tokens)
+        return done
+
+    def spans(self) -> list[dict[str, Any]]:
+        """The boxes of the trace so far."""
+        self.trace.flush()
+        lines = self._path.read_text().splitlines()[1:]
+        return [event for line in lines if (event := json.loads(line.rstrip(",")))["ph"] == "X"]
+
+
+@asynccontextmanager
+async def staged(
+    make: Callable[[EngineSeat, int], Any], path: Path, **options: Any
+) -> AsyncIterator[Stage]:
+    """A fleet while its engines live.
+
+    Of engines in processes nothing is left afterwards.
+    """
+    files, shared = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    stage = Stage(make, path, **options)
+    async with stage.tasks:
+        try:
+            stage.fleet.start([EngineSeat(id=A), EngineSeat(id=B)])
+            await stage.until(EngineJoined, 2)
+            yield stage
+        finally:
+            await stage.fleet.close()
+            stage.tasks.cancel_all()
+    stage.trace.close()
+    assert sorted(os.listdir("/dev/shm")) == shared
+    for _ in range(100):  # the tests' own connections close in turns of the event loop
+        if len(os.listdir("/proc/self/fd")) <= files:
+            break
+        await asyncio.sleep(0)
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+# With engines that do as the test says.
+
+
+class Scripted(OneWordEngine):
+    """Exports and imports are what `kv` holds: a manifest, a number of tokens, an error
+    to raise, or a coroutine to await.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv: Any = None
+        self.released: list[str] = []
+
+    async def ready(self) -> Ready:
+        profile = (StepTime(batch=1, seconds=0.5),)
+        return Ready(
+            version=-1, kv_total_tokens=1000, max_slots=8, max_context=1000, profile=profile
+        )
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        return await self._play()  # type: ignore[no-any-return]
+
+    async def import_kv(self, tokens: Sequence[int], manifest: KvManifest) -> int:
+        return await self._play()  # type: ignore[no-any-return]
+
+    def release_kv(self, export_id: str) -> None:
+        self.released.append(export_id)
+
+    async def _play(self) -> Any:
+        found = await self.kv() if callable(self.kv) else self.kv
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
+    """Engines of which the first exports 48 tokens, and the second takes them."""
+
+    def make(seat: EngineSeat, epoch: int) -> Scripted:
+        engine = Scripted()
+        engine.kv = kv_manifest("kv7", 48) if seat.id == A else 48
+        return engine
+
+    return staged(make, path, migration_s=0.2)
+
+
+async def test_a_migration_is_told_drawn_and_let_go(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as stage:
+        done = await stage.migrate(TOKENS)
+        assert (done.moved_tokens, done.error) == (48, "")
+        assert stage.fleet.backend(A).released == ["kv7"]  # type: ignore[union-attr]
+        (span,) = (span for span in stage.spans() if "tokens" in span["name"])
+        assert (span["name"], span["args"]) == (
+            "48 tokens from a",
+            {"trajectory": "t/2", "error": ""},
+        )
+
+
+async def test_the_profile_that_an_engine_measured_is_told(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as stage:
+        for joined in await stage.until(EngineJoined, 2):
+            assert joined.profile == (StepTime(batch=1, seconds=0.5),)
+
+
+async def test_every_failure_is_told_once(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as stage:
+        source, target = stage.fleet.backend(A), stage.fleet.backend(B)
+        assert isinstance(source, Scripted)
+        assert isinstance(target, Scripted)
+
+        async def never() -> None:
+            await asyncio.Event().wait()
+
+        for tokens, ends in (
+            (None, (A, B)),
+            ((), (A, B)),
+            (TOKENS, (EngineId("x"), B)),
+            (TOKENS, (A, EngineId("x"))),
+        ):
+            error = (await stage.migrate(tokens, *ends)).error
+            assert error == (
+                "x is not there" if tokens else "the attempt is over, or has not spoken yet"
+            )
+        for kv, error in (
+            (KvError("is not cached"), "is not cached"),
+            (EngineLostError("gone"), "gone"),
+            (never, "not done within 0.2 s"),
+        ):
+            source.kv = kv
+            assert (await stage.migrate(TOKENS)).error == error
+        assert source.released == []
+        source.kv = kv_manifest("kv8", 48)
+        for kv, error in (
+            (KvError("no room"), "no room"),
+            (EngineLostError("gone"), "gone"),
+            (never, "not done within 0.2 s"),
+        ):
+            target.kv = kv
+            assert (await stage.migrate(TOKENS)).error == error
+        assert source.released == ["kv8"] * 3
+        (span, *_) = (span for span in stage.spans() if span["args"].get("error") == "no room")
+        assert span["name"] == "nothing from a"
+
+
+@pytest.mark.parametrize("ending", ["restarted", "removed", "lost"])
+async def test_a_target_that_ends_meanwhile_has_nothing(tmp_path: Path, ending: str) -> None:
+    async with scripted(tmp_path) as stage:
+        target = stage.fleet.backend(B)
+        assert isinstance(target, Scripted)
+
+        async def end() -> int:
+            match ending:
+                case "restarted":
+                    stage.fleet.restart(
+                        RestartEngine(engine_id=B, degree=1, epoch=1, reason="test")
+                    )
+                    await stage.until(EngineJoined, 3)
+                case "removed":
+                    stage.fleet.remove(RemoveEngine(engine_id=B, reason="test"))
+                case _:
+                    target.kill()
+            return 48
+
+        target.kv = end
+        assert (await stage.migrate(TOKENS)).error == "b has ended meanwhile"
+
+
+# With our engines, in processes that can be killed and stopped.
+
+
+class Meddled:
+    """Our engine in a process.
+
+    What it exports goes through `meddle` first, if the test has set it.
+    """
+
+    meddle: Callable[[KvManifest], Awaitable[KvManifest]] | None = None
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    async def export_kv(self, tokens: Sequence[int], over: KvOver) -> KvManifest:
+        manifest = await self.client.export_kv(tokens, over)
+        return manifest if self.meddle is None else await self.meddle(manifest)
+
+    def send(self, number: int) -> None:
+        os.kill(self.client._link.pid, number)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with 16 KiB of KV a token, so that a payload is larger than what sockets
+    hold on the way.
+    """
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    return save(build("qwen3", num_hidden_layers=4, **heads), tmp_path_factory.mktemp("model"))
+
+
+def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManager[Stage]:
+    """Engines in processes."""
+
+    def make(seat: EngineSeat, epoch: int) -> Meddled:
+        of = EngineSpec(id=seat.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
+        model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        model_ready.set_result(None)
+        module, log = "rollweave.runtime.entrypoints.engine", path / f"{seat.id}.log"
+        link = in_process(of, module=module, log=log, env=environment(), model_ready=model_ready)
+        return Meddled(EngineClient(f"engine {seat.id}", link, start_s=60.0, reply_s=60.0))
+
+    return staged(make, path, **options)
+
+
+async def say(engine: Any, tokens: Sequence[int], **sampling: Any) -> GenerateResult:
+    """One turn."""
+    result: GenerateResult = await engine.generate(
+        request("turn", tokens, max_tokens=9, **sampling)
+    )
+    return result
+
+
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+async def test_turns_of_a_trajectory_that_moves_are_those_of_one_that_stays(
+    model: str, tmp_path: Path, over: KvOver
+) -> None:
+    async with living(model, tmp_path, kv_over=over) as stage:
+        a, b = stage.fleet.backend(A), stage.fleet.backend(B)
+        for number, sampling in enumerate(({"temperature": 0.0}, {"seed": 5})):
+            context = [number, *TOKENS]
+            first = await say(a, context, **sampling)
+            said = [*context, *first.tokens]
+            done = await stage.migrate(said)
+            assert (done.moved_tokens, done.error) == ((len(said) - 1) // BLOCK * BLOCK, "")
+            context = [*said, 4, 5, 6]
+            moved, stayed = await asyncio.gather(
+                say(b, context, **sampling), say(a, context, **sampling)
+            )
+            assert moved.tokens == stayed.tokens
+            assert moved.logprobs == pytest.approx(stayed.logprobs, abs=1e-4)
+            assert moved.cached_tokens == stayed.cached_tokens == done.moved_tokens
+            back = await stage.migrate([*context, *moved.tokens], B, A)
+            assert back.moved_tokens == (len(context) + len(moved.tokens) - 1) // BLOCK * BLOCK
+
+
+async def half_way(manifest: KvManifest, then: Callable[[], None]) -> KvManifest:
+    """The same KV through a port of ours, which calls `then` when some of it has come,
+    and the source still has most of it.
+    """
+    port = manifest.where
+    assert isinstance(port, KvPort)
+    loop = asyncio.get_running_loop()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server.close()
+        try:
+            with socket.socket() as ours:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                ours.setblocking(False)
+                await loop.sock_connect(ours, (port.host, port.port))
+                await loop.sock_sendall(ours, await reader.readexactly(REQUEST.size))
+                writer.write(await loop.sock_recv(ours, 1 << 16))
+                then()
+                while data := await loop.sock_recv(ours, 1 << 16):
+                    writer.write(data)
+                    await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    mine = msgspec.structs.replace(port, port=server.sockets[0].getsockname()[1])
+    return msgspec.structs.replace(manifest, where=mine)
+
+
+async def check_fallback(stage: Stage, error: str) -> None:
+    """The migration fails for this reason, and the next turn computes its context anew,
+    on the target, to the same tokens.
+    """
+    a, b = stage.fleet.backend(A), stage.fleet.backend(B)
+    assert isinstance(a, Meddled)
+    wanted, other = await say(a, TOKENS, seed=7), await say(b, TOKENS[:100], seed=8)
+    assert error in (await stage.migrate(TOKENS)).error
+    found = await say(b, TOKENS, seed=7)
+    assert found.cached_tokens == 96  # those that the target has computed itself
+    assert found.tokens == wanted.tokens
+    assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+    assert (await say(b, TOKENS[:100], seed=8)).tokens == other.tokens
+
+
+async def test_a_source_that_is_killed_before_its_memory_was_opened(
+    model: str, tmp_path: Path
+) -> None:
+    async with living(model, tmp_path, kv_over="shm") as stage:
+        source = stage.fleet.backend(A)
+        assert isinstance(source, Meddled)
+
+        async def kill(manifest: KvManifest) -> KvManifest:
+            source.send(signal.SIGKILL)
+            await source.lost
+            return manifest
+
+        source.meddle = kill
+        await check_fallback(stage, "the publisher is gone")
+
+
+async def test_a_source_that_is_killed_while_it_sends(model: str, tmp_path: Path) -> None:
+    async with living(model, tmp_path, kv_over="tcp") as stage:
+        source = stage.fleet.backend(A)
+        assert isinstance(source, Meddled)
+        source.meddle = lambda manifest: half_way(manifest, lambda: source.send(signal.SIGKILL))
+        await check_fallback(stage, "of 7340032 bytes")
+
+
+@pytest.mark.parametrize("over", ["shm", "tcp"])
+async def test_a_source_that_hangs(model: str, tmp_path: Path, over: KvOver) -> None:
+    """Before it has exported anything, or with the target connected to it."""
+    async with living(model, tmp_path, kv_over=over, migration_s=1.0) as stage:
+        source = stage.fleet.backend(A)
+        assert isinstance(source, Meddled)
+
+        async def stop(manifest: KvManifest) -> KvManifest:
+            source.send(signal.SIGSTOP)
+            return manifest
+
+        if over == "tcp":
+            source.meddle = stop
+            await check_fallback(stage, "not done within 1 s")
+            return
+        target = stage.fleet.backend(B)
+        await say(source, TOKENS)
+        source.send(signal.SIGSTOP)
+        assert (await stage.migrate(TOKENS)).error == "not done within 1 s"
+        assert (await say(target, TOKENS)).cached_tokens == 0
+        source.send(signal.SIGCONT)
+        while (await stage.migrate(TOKENS)).error:
+            pass  # on a busy machine it may take longer than that second
+
+
+async def test_a_target_that_is_killed_while_it_receives(model: str, tmp_path: Path) -> None:
+    async with living(model, tmp_path, kv_over="tcp") as stage:
+        source, target = stage.fleet.backend(A), stage.fleet.backend(B)
+        assert isinstance(source, Meddled)
+        assert isinstance(target, Meddled)
+        before = await say(source, TOKENS, seed=7)
+        source.meddle = lambda manifest: half_way(manifest, lambda: target.send(signal.SIGKILL))
+        assert "SIGKILL" in (await stage.migrate(TOKENS)).error
+        assert len(await stage.until(EngineLost)) == 1
+        after = await say(source, TOKENS, seed=7)
+        assert (after.tokens, after.cached_tokens) == (
+            before.tokens,
+            (len(TOKENS) - 1) // BLOCK * BLOCK,
+        )
+        stage.fleet.restart(RestartEngine(engine_id=B, degree=1, epoch=1, reason="test"))
+        await stage.until(EngineJoined, 3)
+        source.meddle = None
+        assert (await stage.migrate(TOKENS)).error == ""

@@ -1,0 +1,116 @@
+"""Runs that train by ratio, through real processes: the fake trainer waits until there
+is a choice, and fails as it is told.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from tests.runtime.test_runs import controller
+from tests.runtime.whole import assert_gone, fault, lines, make_config, run, run_dir, trained
+from tests.worlds.referee import Referee
+
+STEPS = 12
+HOLD = 14
+"""Trajectories without which no step ends: two are in the step, and twelve, of eight
+groups at most, make four whole ones.
+"""
+
+
+def by_ratio(directory: Path) -> RunConfig:
+    """A group of two a step, of up to eight that wait.
+
+    One engine, so that nothing is repacked.
+    """
+    config = make_config(
+        directory,
+        steps=STEPS,
+        rollout={"mode": "decoupled", "groups_per_step": 1, "engine_batch": 16},
+        buffer={"sample": "ratio", "groups": 8},
+        engines={"count": 1},
+    )
+    assert config.model.path is not None
+    (Path(config.model.path) / "hold").write_text(str(HOLD))
+    return config
+
+
+def assert_trained_once(config: RunConfig) -> None:
+    steps = trained(config)
+    assert sorted(steps) == list(range(STEPS))
+    ids = [name for batch in steps.values() for name in batch]
+    assert len(ids) == len(set(ids)) == 2 * STEPS
+
+
+def choices(config: RunConfig) -> int:
+    """Steps that were chosen by ratio: of what the fake trainer measured, each took the
+    last, which it says is nearest.
+    """
+    history = list(Replay(run_dir(config) / "journal.bin", config))
+    Referee().watch(history)
+    count, last = 0, ""
+    for _, event, commands in history:
+        for command in commands:
+            if isinstance(command, c.MeasureRatios):
+                last = command.groups[-1].id
+            elif isinstance(command, c.TrainStep) and isinstance(event, e.RatiosMeasured):
+                count += 1
+                assert [group.id for group in command.groups] == [last]
+    return count
+
+
+def test_steps_take_what_is_nearest(tmp_path: Path) -> None:
+    config = by_ratio(tmp_path)
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
+    assert_trained_once(config)
+    assert choices(config) >= 3
+    assert "measuring" in summary.idle["trainer"]
+    spans = json.loads((run_dir(config) / "trace.json").read_text())
+    measured = [span for span in spans if span.get("name", "").startswith("measure ")]
+    assert measured[0]["name"] == "measure 1.0"
+    assert measured[0]["args"]["groups"] > 1
+    assert_gone(config)
+
+
+@pytest.mark.parametrize("what", ["kill-trainer-2", "fail-measure-2"])
+def test_a_trainer_that_fails_while_it_measures_is_restarted(tmp_path: Path, what: str) -> None:
+    config = by_ratio(tmp_path)
+    fault(config, what)
+    summary = run(config)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
+    assert summary.watchdog["trainer_restarted"] == 1
+    (warning,) = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    assert ("step 2 failed: no luck" if what.startswith("fail") else "SIGKILL") in warning[
+        "message"
+    ]
+    assert_trained_once(config)
+    assert choices(config) >= 3
+    assert_gone(config)
+
+
+def test_log_probs_that_are_no_numbers_end_the_run(tmp_path: Path) -> None:
+    config = by_ratio(tmp_path)
+    fault(config, "nan-measure-2")
+    summary = run(config)
+    assert summary.error.startswith("step 2: no number; batch of groups g")
+    assert summary.error.endswith("last good checkpoint: step 2")
+    assert summary.account.balanced
+    assert_gone(config)
+    assert run(config, resume=True).steps == STEPS
+
+
+def test_a_controller_that_is_lost_while_the_trainer_measures_goes_on(tmp_path: Path) -> None:
+    config = by_ratio(tmp_path)
+    fault(config, "kill-controller-2")
+    assert controller(config).wait(60) == -signal.SIGKILL
+    assert_gone(config)
+    summary = run(config, resume=True)
+    assert (summary.error, summary.steps, summary.account.balanced) == ("", STEPS, True)
+    assert lines(config, "resumed")[0]["differing"] == 0
+    assert_trained_once(config)

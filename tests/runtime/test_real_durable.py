@@ -1,0 +1,77 @@
+"""A real training under default settings loses no more than the time between two
+checkpoints, whatever is killed.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.real import Life, lake, lines, living, replayed, run_dir, summary, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+DEFAULT = {"checkpoint_every": 0, "steps": 100_000}
+
+
+def later_checkpoint(life: Life) -> int:
+    """Wait for a checkpoint after the first."""
+
+    def newest() -> int:
+        found = (
+            path.name.removeprefix("step-")
+            for path in (run_dir(life.config) / "checkpoints").glob("step-*")
+        )
+        return max((int(name) for name in found if name.isdecimal()), default=0)
+
+    return int(wait_for(newest, "a checkpoint by time", life))
+
+
+def test_a_killed_controller_resumes_from_a_checkpoint_by_time_and_says_what_is_lost(
+    tmp_path: Path,
+) -> None:
+    config = lake(tmp_path, run=DEFAULT, eval={"every": 0, "final_episodes": 0})
+    with living(config) as life:
+        later_checkpoint(life)
+        life.kill()
+    core = replayed(config)
+    assert core is not None
+    step, kept = core.state.trainer.step, core.state.checkpoint
+    assert kept is not None
+    more = lake(
+        tmp_path,
+        run={**DEFAULT, "steps": step + 2},
+        eval={"every": 0, "final_episodes": 0},
+        trainer={"lr": 2e-4},
+    )
+    with living(more, resume=True) as life:
+        life.finish()
+        said = life.said
+    (resumed,) = lines(config, "resumed")
+    assert (resumed["step"], resumed["steps_lost"]) == (kept, step - kept)
+    assert f"resuming at step {kept}" in said
+    assert "trainer.lr: 1e-05 → 0.0002" in said
+    assert summary(more)["steps"] == step + 2
+
+
+def test_a_killed_trainer_continues_from_a_checkpoint_by_time(tmp_path: Path) -> None:
+    config = lake(tmp_path, run=DEFAULT, eval={"every": 0, "final_episodes": 0})
+    with living(config) as life:
+        kept = later_checkpoint(life)
+        life.until(lambda core: core.state.trainer.step > kept + 2, "steps after the checkpoint")
+        os.kill(life.child("rollweave.runtime.entrypoints.trainer"), signal.SIGKILL)
+
+        def told() -> list[str]:
+            return [
+                line["message"]
+                for line in lines(config, "warning")
+                if "continues from" in line["message"]
+            ]
+
+        (message,) = wait_for(told, "a trainer that continues", life)
+        step, rest = message.removeprefix("continues from step ").split(":")
+        assert int(step) >= kept
+        assert int(rest.split()[0]) > 0  # steps that are trained again
+        life.until(lambda core: core.state.trainer.step > int(step), "a step after it")
+        life.kill()

@@ -1,0 +1,433 @@
+"""Every fault for real: processes killed and stopped in the middle of their work,
+environments and losses that are no good.
+
+Real engines and the real trainer, started by the command line. Each test waits for what
+the run itself says.
+"""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.core.core import Core
+from rollweave.core.state import TrainerStatus
+from rollweave.record.journal import Replay
+from rollweave.record.store import TrajectoryReader
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import LoadWeights
+from tests.runtime.real import (
+    Life,
+    Lineage,
+    at_gate,
+    check_totals,
+    hazardous,
+    lake,
+    lines,
+    living,
+    longer,
+    run_dir,
+    run_to_end,
+    summary,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ENGINE, TRAINER = "rollweave.runtime.entrypoints.engine", "rollweave.runtime.entrypoints.trainer"
+RELAY = "rollweave.runtime.entrypoints.relay"
+ENVIRONMENT = "rollweave.envs.worker"
+
+
+def turn_in_flight(core: Core) -> bool:
+    return any(engine.active for engine in core.state.engines.values())
+
+
+def training(core: Core) -> bool:
+    return core.state.trainer.status is TrainerStatus.TRAINING
+
+
+# Engines.
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_engine_killed_in_mid_turn(tmp_path: Path, count: int) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path, {"gate": str(gate), "at": 20}, run={"steps": 4}, engines={"count": count}
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        victims = life.children(ENGINE)
+        assert len(victims) == count
+        for pid in victims:
+            os.kill(pid, signal.SIGSTOP)
+        gate.touch()
+        life.until(turn_in_flight, "a turn on the engine")
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        found = life.finish()
+    check_totals(config, found)
+    assert found["watchdog"]["engine_restarted"] == count
+    assert found["watchdog"]["turn_failed"] >= 1
+    told = [line for line in lines(config, "warning") if "restarted" in line["message"]]
+    assert {line["component"] for line in told} == {f"e{number}" for number in range(count)}
+    assert all("SIGKILL" in line["message"] for line in told)
+
+
+def test_an_engine_that_hangs_is_named_and_replaced(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    watchdog = {"turn_s": 3.0}
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "at": 20},
+        run={"steps": 4},
+        engines={"count": 2},
+        watchdog=watchdog,
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        os.kill(life.children(ENGINE)[0], signal.SIGSTOP)
+        gate.touch()
+        found = life.finish()
+    check_totals(config, found)
+    assert found["watchdog"]["engine_restarted"] >= 1
+    told = [line["message"] for line in lines(config, "warning") if "restarted" in line["message"]]
+    # the last where it had no turn at that moment
+    reasons = ("without an answer", "stuck", "no answer to 2 heartbeats")
+    assert any(reason in message for message in told for reason in reasons), told
+
+
+# Relays.
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
+@pytest.mark.parametrize("mode", ["bounded", "decoupled"])
+def test_training_goes_on_without_a_relay_and_an_engine(
+    tmp_path: Path, mode: str, hang: bool
+) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "at": 20},
+        run={"steps": 6},
+        rollout={"mode": mode},
+        engines={"count": 2},
+        weights={"relays": 2},
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        os.kill(life.children(RELAY)[0], signal.SIGSTOP if hang else signal.SIGKILL)
+        os.kill(life.children(ENGINE)[1], signal.SIGKILL)
+        life.until(
+            lambda core: any(relay.epoch for relay in core.state.relays.values()),
+            "a relay that is replaced",
+        )
+        gate.touch()  # not before: the run might be over when its silence is noticed
+        found = life.finish()
+    check_totals(config, found)
+    assert found["watchdog"]["engine_restarted"] == 1
+    assert found["watchdog"]["relay_restarted"] == 1
+    told = [
+        line["message"]
+        for line in lines(config, "warning")
+        if "restarted: lost: relay" in line["message"]
+    ]
+    assert ("said nothing" if hang else "SIGKILL") in told[0]
+
+
+# A version that a checkpoint alone holds.
+
+
+def waiting_alone(core: Core) -> TrajectoryId | None:
+    """The one trajectory that is left of version 0, where its engine has nothing else,
+    and every other one newer weights.
+    """
+    state = core.state
+    left = [
+        one for one in (*state.in_init, *state.in_run) if state.trajectories[one].weights_id == 0
+    ]
+    newer = [engine for engine in state.engines.values() if engine.weights_id > 0]
+    alone = (
+        len(left) == 1
+        and len(newer) == len(state.engines) - 1
+        and state.saved.get(0) == 0
+        and state.evaluation is None
+    )
+    return left[0] if alone and state.trajectories[left[0]].home is not None else None
+
+
+def test_a_trajectory_outlives_its_engine_and_the_trainers_memory(tmp_path: Path) -> None:
+    """The first episode waits at the gate, its version long gone: but for the
+    checkpoint, which is kept as the best.
+    """
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "first": True},
+        run={"steps": 12, "checkpoint_every": 1},
+        rollout={"mode": "decoupled"},
+        engines={"count": 2},
+        eval={"every": 100},
+    )
+    with living(config) as life:
+        core = life.until(waiting_alone, "one trajectory of version 0")
+        held = waiting_alone(core)
+        assert held is not None
+        home = core.state.trajectories[held].home
+        os.kill(life.child(TRAINER), signal.SIGKILL)
+        life.until(
+            lambda core: core.state.trainer.epoch == 1 and 0 not in core.state.kept,
+            "the trainer's loss",
+        )
+        (victim,) = [
+            pid
+            for pid in life.children(ENGINE)
+            if os.readlink(f"/proc/{pid}/fd/1").endswith(f"/{home}.log")
+        ]
+        os.kill(victim, signal.SIGKILL)
+        core = life.until(lambda core: again(core, held), "version 0 on an engine")
+        gate.touch()
+        found = life.finish()
+    check_totals(config, found)
+    replay = Replay(run_dir(config) / "journal.bin", config)
+    loads = [one for _, _, out in replay for one in out if isinstance(one, LoadWeights)]
+    assert [load.weights_id for load in loads if load.from_checkpoint == 0] == [0]
+    assert (found["watchdog"]["trainer_restarted"], found["watchdog"]["engine_restarted"]) == (1, 1)
+    assert found["retried"] == {}, "nobody was begun anew"
+    reader = TrajectoryReader(run_dir(config) / "trajectories")
+    (entry,) = [entry for entry in reader.entries if entry.trajectory_id == held]
+    assert (entry.attempt, reader.load(entry).sequences[0].versions()) == (0, (0, 0))
+
+
+def again(core: Core, held: TrajectoryId) -> bool:
+    """It has lost its engine, and has one with its version again."""
+    trajectory, engines = core.state.trajectories[held], core.state.engines
+    return any(engine.epoch for engine in engines.values()) and trajectory.home is not None
+
+
+# The trainer.
+
+
+@pytest.mark.parametrize("hang", [False, True], ids=["killed", "hung"])
+def test_a_trainer_lost_in_mid_step_goes_back_to_its_checkpoint(tmp_path: Path, hang: bool) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path,
+        {"gate": str(gate), "at": 60},
+        run={"steps": 7, "checkpoint_every": 3},
+        eval={"every": 0},
+        watchdog={"train_s": 20.0},
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        victim = life.child(TRAINER)
+        os.kill(victim, signal.SIGSTOP)
+        gate.touch()
+        core = life.until(training, "a training step")
+        assert core.state.trainer.step > 0
+        if not hang:
+            os.kill(victim, signal.SIGKILL)
+        found = life.finish()
+        lineage = Lineage()
+        lineage.take(config)
+    check_totals(config, found)
+    assert found["watchdog"] == {"trainer_restarted": 1}
+    (told,) = (
+        line["message"] for line in lines(config, "warning") if "restarted" in line["message"]
+    )
+    assert ("stuck" if hang else "SIGKILL") in told
+    lineage.check(config.run.steps)
+
+
+# The controller.
+
+
+def killed_while_starting(life: Life, gate: Path) -> None:
+    wait_for(lambda: life.children(TRAINER), "the trainer", life)
+
+
+def killed_with_a_model(life: Life, gate: Path) -> None:
+    wait_for(life.run.model.exists, "the model", life)
+
+
+def killed_at_first_checkpoint(life: Life, gate: Path) -> None:
+    wait_for((life.run.checkpoints / "step-000000").exists, "the first checkpoint", life)
+
+
+def killed_in_mid_episode(life: Life, gate: Path) -> None:
+    at_gate(life, gate)
+
+
+def killed_in_mid_turn(life: Life, gate: Path) -> None:
+    at_gate(life, gate)
+    os.kill(life.child(ENGINE), signal.SIGSTOP)
+    gate.touch()
+    life.until(turn_in_flight, "a turn on the engine")
+
+
+def killed_in_mid_step(life: Life, gate: Path) -> None:
+    at_gate(life, gate)
+    os.kill(life.child(TRAINER), signal.SIGSTOP)
+    gate.touch()
+    life.until(training, "a training step")
+
+
+def killed_after_a_step(life: Life, gate: Path) -> None:
+    gate.touch()
+    life.until(lambda core: core.state.trainer.step >= 2, "two steps")
+
+
+KILLS = [
+    killed_while_starting,
+    killed_with_a_model,
+    killed_at_first_checkpoint,
+    killed_in_mid_episode,
+    killed_in_mid_turn,
+    killed_in_mid_step,
+    killed_after_a_step,
+]
+
+
+@pytest.mark.parametrize("moment", KILLS, ids=lambda moment: moment.__name__)
+def test_a_controller_killed(tmp_path: Path, moment: Any) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(
+        tmp_path, {"gate": str(gate), "at": 50}, run={"steps": 5, "checkpoint_every": 2}
+    )
+    lineage = Lineage()
+    with living(config) as life:
+        moment(life, gate)
+        life.kill()
+    if (run_dir(config) / "journal.bin").exists():
+        lineage.take(config)
+    gate.touch()
+    check_totals(config, run_to_end(config, resume=True))
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+def test_a_controller_killed_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    config = lake(tmp_path, run={"steps": 4})
+    lineage = Lineage()
+    with living(config, halting=True) as life:
+        pattern = "step-000002.partial-*/model.safetensors"
+        wait_for(lambda: list(life.run.checkpoints.glob(pattern)), "half a checkpoint", life)
+        life.kill()
+    lineage.take(config)
+    assert list(life.run.checkpoints.glob("step-000002.partial-*"))
+    check_totals(config, run_to_end(config, resume=True))
+    assert not list(life.run.checkpoints.glob("*.partial-*"))
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+def test_a_controller_killed_in_the_final_evaluation(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    config = hazardous(tmp_path, {"gate": str(gate), "held_out": True}, eval={"every": 0})
+    lineage = Lineage()
+    with living(config) as life:
+        wait_for(Path(f"{gate}.reached").exists, "the gate", life)
+        life.kill()
+    lineage.take(config)
+    gate.touch()
+    check_totals(config, run_to_end(config, resume=True))
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+def test_a_controller_killed_leaves_no_environment_behind(tmp_path: Path) -> None:
+    config = lake(
+        tmp_path,
+        task={"isolation": "process"},
+        run={"steps": 6},
+        rollout={"max_running": 4},
+        eval={"every": 0},
+    )
+    with living(config) as life:
+        life.until(lambda core: core.state.trainer.step >= 1, "a step")
+        assert len(life.children(ENVIRONMENT)) >= 4
+        life.kill()
+    check_totals(config, run_to_end(config, resume=True))
+
+
+def test_a_controller_killed_again_and_again(tmp_path: Path) -> None:
+    config = lake(tmp_path, run={"steps": 8, "checkpoint_every": 2}, eval={"every": 0})
+    lineage = Lineage()
+    for lives, wanted in enumerate((1, 3, 4, 6)):
+        with living(config, resume=lives > 0) as life:
+            if lives:
+                wait_for(
+                    lambda lives=lives: len(lines(config, "resumed")) == lives,
+                    "the next life",
+                    life,
+                )
+            life.until(
+                lambda core, wanted=wanted: core.state.trainer.step >= wanted, f"step {wanted}"
+            )
+            life.kill()
+        lineage.take(config)
+    check_totals(config, run_to_end(config, resume=True))
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+# What no trainer can learn from.
+
+
+def test_a_loss_that_is_not_finite_names_its_batch(tmp_path: Path) -> None:
+    config = lake(tmp_path, run={"steps": 3}, eval={"every": 0})
+    run_to_end(config)
+    mad = longer(config, 5, algorithm=config.algorithm.model_copy(update={"entropy": 3e38}))
+    with living(mad, resume=True) as life:
+        assert life.end() == 1
+        (error,) = life.errors
+    assert "step 3: loss " in error
+    assert "batch of groups g" in error
+    assert error.endswith("last good checkpoint: step 3")
+    assert (summary(mad)["steps"], summary(mad)["watchdog"]) == (3, {})
+    sane = longer(config, 5)
+    check_totals(sane, run_to_end(sane, resume=True))
+
+
+# Environments.
+
+
+def test_environments_and_rewards_that_fail_in_every_way(tmp_path: Path) -> None:
+    config = lake(
+        tmp_path,
+        task={"isolation": "process", "step_s": 10.0},
+        run={"steps": 6},
+        rollout={"max_running": 6},
+        faults={"env_error": 0.03, "env_hang": 0.02, "env_garbage": 0.03, "reward_error": 0.1},
+        eval={"every": 0},
+    )
+    found = run_to_end(config)
+    assert (found["error"], found["steps"]) == ("", 6)
+    stops = found["stop_reasons"]
+    assert all(stops.get(reason) for reason in ("env_error", "env_hang", "reward_error")), stops
+
+
+# All of it.
+
+
+def test_random_kills(tmp_path: Path) -> None:
+    """Whatever the moment: kill any process, several times."""
+    config = lake(
+        tmp_path, run={"steps": 20, "checkpoint_every": 3}, engines={"count": 2}, eval={"every": 0}
+    )
+    rng = random.Random(7)
+    with living(config) as life:
+        for wanted in (2, 6, 11, 15):
+            life.until(
+                lambda core, wanted=wanted: core.state.trainer.step >= wanted, f"step {wanted}"
+            )
+            victim = rng.choice(life.children(rng.choice([ENGINE, TRAINER])))
+            os.kill(victim, signal.SIGKILL)
+        check_totals(config, life.finish())
+    lineage = Lineage()
+    lineage.take(config)
+    lineage.check(config.run.steps)

@@ -1,0 +1,216 @@
+"""What real runs write, on disks that are full, damaged afterwards, and over a long
+life.
+
+Real engines and the real trainer, started by the command line. Each test waits for what
+the run itself says.
+"""
+
+import functools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.runtime import launch
+from rollweave.runtime.world import World
+from rollweave.schema.base import EngineId
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.errors import CorruptJournalError
+from rollweave.schema.events import EngineSeat, WorldLost
+from tests.runtime.real import (
+    GROUPS,
+    MEMBERS,
+    ROOT,
+    Lineage,
+    at_gate,
+    check_totals,
+    copied,
+    hazardous,
+    lake,
+    lines,
+    living,
+    replayed,
+    run_dir,
+    run_to_end,
+    summary,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+# Disks.
+
+
+def can_mount() -> bool:
+    """True if this user may mount a disk of memory in a namespace of its own."""
+    try:
+        mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(
+    not can_mount(), reason="needs a user namespace in which a tmpfs may be mounted"
+)
+@pytest.mark.parametrize(
+    ("where", "spare"), [(".", 0), (".", 1 << 16), ("trajectories", 0), ("checkpoints", 0)]
+)
+def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
+    tmp_path: Path, where: str, spare: int
+) -> None:
+    command = [
+        "unshare",
+        "-Urm",
+        sys.executable,
+        "-m",
+        "tests.runtime.small_disk",
+        str(tmp_path),
+        where,
+        str(spare),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "final checkpoint" in done.stdout
+        if where == "checkpoints"
+        else "cannot write" in done.stdout
+    )
+
+
+# What is damaged before a run goes on.
+
+
+@pytest.fixture(scope="module")
+def former(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A run of six steps that was killed in the middle."""
+    directory = tmp_path_factory.mktemp("former")
+    gate = directory / "gate"
+    config = hazardous(
+        directory, {"gate": str(gate), "at": 150}, run={"steps": 6}, eval={"every": 0}
+    )
+    with living(config) as life:
+        at_gate(life, gate)
+        life.kill()
+    gate.touch()
+    core = replayed(config)
+    assert core is not None
+    assert core.state.checkpoint is not None
+    assert 2 <= core.state.checkpoint < 6
+    return config
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0x40
+    path.write_bytes(data)
+
+
+def cut(path: Path, place: int) -> None:
+    os.truncate(path, place)
+
+
+def newest_checkpoint(config: RunConfig) -> Path:
+    core = replayed(config)
+    assert core is not None
+    return run_dir(config) / "checkpoints" / f"step-{core.state.checkpoint:06d}"
+
+
+@pytest.mark.parametrize("damage", [flip, cut])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(
+    former: RunConfig, tmp_path: Path, damage: Any
+) -> None:
+    rng = random.Random(str(damage))
+    config, lineage = copied(former, tmp_path), Lineage()
+    lineage.take(config)
+    checkpoint = newest_checkpoint(config)
+    file = rng.choice(sorted(file for file in checkpoint.iterdir() if file.is_file()))
+    damage(file, rng.randrange(file.stat().st_size))
+    found = run_to_end(config, resume=True)
+    check_totals(config, found)
+    assert found["watchdog"]["checkpoint_damaged"] == 1
+    (told,) = (
+        line["message"] for line in lines(config, "warning") if line["component"] == "trainer"
+    )
+    assert "back at checkpoint" in told
+    assert checkpoint.name.removeprefix("step-").lstrip("0") in told
+    lineage.take(config)
+    lineage.check(config.run.steps)
+
+
+def test_without_a_good_checkpoint_there_is_one_error(former: RunConfig, tmp_path: Path) -> None:
+    config = copied(former, tmp_path)
+    for checkpoint in (run_dir(config) / "checkpoints").glob("step-??????"):
+        cut(checkpoint / "model.safetensors", 1000)
+    with living(config, resume=True) as life:
+        assert life.end() == 1
+        (error,) = life.errors
+    assert error.count("cannot be restored") == 2
+    assert "model.safetensors does not match its digest" in error
+    assert summary(config)["watchdog"] == {}
+
+
+@pytest.mark.parametrize("damage", [flip, cut])
+def test_a_damaged_journal_is_one_error_or_goes_on(
+    former: RunConfig, tmp_path: Path, damage: Any
+) -> None:
+    """Every place: what can be read accounts for all of it.
+
+    Few places: the run itself.
+    """
+    rng = random.Random(str(damage))
+    journal = run_dir(former) / "journal.bin"
+    whole = journal.read_bytes()
+    path = tmp_path / "journal.bin"
+    refused = 0
+    for place in [0, 7, 12, 13, *rng.sample(range(len(whole)), 100)]:
+        path.write_bytes(whole)
+        damage(path, place)
+        try:
+            core = Replay(path, former).finish()
+        except CorruptJournalError:
+            refused += 1
+            continue
+        core.check()
+        core.handle(1e6, WorldLost(engines=(EngineSeat(id=EngineId("e0")),)))
+        core.check()
+        assert core.account().balanced
+    assert (refused > 0) == (damage is flip)
+    config = copied(former, tmp_path)
+    damage(run_dir(config) / "journal.bin", len(whole) - 100 if damage is cut else len(whole) // 2)
+    with living(config, resume=True) as life:
+        if damage is cut:
+            check_totals(config, life.finish())
+        else:
+            assert life.end() == 1
+            (error,) = life.errors
+            assert "journal.bin: record at byte" in error
+
+
+# A long life.
+
+
+def test_a_long_life_keeps_its_journal_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots take the place of what came before them; what the core remembers does
+    not grow with the steps.
+    """
+    limit = 30_000
+    monkeypatch.setattr(launch, "World", functools.partial(World, compact_bytes=limit))
+    sizes = []
+    for steps in (20, 40, 60):
+        config = lake(tmp_path, run={"steps": steps, "checkpoint_every": 2}, eval={"every": 0})
+        found = launch.train(config, resume=steps > 20, inproc=True)
+        assert (found.error, found.steps, found.account.balanced) == ("", steps, True)
+        assert found.account.trained == GROUPS * MEMBERS * steps
+        sizes.append((run_dir(config) / "journal.bin").stat().st_size)
+        core = replayed(config)
+        assert core is not None
+        assert len(core.snapshot()) < limit
+    assert max(sizes) < 4 * limit, sizes

@@ -1,0 +1,119 @@
+"""Scheduling by trajectory in whole runs: real engines and trainer, a real predictor,
+KV that moves between processes.
+"""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollweave.record.journal import Replay
+from rollweave.record.rundir import RunDir
+from rollweave.runtime.launch import train
+from rollweave.schema import commands as c
+from rollweave.schema import events as e
+from rollweave.schema.config.root import RunConfig
+from tests.runtime.real import lake, living
+from tests.worlds.referee import Referee
+
+
+def moving(directory: Path, **sections: Any) -> RunConfig:
+    """More trajectories than slots, environments that take their time, and a move
+    wherever a rank says so.
+    """
+    return lake(
+        directory,
+        **{
+            "run": {"steps": 4},
+            "rollout": {
+                "scheduling": "trajectory",
+                "migration": "rank",
+                "groups_per_step": 3,
+                "max_running": 16,
+            },
+            "engines": {"count": 2, "max_slots": 4, "kv_tokens": 4096},
+            "faults": {"latency_s": 0.2},
+            **sections,
+        },
+    )
+
+
+def said(config: RunConfig) -> tuple[Referee, list[e.Event], list[c.Command]]:
+    """The journal, judged by the contract between the core and its worlds."""
+    run = RunDir(Path(config.run.dir) / config.run.name)
+    replay, referee = Replay(run.journal, config), Referee()
+    history = list(replay)
+    referee.watch(history)
+    assert replay.differing == 0
+    assert referee.owed() == []
+    return (
+        referee,
+        [event for _, event, _ in history],
+        list(itertools.chain.from_iterable(asked for _, _, asked in history)),
+    )
+
+
+@pytest.mark.slow
+def test_trajectories_are_predicted_placed_and_moved(tmp_path: Path) -> None:
+    config = moving(tmp_path)
+    summary = train(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    assert summary.account.balanced
+    _, events, commands = said(config)
+    predictions = [event for event in events if isinstance(event, e.PredictionReady)]
+    assert predictions
+    moves = [event for event in events if isinstance(event, e.MigrationDone)]
+    assert any(move.moved_tokens for move in moves), "no KV has moved"
+    # On a busy machine new weights, or another context, may have taken the place of the
+    # KV before it went.
+    failed = [move for move in moves if move.error]
+    reasons = ("evicted", "nothing of the context", "weights_id of the KV")
+    assert all(any(reason in move.error for reason in reasons) for move in failed), failed
+    assert len(moves) == sum(isinstance(command, c.Migrate) for command in commands)
+    assert summary.scheduling["migrations"] == len(moves) - len(failed)
+
+
+@pytest.mark.slow
+def test_a_fleet_is_planned_anew(tmp_path: Path) -> None:
+    """Every step may change the degrees; whatever it decides, the budget holds and no
+    trajectory is lost.
+    """
+    config = moving(
+        tmp_path,
+        engines={"max_slots": 4, "kv_tokens": 4096, "count": 1},
+        allocation=None,
+    )
+    data = config.model_dump()
+    del data["engines"]["count"], data["engines"]["degree"]
+    config = RunConfig.model_validate(
+        {**data, "allocation": {"budget": 3, "degrees": [1, 2], "every": 1}}
+    )
+    summary = train(config)
+    assert (summary.error, summary.steps) == ("", 4)
+    _, events, commands = said(config)
+    (started,) = [event for event in events if isinstance(event, e.RunStarted)]
+    degrees = {seat.id: seat.degree for seat in started.engines}
+    assert sorted(degrees.values()) == [1, 2]
+    for command in commands:
+        match command:
+            case c.RemoveEngine():
+                del degrees[command.engine_id]
+            case c.StartEngine():
+                degrees[command.engine_id] = command.degree
+        assert sum(degrees.values()) <= 3
+    joined = [event for event in events if isinstance(event, e.EngineJoined)]
+    assert all(event.profile for event in joined), "every engine has measured itself"
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_while_kv_moves_loses_nothing(tmp_path: Path) -> None:
+    config = moving(tmp_path, run={"steps": 6}, watchdog={"restarts": 10})
+    with living(config) as life:
+        life.until(lambda core: core.state.counters.scheduling.migrations, "a migration")
+        os.kill(life.children("rollweave.runtime.entrypoints.engine")[0], signal.SIGKILL)
+        assert life.finish()["steps"] == 6
+    referee, _, _ = said(config)
+    assert "EngineLost" in referee.seen

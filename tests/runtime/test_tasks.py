@@ -1,0 +1,73 @@
+"""One owner of all tasks: nothing outlives it, and no error is swallowed."""
+
+import asyncio
+import threading
+
+import pytest
+
+from rollweave.runtime.tasks import Tasks, on_thread
+
+
+async def forever(ended: list[str], name: str) -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        ended.append(name)
+
+
+async def fail(error: Exception) -> None:
+    raise error
+
+
+async def test_cancel_all_ends_all_without_an_error() -> None:
+    ended: list[str] = []
+    async with Tasks() as tasks:
+        tasks.spawn(forever(ended, "a"), "a")
+        tasks.spawn(forever(ended, "b"), "b")
+        await asyncio.sleep(0)
+        assert len(tasks) == 2
+        tasks.cancel_all()
+        late = tasks.spawn(forever(ended, "late"), "late")
+    assert sorted(ended) == ["a", "b"]
+    assert late.cancelled()
+    assert len(tasks) == 0
+
+
+async def test_an_error_ends_the_others_and_passes_through_as_itself() -> None:
+    ended: list[str] = []
+
+    async def world() -> None:
+        async with Tasks() as tasks:
+            tasks.spawn(forever(ended, "a"), "a")
+            await asyncio.sleep(0)
+            tasks.spawn(fail(LookupError("our bug, ours alone")), "b")
+            await asyncio.Event().wait()
+
+    with pytest.raises(LookupError, match="ours alone"):
+        await world()
+    assert ended == ["a"]
+
+
+async def test_several_errors_come_together() -> None:
+    async def world() -> None:
+        async with Tasks() as tasks:
+            tasks.spawn(fail(LookupError()), "a")
+            tasks.spawn(fail(ValueError()), "b")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await world()
+    assert {type(error) for error in raised.value.exceptions} == {LookupError, ValueError}
+
+
+async def test_a_call_on_a_thread_gives_its_value_or_its_error() -> None:
+    assert await on_thread(lambda: 1 + 1, "adds") == 2
+    with pytest.raises(ZeroDivisionError):
+        await on_thread(lambda: 1 // 0, "divides")
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await on_thread(lambda: next(iter(())), "ends")
+
+
+async def test_a_call_that_never_returns_can_be_left() -> None:
+    stuck = asyncio.ensure_future(on_thread(threading.Event().wait, "stuck"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stuck, 0.01)

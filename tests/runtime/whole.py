@@ -1,0 +1,190 @@
+"""Whole runs with fake engines and a fake trainer, so that they take a second. Also a
+controller of its own:
+
+`python -m tests.runtime.whole CONFIG [resume]`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from rollweave.record.journal import Replay
+from rollweave.record.summary import Summary
+from rollweave.runtime.launch import Programs, train
+from rollweave.schema.config.loading import dumps, load
+from rollweave.schema.config.root import RunConfig
+from tests.engine.clients.echo_engine import process_state
+from tests.rollout.worlds import TEMPLATE
+
+FAKES = Programs(
+    engine="tests.engine.clients.echo_engine",
+    trainer="tests.runtime.fake_trainer",
+    relay="tests.runtime.fake_relay",
+)
+TASK: dict[str, Any] = {"env": "tests.runtime.game:Game", "tag": "game", "max_turn_tokens": 4}
+ROOT = Path(__file__).parents[2]
+
+
+def make_model(directory: Path) -> Path:
+    """A model directory with a tokenizer and nothing else; fakes look for faults in it,
+    and log to it.
+    """
+    directory.mkdir()
+    special = ["<|im_start|>", "<|im_end|>"]
+    characters = [chr(code) for code in range(32, 127)] + ["\n", "⁂"]
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {token: i for i, token in enumerate([*special, *characters])}, unk_token=" "
+        )
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return directory
+
+
+def make_config(
+    directory: Path,
+    *,
+    steps: int = 4,
+    options: Mapping[str, Any] | None = None,
+    task: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> RunConfig:
+    """A run of `steps` steps of 2 groups of 2."""
+    model = directory / "model"
+    if not model.exists():
+        make_model(model)
+    data: dict[str, Any] = {
+        "run": {
+            "name": "run",
+            "dir": str(directory),
+            "steps": steps,
+            "seed": 5,
+            "checkpoint_every": 1,
+        },
+        "model": {"path": str(model)},
+        "tasks": [{**TASK, "options": dict(options or {}), **dict(task or {})}],
+        "rollout": {"groups_per_step": 2, "group_size": 2, "max_running": 8},
+        "eval": {"episodes": 0, "final_episodes": 4},
+        "engines": {"count": 2},
+    }
+    for name, values in sections.items():
+        data[name] = {**data.get(name, {}), **values} if isinstance(values, dict) else values
+    return RunConfig.model_validate(data)
+
+
+def run(config: RunConfig, *, resume: bool = False) -> Summary:
+    return train(config, resume=resume, programs=FAKES)
+
+
+def fault(config: RunConfig, name: str) -> None:
+    """Ask the fakes for a fault, once."""
+    assert config.model.path is not None
+    (Path(config.model.path) / name).touch()
+
+
+def run_dir(config: RunConfig) -> Path:
+    return Path(config.run.dir) / config.run.name
+
+
+def lines(config: RunConfig, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind."""
+    found = [
+        json.loads(line) for line in (run_dir(config) / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [line for line in found if line["kind"] == kind]
+
+
+def trained(config: RunConfig) -> dict[int, list[str]]:
+    """Trajectories by step, as the fake trainer trained them last: the surviving
+    lineage.
+    """
+    assert config.model.path is not None
+    log = (Path(config.model.path) / "trained.jsonl").read_text().splitlines()
+    return {entry["step"]: entry["ids"] for entry in map(json.loads, log)}
+
+
+def pids(config: RunConfig) -> list[tuple[int, int]]:
+    """Every child that ever started: its id and when it began (`sign_in`)."""
+    assert config.model.path is not None
+    lines = (Path(config.model.path) / "pids").read_text().splitlines()
+    return [(int(pid), int(began)) for pid, began in map(str.split, lines)]
+
+
+def assert_gone(config: RunConfig) -> None:
+    """No child of any life is left. The kernel takes a moment to end them."""
+    deadline, left = time.monotonic() + 30, pids(config)
+    assert left
+    while left and time.monotonic() < deadline:
+        states = [(process_state(pid), (pid, began)) for pid, began in left]
+        left = [child for (state, began), child in states if began == child[1] and state != "Z"]
+        time.sleep(0.01)
+    assert not left
+
+
+def replay(config: RunConfig) -> Replay:
+    """The run's journal, replayed."""
+    found = Replay(run_dir(config) / "journal.bin", load(run_dir(config) / "config.toml"))
+    found.finish()
+    return found
+
+
+def write(config: RunConfig) -> Path:
+    """The config as a file beside the run."""
+    path = Path(config.run.dir) / "config.toml"
+    path.write_text(dumps(config))
+    return path
+
+
+def assert_trained_once(config: RunConfig) -> None:
+    """Every step of the surviving lineage trained a whole batch, and no trajectory is
+    in two of them.
+    """
+    steps = trained(config)
+    assert sorted(steps) == list(range(config.run.steps))
+    ids = [trajectory for batch in steps.values() for trajectory in batch]
+    assert len(ids) == len(set(ids)) == 4 * config.run.steps
+
+
+def controller(config: RunConfig) -> subprocess.Popen[bytes]:
+    """A controller in a process of its own.
+
+    What it prints goes to a file beside the run.
+    """
+    command = [sys.executable, "-m", "tests.runtime.whole", str(write(config))]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    with (Path(config.run.dir) / "printed").open("wb") as printed:
+        return subprocess.Popen(command, env=env, cwd=ROOT, stdout=printed, stderr=printed)
+
+
+def killed(config: RunConfig) -> None:
+    """Run `config` in a controller of its own until a fault kills it; its children are
+    gone.
+    """
+    assert controller(config).wait(60) == -signal.SIGKILL
+    assert_gone(config)
+
+
+if __name__ == "__main__":
+    summary = train(load(sys.argv[1]), resume="resume" in sys.argv[2:], programs=FAKES)
+    print(
+        json.dumps(
+            {"steps": summary.steps, "interrupted": summary.interrupted, "error": summary.error}
+        )
+    )

@@ -1,0 +1,253 @@
+"""A config file: read, overridden, dumped; and every problem named with field, rule,
+value and file.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollweave.schema.config.loading import _keys, dumps, load, loads
+from rollweave.schema.config.root import RunConfig
+from rollweave.schema.config.sections import ModeName
+from rollweave.schema.errors import ConfigError
+
+GOOD = """
+[run]
+name = "lake"
+[model.scratch]
+hidden = 32
+[[tasks]]
+env = "frozenlake"
+options = { maps = "fixed", deep = { nothing = [1, 2] } }
+[[tasks]]
+env = "nim"
+weight = 2.5
+[rollout]
+mode = "partial"
+"""
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        loads(text, overrides, name="my.toml")
+    return str(caught.value).splitlines()
+
+
+def test_reads_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(GOOD)
+    config = load(tmp_path / "a.toml")
+    assert config.rollout.mode is ModeName.PARTIAL
+    assert config.tasks[1].weight == 2.5
+    assert config.tasks[0].options == {"maps": "fixed", "deep": {"nothing": [1, 2]}}
+
+
+def test_overrides() -> None:
+    config = loads(
+        GOOD,
+        [
+            "rollout.alpha=3",
+            "tasks.1.max_turns = 7",
+            "run.name=other",
+            'run.dir="quo ted"',
+            "eval.every=1",
+            "eval.stop_at=0.5",
+            "model.scratch.hidden=48",
+            "tasks.0.options.maps=random",
+            'run.sinks=["wandb"]',
+        ],
+    )
+    assert (config.rollout.alpha, config.tasks[1].max_turns, config.eval.stop_at) == (3, 7, 0.5)
+    assert (config.run.name, config.run.dir, config.run.sinks) == ("other", "quo ted", ("wandb",))
+    assert config.model.scratch is not None
+    assert config.model.scratch.hidden == 48
+    assert config.tasks[0].options["maps"] == "random"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.text("abc._-", max_size=5).map("a".__add__),
+    seed=st.integers(0, 2**40),
+    lr=st.floats(1e-9, 1),
+    stop=st.none() | st.floats(0, 1),
+    options=st.dictionaries(
+        st.text(max_size=5), st.integers(-5, 5) | st.text(max_size=5), max_size=3
+    ),
+)
+def test_what_was_dumped_loads_as_itself(
+    name: str, seed: int, lr: float, stop: float | None, options: dict[str, object]
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": name, "seed": seed, "sinks": ["tensorboard"]},
+            "model": {"path": "some/where"},
+            "tasks": [{"env": "x", "options": options}],
+            "trainer": {"lr": lr},
+            "eval": {"every": 1, "stop_at": stop},
+        }
+    )
+    assert loads(dumps(config)) == config
+
+
+def test_every_problem_has_a_line_with_field_rule_value_and_file() -> None:
+    text = (
+        GOOD.replace('mode = "partial"', 'mode = "fast"\ngroup_size = 0\nbeta = 3')
+        + '[engines]\ncount = "many"\n'
+    )
+    found = problems(text)
+    assert found[0].startswith("my.toml: rollout.mode must be 'sync', 'one_step'")
+    assert found[0].endswith("got 'fast'")
+    assert found[1] == "my.toml: rollout.group_size must be at least 1, got 0"
+    assert found[2].startswith(
+        "my.toml: unknown key rollout.beta (rollout has mode, alpha, groups_per_step, "
+    )
+    assert found[3:] == ["my.toml: engines.count must be a whole number, got 'many'"]
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("rollout.grup_size", " (did you mean group_size?)"),
+        ("tasks.0.max_turn", " (did you mean max_turns?)"),
+        ("model.scratch.hiden", " (did you mean hidden?)"),
+        ("runn", " (did you mean run?)"),
+        ("trainer.alpha", " (did you mean rollout.alpha?)"),
+        ("run.zzzzz", " (run has name, dir, seed, steps, checkpoint_every, checkpoint_s, sinks)"),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(key: str, suggestion: str) -> None:
+    assert problems(GOOD, f"{key}=1") == [f"--set (and my.toml): unknown key {key}{suggestion}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "run.name=.",
+            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
+        ),
+        (
+            "run.name=..",
+            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
+        ),
+        (
+            "run.name=-x",
+            "run.name must consist of letters, digits and . _ -, and not begin with . or -",
+        ),
+        (f"run.name={'x' * 101}", "run.name must have at most 100 characters"),
+        (f"run.seed={2**63}", "run.seed must be below"),
+        ("run.steps=true", "run.steps must be a whole number, got True"),
+        ('run.steps="3"', "run.steps must be a whole number, got '3'"),
+        ("trainer.lr=true", "trainer.lr must be a number, got True"),
+        ("model.scratch.head_dim=3", "model.scratch.head_dim must be a multiple of 2, got 3"),
+        ("tasks.0.max_turns=0", "tasks.0.max_turns must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_value_is_one_line(override: str, problem: str) -> None:
+    (line,) = problems(GOOD, override)
+    assert f"--set (and my.toml): {problem}" in line
+
+
+def test_rules_between_fields_say_which() -> None:
+    assert problems(GOOD, "rollout.mode=bounded", "rollout.alpha=0") == [
+        "my.toml: rollout.alpha must be at least 1 in mode bounded (0 is mode sync), got 0"
+    ]
+    assert problems(GOOD, "model.path=here") == [
+        "my.toml: model must have exactly one of path and [model.scratch]"
+    ]
+
+
+def test_what_must_be_set() -> None:
+    assert problems(GOOD.replace('name = "lake"', "")) == [
+        "my.toml: run.name must be set, got nothing"
+    ]
+    assert "my.toml: run must be set, got nothing" in problems("")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("rollout.alpha", "--set: must be key=value, got 'rollout.alpha'"),
+        ("rollout..alpha=1", "--set: must be key=value, got 'rollout..alpha=1'"),
+        ("tasks.7.weight=1", "--set: tasks.7 must name one of several by a number below 2, got 7"),
+        (
+            "tasks.nim.weight=1",
+            "--set: tasks.nim must name one of several by a number below 2, got nim",
+        ),
+        ("run.name.x=1", "--set: run.name.x must be in a section, got one of str"),
+        (
+            "weights.3=1",
+            "--set (and my.toml): unknown key weights.3 (weights has relays, delta, "
+            "transport, dtype)",
+        ),
+    ],
+)
+def test_a_wrong_override(override: str, problem: str) -> None:
+    assert problems(GOOD, override) == [problem]
+
+
+def test_a_wrong_value_is_quoted_in_short() -> None:
+    (line,) = problems(GOOD, f"rollout.alpha={'x' * 500}")
+    assert len(line) < 200
+    assert line.endswith("…")
+
+
+def test_files_that_are_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: config must be a readable text file"):
+        load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="config must be a readable text file"):
+        load("null\0byte.toml")
+    assert problems("= 3")[0].startswith("my.toml: config must be valid TOML")
+
+
+def test_a_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(GOOD, encoding="utf-8-sig")
+    assert load(tmp_path / "a.toml") == loads(GOOD)
+
+
+LEAVES = [key for key in _keys(RunConfig, "") if not key.startswith(("sim.", "allocation."))]
+PLACES = {"tasks": "tasks.0"}
+WRONG = [
+    "true",
+    "-1",
+    "2.5",
+    "inf",
+    "nan",
+    '"☃"',
+    "''",
+    "[]",
+    "[true]",
+    "{}",
+    "{a = 1}",
+    str(2**70),
+    '"\\u0000"',
+    "1979-05-27",
+]
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_every_error_is_in_our_own_words(leaf: str) -> None:
+    """No line of pydantic reaches the user, whatever is wrong with whichever field."""
+    section, _, field = leaf.rpartition(".")
+    for value in WRONG:
+        try:
+            loads(GOOD, [f"{PLACES.get(section, section)}.{field}={value}"], name="my.toml")
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                assert " must " in line, line
+                assert not re.search(
+                    r"[Ii]nput|[Vv]alue should|[Vv]alue "
+                    r"error|pattern|String|should|type=",
+                    line,
+                ), line
+
+
+def test_a_file_of_the_wrong_shape_is_one_line_a_section() -> None:
+    assert problems("run = 3\nmodel = []\ntasks = 'x'\nengines = 4\n") == [
+        "my.toml: run must be a section, got 3",
+        "my.toml: model must be a section, got []",
+        "my.toml: tasks must be a list, got 'x'",
+        "my.toml: engines must be a list, got 4",
+    ]

@@ -1,0 +1,159 @@
+"""The examples for trainers that need GPUs: their conversions, and their way to a real
+service, with stand-ins.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from rollweave.schema.errors import RollweaveError
+from rollweave.schema.work import SegmentKind
+from rollweave.service.client import Rollouts
+from tests.service.serving import service_config, serving
+
+from .test_rows import kinds, sequence
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+nemo, verl = example("nemo_rl_rollouts"), example("verl_agent_loop")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    config = service_config(
+        tmp_path, task={"env": "tests.service.lottery:Lottery"}, rollout={"retries": 0}
+    )
+    with serving(config) as service:
+        yield service.address
+
+
+# NeMo-RL.
+
+
+@given(kinds)
+def test_a_message_log_is_the_sequence(parts: list[tuple[SegmentKind, int]]) -> None:
+    made = sequence(parts)
+    log = nemo.message_log_of(made)
+    assert [token for message in log for token in message["token_ids"].tolist()] == list(
+        made.tokens
+    )
+    trained = [message["role"] == "assistant" for message in log for _ in message["token_ids"]]
+    assert trained == made.output_mask()
+    none = torch.zeros(0)
+    told = torch.cat(
+        [
+            none,
+            *(
+                message.get("generation_logprobs", torch.zeros(len(message["token_ids"])))
+                for message in log
+            ),
+        ]
+    )
+    assert told.tolist() == list(made.logprobs)
+
+
+def test_nemo_rl_gets_its_batch_and_a_failure_moves_no_baseline(address: str) -> None:
+    payloads = [{"name": "a", "rewards": [0.0, 1.0, "broken"]}] * 3 + [
+        {"name": "b", "rewards": ["broken"]}
+    ]
+    batch = {
+        "extra_env_info": [
+            {"rollweave": {"handler": "game", "payload": payload}} for payload in payloads
+        ],
+        "message_log": [
+            [{"role": "user", "content": "", "token_ids": torch.tensor([1])}] for _ in payloads
+        ],
+        "loss_multiplier": torch.ones(4),
+        "idx": [0, 0, 0, 1],
+    }
+    with Rollouts(address) as rollouts:
+        found, metrics = nemo.RollweaveRollouts(rollouts, temperature=1.0)(
+            None, batch, None, None, max_seq_len=100
+        )
+    assert sorted(found["total_reward"].tolist()) == [0.0, 0.0, 0.5, 1.0]
+    failed = [reward == 0.5 for reward in found["total_reward"].tolist()[:3]] + [True]
+    assert found["loss_multiplier"].tolist() == [0.0 if one else 1.0 for one in failed]
+    assert metrics["failed_rollouts"] == 2
+    for log, length, one in zip(
+        found["message_log"], found["length"].tolist(), failed, strict=True
+    ):
+        assert sum(len(message["token_ids"]) for message in log) == length
+        assert any(message["role"] == "assistant" for message in log) is not one
+    assert found["idx"] == [0, 0, 0, 1]
+    # the batch that was given is as it was
+    assert batch["message_log"][0][0]["token_ids"].tolist() == [1]
+
+
+# verl.
+
+SAMPLING = {
+    "temperature": 0.5,
+    "top_p": 1.0,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "logprobs": True,
+}
+
+
+def agent_loop(address: str) -> Any:
+    loop = verl.RollweaveAgentLoop(addresses=[address], handler="game")
+    loop.rollout_config = SimpleNamespace(prompt_length=200, response_length=3)
+    return loop
+
+
+async def test_verl_gets_what_was_sampled(address: str) -> None:
+    loop = agent_loop(address)
+    info = {"payload": {"name": "v", "rewards": ["broken", 0.25]}}  # the first attempt fails
+    output = await loop.run(dict(SAMPLING), extra_info=info, raw_prompt=[])
+    assert output["reward_score"] == 0.25
+    assert (
+        len(output["response_ids"])
+        == len(output["response_mask"])
+        == len(output["response_logprobs"])
+        == 3
+    )
+    assert output["response_mask"] == [1, 1, 1]
+    assert output["response_logprobs"] == [-1.0] * 3
+    assert (
+        output["extra_fields"]["min_global_steps"]
+        == output["extra_fields"]["max_global_steps"]
+        == 0
+    )
+    loop.rollout_config.prompt_length = 1
+    with pytest.raises(ValueError, match=r"at most rollout\.prompt_length \(1\) tokens"):
+        await loop.run(dict(SAMPLING), extra_info=info, raw_prompt=[])
+    with pytest.raises(RollweaveError, match=r"failed 3 times; last: .*broken on purpose"):
+        await loop.run(
+            dict(SAMPLING),
+            extra_info={"payload": {"name": "w", "rewards": ["broken"]}},
+            raw_prompt=[],
+        )
+    for client in loop.clients.values():
+        await client.__aexit__()
+
+
+def test_verls_sampling_parameters_are_the_rollouts() -> None:
+    request = verl.request_of("swe", {"index": torch.tensor(7), "split": "train"}, SAMPLING)
+    assert (request.index, request.sampling.temperature, request.sampling.top_k) == (7, 0.5, 0)
+    with pytest.raises(
+        ValueError,
+        match=r"sampling_params\.repetition_penalty must be 1 or null: it is not "
+        r"supported, got 1\.1",
+    ):
+        verl.request_of("swe", {"index": 7}, SAMPLING | {"repetition_penalty": 1.1})

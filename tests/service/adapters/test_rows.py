@@ -1,0 +1,43 @@
+"""Rows for other trainers: nothing but a cut of the sequence."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollweave.schema.work import Segment, SegmentKind, TokenSequence
+from rollweave.service.adapters.rows import row_of
+
+kinds = st.lists(st.tuples(st.sampled_from(list(SegmentKind)), st.integers(1, 4)), max_size=8)
+
+
+def sequence(parts: list[tuple[SegmentKind, int]]) -> TokenSequence:
+    segments, logprobs, at = [], [], 0
+    for number, (kind, length) in enumerate(parts):
+        sampled = kind is SegmentKind.OUTPUT
+        segments.append(
+            Segment(start=at, end=at + length, kind=kind, version=number if sampled else -1)
+        )
+        logprobs += [-1.0 - at if sampled else 0.0] * length
+        at += length
+    return TokenSequence(
+        tokens=tuple(range(100, 100 + at)), segments=tuple(segments), logprobs=tuple(logprobs)
+    )
+
+
+@given(kinds)
+def test_a_row_begins_the_sequence_and_trains_on_what_was_sampled(
+    parts: list[tuple[SegmentKind, int]],
+) -> None:
+    made = sequence(parts)
+    row = row_of(made)
+    if not any(made.output_mask()):
+        assert row is None
+        return
+    assert row is not None
+    tokens = row.prompt + row.completion
+    assert tokens == list(made.tokens[: len(tokens)])
+    assert [0] * len(row.prompt) + row.mask == [
+        int(sampled) for sampled in made.output_mask()[: len(tokens)]
+    ]
+    assert [0.0] * len(row.prompt) + row.logprobs == list(made.logprobs[: len(tokens)])
+    assert not any(made.output_mask()[len(tokens) :])
+    assert row.mask[0] == row.mask[-1] == 1

@@ -1,0 +1,128 @@
+"""Set-ups become runs as they say; what is measured of runs is what was asked for;
+workloads change in one thing alone.
+"""
+
+import statistics
+
+import pytest
+
+from rollweave.schema.work import StopReason
+from rollweave.sim.papers.cluster import (
+    ExperimentError,
+    GaussianSteps,
+    ScaledSteps,
+    Setup,
+    SlowStarts,
+    pace,
+    rollout_s,
+)
+from rollweave.sim.workload import Plan, Workload, workload
+
+SMALL = Setup(
+    model="qwen3-8b",
+    tasks=("gem-math",),
+    context=32_768,
+    rollout_gpus=2,
+    trainer_gpus=8,
+    batch=16,
+    group_size=4,
+)
+
+
+class Failing:
+    """Every environment fails at its start."""
+
+    def plan(self, *, index: int, member: int, attempt: int, seed: int) -> Plan:
+        plan = workload("gem-math").plan(index=index, member=member, attempt=attempt, seed=seed)
+        return Plan(
+            prompt_tokens=plan.prompt_tokens,
+            init_s=1.0,
+            turns=(),
+            reward_s=0.0,
+            reward=0.0,
+            success=False,
+            stop=StopReason.ENV_ERROR,
+            fails_in="init",
+        )
+
+
+def test_a_set_up_is_a_run() -> None:
+    config = SMALL.but(
+        rollout_gpus=8, tp=4, gpu="h20", mode="bounded", alpha=3, rollout={"spare_groups": 2}
+    ).config(steps=5)
+    assert (
+        config.engines[0].count,
+        config.rollout.groups_per_step,
+        config.rollout.max_running,
+    ) == (2, 4, 16)
+    assert (config.rollout.mode, config.rollout.alpha, config.rollout.spare_groups) == (
+        "bounded",
+        3,
+        2,
+    )
+    assert config.sim is not None
+    assert (config.sim.gpu, config.sim.trainer_gpu, config.engines[0].degree) == ("h20", "h800", 4)
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "partial", "bounded"])
+def test_a_pace_is_of_so_many_full_steps(mode: str) -> None:
+    found = pace(SMALL.but(mode=mode), steps=2)
+    starts = [line["at"] for line in found.outcome.steps]
+    assert found.step_s == pytest.approx((starts[2] - starts[0]) / 2)
+    tokens = sum(line["batch_tokens"] for line in found.outcome.steps[1:3])
+    assert found.tokens_per_s == pytest.approx(tokens / (starts[2] - starts[0]))
+    assert all(line["trajectories"] == SMALL.batch for line in found.outcome.steps)
+
+
+def test_more_engines_roll_out_sooner_and_the_same_again_takes_as_long() -> None:
+    few = rollout_s(SMALL.but(rollout_gpus=1, batch=64), steps=2)
+    assert few == rollout_s(SMALL.but(rollout_gpus=1, batch=64), steps=2)
+    assert rollout_s(SMALL.but(rollout_gpus=8, batch=64), steps=2) < few
+
+
+def test_a_run_that_ends_early_is_no_result() -> None:
+    with pytest.raises(ExperimentError, match="without one scored trajectory"):
+        pace(SMALL, steps=1, vary=lambda work: Failing())
+
+
+def _plans(work: Workload) -> list[Plan]:
+    return [
+        work.plan(index=index, member=member, attempt=0, seed=0)
+        for index in range(50)
+        for member in range(4)
+    ]
+
+
+def test_gaussian_steps() -> None:
+    base = workload("webshop")
+    plans = _plans(GaussianSteps(base, mean_s=10.0, sigma_s=2.0))
+    seconds = [turn.env_s for plan in plans for turn in plan.turns]
+    assert statistics.fmean(seconds) == pytest.approx(10.0, rel=0.02)
+    assert statistics.stdev(seconds) == pytest.approx(2.0, rel=0.05)
+    assert [[turn.output_tokens for turn in plan.turns] for plan in plans] == [
+        [turn.output_tokens for turn in plan.turns] for plan in _plans(base)
+    ]
+    assert (
+        min(
+            turn.env_s
+            for plan in _plans(GaussianSteps(base, mean_s=1.0, sigma_s=9.0))
+            for turn in plan.turns
+        )
+        == 0.0
+    )
+
+
+def test_scaled_steps() -> None:
+    base = workload("swe")
+    for plan, slow in zip(_plans(base), _plans(ScaledSteps(base, factor=2.0)), strict=True):
+        assert [turn.env_s * 2 for turn in plan.turns] == [turn.env_s for turn in slow.turns]
+        assert (plan.init_s, plan.reward_s) == (slow.init_s, slow.reward_s)
+
+
+def test_slow_starts() -> None:
+    base = workload("gem-math")
+    pairs = list(zip(_plans(base), _plans(SlowStarts(base, rate=0.25, seconds=300.0)), strict=True))
+    late = [slow.init_s - plan.init_s for plan, slow in pairs]
+    assert set(map(round, late)) == {0, 300}
+    assert sum(map(round, late)) / 300 / len(late) == pytest.approx(0.25, abs=0.08)
+    assert all(plan.turns == slow.turns for plan, slow in pairs)

@@ -1,0 +1,187 @@
+"""Every regressor behind the one interface: it learns, repeats itself, takes what is
+odd; ours beat the baselines.
+"""
+
+import functools
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from rollweave.core.policy.predict import ProgressivePredictor
+from rollweave.schema.config.sections import RolloutConfig
+from rollweave.schema.errors import ConfigError
+from rollweave.train.lengths.registry import NAMES, build
+from tests.train.lengths.worlds import TURNS, Told, quality, teach, trajectories
+
+BUILT = [name for name in NAMES if name != "lm"]
+LEARNED = ["ridge", "boosted"]
+
+
+def predictor_of(name: str) -> ProgressivePredictor:
+    return ProgressivePredictor(functools.partial(build, name))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("baseline", ["prompt", "history"])
+def test_where_turns_tell_the_learned_ones_beat_the_baselines(name: str, baseline: str) -> None:
+    taught, judged = trajectories(400, seed=1), trajectories(300, seed=2)
+    ours, theirs = predictor_of(name), predictor_of(baseline)
+    teach(ours, taught)
+    teach(theirs, taught)
+    before, after = quality(theirs, judged, 0), quality(ours, judged, 2)
+    assert after[0] > before[0] + 0.3
+    assert after[1] > before[1] + 0.3
+    assert (
+        ours.failed_fits,
+        ours.failed_predictions,
+        theirs.failed_fits,
+        theirs.failed_predictions,
+    ) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_predictions_grow_better_with_every_turn_that_tells(name: str) -> None:
+    predictor = predictor_of(name)
+    teach(predictor, trajectories(400, seed=1))
+    judged = trajectories(300, seed=2)
+    blind, first, late = (quality(predictor, judged, turn)[1] for turn in (0, 1, TURNS - 1))
+    assert blind < first < late
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_same_pairs_give_the_same_numbers(name: str) -> None:
+    """Also one by one and together."""
+    judged = [one.contexts[1] for one in trajectories(20, seed=3)]
+    found = []
+    for _ in range(2):
+        predictor = predictor_of(name)
+        teach(predictor, trajectories(50, seed=1))
+        questions = [predictor.remember(number, context) for number, context in enumerate(judged)]
+        found.append(predictor.estimate(questions))
+        assert [predictor.estimate([question])[0] for question in questions] == found[-1]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_domain_that_was_never_taught_is_answered(name: str) -> None:
+    predictor = predictor_of(name)
+    teach(predictor, trajectories(50, seed=1) + trajectories(50, seed=1, domain="b", scale=5.0))
+    new = [one.contexts[1] for one in trajectories(20, seed=3, domain="new")]
+    found = predictor.estimate(
+        [predictor.remember(number, context) for number, context in enumerate(new)]
+    )
+    assert np.isfinite(found).all()
+    assert predictor.failed_predictions == 0
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_domains_may_differ_in_how_lengths_go_on(name: str) -> None:
+    """After a first turn of 100 tokens come four more of them in one domain, and one in
+    the other.
+    """
+    predictor = predictor_of(name)
+    teach(
+        predictor,
+        trajectories(200, seed=1)
+        + [_shortened(one) for one in trajectories(200, seed=4, domain="b")],
+    )
+    for domain, cut in (("a", False), ("b", True)):
+        judged = trajectories(100, seed=5, domain=domain)
+        judged = [_shortened(one) for one in judged] if cut else judged
+        left = predictor.estimate([predictor.remember("judged", one.contexts[1]) for one in judged])
+        truth = [one.tokens - one.contexts[1].output_tokens for one in judged]
+        slope = float(np.polyfit(truth, left, 1)[0])
+        assert 0.5 < slope < 1.5
+        assert np.mean(left) == pytest.approx(np.mean(truth), rel=0.35)
+
+
+def _shortened(one: Told) -> Told:
+    """The same trajectory, ended after its second turn."""
+    return one._replace(contexts=one.contexts[:3], tokens=one.contexts[2].output_tokens)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_columns_that_never_vary_do_not_matter(name: str) -> None:
+    """One trajectory, again and again: every column is constant but those of the turn."""
+    (one,) = trajectories(1, seed=1)
+    predictor = predictor_of(name)
+    teach(predictor, [one] * 20)
+    assert predictor.failed_fits == 0
+    assert predictor.predict("k", one.contexts[2]) >= 1.0
+
+
+def test_history_is_the_siblings_mean_else_that_of_the_domain() -> None:
+    taught = trajectories(40, seed=1) + trajectories(40, seed=1, domain="b", scale=3.0)
+    predictor = predictor_of("history")
+    teach(predictor, taught)
+    asked = taught[0].contexts[2]
+    mean = np.mean([one.tokens for one in taught[:40]])
+    assert predictor.predict("k", asked) == pytest.approx(max(1.0, mean - asked.output_tokens))
+    known = msgspec.structs.replace(asked, siblings=2, sibling_mean=5000.0, sibling_longest=6000)
+    assert predictor.predict("k", known) == pytest.approx(5000.0 - asked.output_tokens)
+    strange = msgspec.structs.replace(asked, domain="new")
+    assert predictor.predict("k", strange) == pytest.approx(
+        max(1.0, np.mean([one.tokens for one in taught]) - asked.output_tokens)
+    )
+
+
+def test_baselines_weigh_trajectories_alike_however_often_they_were_asked_about() -> None:
+    """Also where nobody asked before the first turn."""
+    taught = [
+        *trajectories(40, seed=1, scale=4.0),
+        *(_shortened(one) for one in trajectories(40, seed=6)),
+    ]
+    taught = [one._replace(contexts=one.contexts[1:]) for one in taught]
+    mean = np.mean([one.tokens for one in taught])
+    asked = [one.contexts[0] for one in taught]
+    for name in ("history", "prompt"):
+        predictor = predictor_of(name)
+        teach(predictor, taught)
+        left = predictor.estimate([predictor.remember("judged", context) for context in asked])
+        whole = [
+            tokens + context.output_tokens
+            for tokens, context in zip(left, asked, strict=True)
+            if tokens > 1.0
+        ]
+        assert np.mean(whole) == pytest.approx(mean, rel=0.05)
+
+
+def test_the_prompt_alone_says_the_same_at_every_turn_but_for_what_was_sampled() -> None:
+    predictor = predictor_of("prompt")
+    teach(predictor, trajectories(60, seed=1))
+    one = min(trajectories(20, seed=2), key=lambda one: one.tokens)
+    first, second = predictor.predict("k", one.contexts[0]), predictor.predict("k", one.contexts[1])
+    assert second == pytest.approx(first - one.contexts[1].output_tokens)
+
+
+def test_names_are_those_of_the_configuration() -> None:
+    assert set(RolloutConfig.model_json_schema()["properties"]["predictor"]["enum"]) == set(NAMES)
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout.predictor must be one of ridge, .*, got "
+        r"'rigde'",
+    ):
+        build("rigde")
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        build("lm")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "rollweave.cli.entry",
+        "rollweave.runtime.launch",
+        "rollweave.runtime.supervisors.predictor",
+        "rollweave.sim.predictor",
+    ],
+)
+def test_who_builds_no_regressor_pays_for_none(module: str) -> None:
+    code = (
+        f"import sys, {module}; sys.exit(', '.join(name for name in ('sklearn', 'torch') if name "
+        "in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

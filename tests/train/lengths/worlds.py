@@ -1,0 +1,86 @@
+"""Trajectories whose turns tell how long they will be, by a level that nothing shows
+before the first one.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollweave.core.policy.predict import ProgressivePredictor, pearson, recall_of_longest
+from rollweave.schema.prediction import LengthContext
+
+TURNS = 5
+
+
+class Told(NamedTuple):
+    """Contexts before each turn and after the last, and the whole length."""
+
+    contexts: Sequence[LengthContext]
+    tokens: int
+
+
+def trajectories(
+    count: int,
+    *,
+    seed: int,
+    domain: str = "a",
+    scale: float = 1.0,
+    plans: bool = False,
+    opening: bool = False,
+) -> list[Told]:
+    """A trajectory's turns are all about as long as its level says.
+
+    With `plans` its plan names its level too; with `opening` its first turn is only the
+    plan, equally long for all.
+    """
+    rng = random.Random(f"{seed}/{domain}")
+    found = []
+    for _ in range(count):
+        level = rng.lognormvariate(4.0, 0.8) * scale
+        turns = [max(1, round(level * rng.uniform(0.7, 1.3))) for _ in range(TURNS)]
+        if opening:
+            turns[0] = 20
+        plan = (
+            tuple(100 + min(9, int(level / scale / 25)) + 10 * rng.randrange(3) for _ in range(20))
+            if plans
+            else ()
+        )
+        prompt = rng.randrange(50, 500)
+        contexts = [
+            LengthContext(
+                domain=domain,
+                prompt_tokens=prompt,
+                turn=turn,
+                output_tokens=sum(turns[:turn]),
+                last_output_tokens=turns[turn - 1] if turn else 0,
+                observation_tokens=10 * turn,
+                tool_s=0.1 * turn,
+                siblings=0,
+                sibling_mean=0.0,
+                sibling_longest=0,
+                plan=plan if turn else (),
+            )
+            for turn in range(TURNS + 1)
+        ]
+        found.append(Told(contexts, sum(turns)))
+    return found
+
+
+def teach(predictor: ProgressivePredictor, told: Sequence[Told]) -> None:
+    """Show them whole, and fit."""
+    for number, one in enumerate(told):
+        for context in one.contexts:
+            predictor.remember(number, context)
+        predictor.observe(number, one.tokens)
+    predictor.fit()
+
+
+def quality(
+    predictor: ProgressivePredictor, told: Sequence[Told], turn: int
+) -> tuple[float, float]:
+    """Recall and correlation of whole lengths, asked before turn `turn`."""
+    contexts = [one.contexts[turn] for one in told]
+    left = predictor.estimate([predictor.remember("judged", context) for context in contexts])
+    guess = [context.output_tokens + tokens for context, tokens in zip(contexts, left, strict=True)]
+    whole = [one.tokens for one in told]
+    return recall_of_longest(guess, whole), pearson(guess, whole)
