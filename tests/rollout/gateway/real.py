@@ -22,8 +22,8 @@ from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.base import EngineId
 from rollweave.schema.serving import EngineSpec, GenerateRequest, GenerateResult, Sampling
 from rollweave.schema.work import TokenSequence
-from tests.codec.chats import SPECIAL_MAP, TOOLS, bpe
 from tests.engine.models import build, oracle_logprobs, save
+from tests.rollout.chat.chats import SPECIAL_MAP, TOOLS, bpe
 
 CONTEXT = 2048
 

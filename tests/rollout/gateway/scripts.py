@@ -12,7 +12,7 @@ import aiohttp
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.gateway.server import Access, Gateway, serve_gateway
 from rollweave.schema.serving import Finish, GenerateResult, Sampling, VersionSpan
-from tests.codec.chats import bpe, codec
+from tests.rollout.chat.chats import bpe, codec
 
 CODEC = codec("tools")
 END = CODEC.stop_token_ids[0]
