@@ -139,7 +139,9 @@ class Program:
             )
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().decode().strip()
-        assert self.address, "the service ended before it was ready"
+        if not self.address:
+            self.kill()
+            raise AssertionError("the service ended before it was ready")
 
     def kill(self) -> None:
         self.process.kill()
@@ -150,10 +152,16 @@ class Program:
         return self._ended()
 
     def _ended(self) -> int:
-        code = self.process.wait(WAIT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
+        """Return the exit code. A service that does not end in time is killed, so that no later test inherits it."""
+        try:
+            return self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ and somebody else has done is cancelled there as soon as it answers again.
 import asyncio
 import contextlib
 import itertools
+import os
 import resource
 import secrets
 import urllib.parse
@@ -42,8 +43,9 @@ connections.
 """
 
 FILES = 1 << 16
-"""Open files that we count on where the system sets no limit; half of those there may
-be are for connections.
+"""Files that the process may open where the system sets no limit.
+
+Half of those that are not open yet are for connections.
 """
 
 BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0
@@ -85,6 +87,13 @@ class NoServiceError(RollweaveError):
     """No service answers."""
 
 
+class ClientClosedError(RollweaveError):
+    """The client was left, or never entered."""
+
+    def __init__(self) -> None:
+        super().__init__("the client must be entered, and not left until its calls have ended")
+
+
 @dataclass(slots=True)
 class _Server:
     address: str
@@ -109,7 +118,8 @@ class _Listed(msgspec.Struct):
 class RolloutClient:
     """`async with RolloutClient(addresses) as client: await client.rollout(...)`.
 
-    All calls belong to one event loop.
+    All calls belong to one event loop. Leaving the client cancels rollouts that are
+    pending, whose calls raise ClientClosedError, as every later call does.
     """
 
     def __init__(self, addresses: Addresses, *, token: str | None = None) -> None:
@@ -125,8 +135,11 @@ class RolloutClient:
         found = dict(_place(one, token) for one in several)
         self._servers = [_Server(address, token=known) for address, known in found.items()]
         self._session: aiohttp.ClientSession | None = None
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._connections = (FILES if soft == resource.RLIM_INFINITY else soft) // 2
+        self._leaving = False
+        self._pending: set[asyncio.Timeout] = set()  # one for each call of `rollout`
+        self._idle = asyncio.Event()  # set while there are none
+        self._idle.set()
+        self._connections = max(1, _unopened_files() // 2)
         # in turn, which a connector's limit is not
         self._free = asyncio.Semaphore(self._connections)
         self._asking = 0  # rollouts that a service is being asked about
@@ -138,23 +151,49 @@ class RolloutClient:
         limits = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=POLL_S + 30.0)
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(timeout=limits, connector=connector)
+        self._leaving = False
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._dealing is not None:
-            self._dealing.cancel()
-            self._dealing = None
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._leaving = True
+        try:
+            if self._dealing is not None:
+                self._dealing.cancel()
+                await asyncio.wait([self._dealing])
+                self._dealing = None
+            for pending in self._pending:
+                pending.reschedule(_now())
+            await self._idle.wait()
+        finally:
+            if self._session is not None:
+                await self._session.close()
+                self._session = None
 
     async def rollout(self, request: RolloutRequest) -> RolloutStatus:
         """The rollout with its results, once all members are done. Cancelling the call
         cancels the rollout.
 
         Raises ServiceError for a request that is refused for good, NoServiceError where
-        no service answers.
+        no service answers, ClientClosedError where the client is left first.
         """
+        if self._session is None or self._leaving:
+            raise ClientClosedError
+        until_left = asyncio.timeout(None)
+        self._pending.add(until_left)
+        self._idle.clear()
+        try:
+            async with until_left:
+                return await self._rollout(request)
+        except TimeoutError:
+            if until_left.expired():
+                raise ClientClosedError from None
+            raise
+        finally:
+            self._pending.discard(until_left)
+            if not self._pending:
+                self._idle.set()
+
+    async def _rollout(self, request: RolloutRequest) -> RolloutStatus:
         if not request.id:
             request = msgspec.structs.replace(request, id=f"c-{secrets.token_hex(8)}")
         left: list[_Server] = []
@@ -424,7 +463,8 @@ class RolloutClient:
     async def _send(
         self, server: _Server, method: str, path: str, body: bytes | None = None
     ) -> bytes:
-        assert self._session is not None, "the client is entered"
+        if self._session is None or self._session.closed:
+            raise ClientClosedError
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if server.token is not None:
             headers["Authorization"] = f"Bearer {server.token}"
@@ -601,6 +641,12 @@ class Rollouts:
         Errors are those of `RolloutClient.register_engines`.
         """
         self._loop.call(self._client.register_engines(engines))
+
+
+def _unopened_files() -> int:
+    """Return the number of files that this process may open beside those that it has open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (FILES if soft == resource.RLIM_INFINITY else soft) - len(os.listdir("/proc/self/fd"))
 
 
 def _now() -> float:
