@@ -127,6 +127,14 @@ def test_those_of_a_dead_owner_are_removed_by_the_next_and_those_of_a_living_one
     assert [path for path in paths if path.parent.exists()] == []
 
 
+def has_ended(pid: int) -> bool:
+    """True once the process is a zombie or gone: its parent sees its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 @pytest.mark.parametrize("name", ISOLATING)
 async def test_a_process_that_waits_to_become_a_sandbox_may_be_killed(name: str) -> None:
     async with opened(name) as backend:
@@ -135,6 +143,8 @@ async def test_a_process_that_waits_to_become_a_sandbox_may_be_killed(name: str)
             warden = backend._launcher._process.pid  # type: ignore[attr-defined]
             for spare in family(warden) - family(first.pid) - {warden}:  # type: ignore[attr-defined]
                 os.kill(spare, signal.SIGKILL)
+                while not has_ended(spare):  # until then it may take a request, and die with it
+                    os.sched_yield()
             sandbox = await backend.start(SandboxSpec())
             assert (await sandbox.exec(["echo", "on"])).stdout == b"on\n"
             await sandbox.stop(grace_s=0.0)
