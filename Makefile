@@ -2,6 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH_THREADS := OMP_NUM_THREADS=1
+# Four tests at once on two cores, because many wait for processes; one per core on more, up to 16.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell echo $$(( $(CORES) < 4 ? 4 : $(CORES) > 16 ? 16 : $(CORES) )))
+PARALLEL := -n $(WORKERS) --dist loadfile
+# Without compiled modules, each process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow lint format clean
 
@@ -10,11 +16,13 @@ demo: .venv/ready
 	$(BIN)/rollweave train examples/frozenlake.toml --fresh
 
 test: .venv/ready-test lint
-	$(TORCH_THREADS) $(BIN)/pytest -m "not slow"
-	$(BIN)/rollweave reproduce --quick > /dev/null
+	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "not slow"
 
+# All examples of every property, then the long tests one by one: many of them time whole runs.
 test-slow: .venv/ready-test
-	$(TORCH_THREADS) $(BIN)/pytest -m slow --timeout 1200
+	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "hypothesis and not slow" --hypothesis-profile thorough
+	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m slow --hypothesis-profile thorough --timeout 1200
+	$(BIN)/rollweave reproduce --quick > /dev/null
 
 lint: .venv/ready-test
 	$(BIN)/ruff check src tests benchmarks examples

@@ -63,6 +63,21 @@ NOISE = os.urandom(MOST)
         ("br", b"{}", 415),
         ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415),
     ],
+    ids=[
+        "plain at the bound",
+        "plain above the bound",
+        "gzip of little",
+        "deflate of little",
+        "gzip of noise",
+        "gzip of a thousandfold that is little",
+        "gzip of one byte above the bound",
+        "gzip of far above the bound",
+        "gzip cut short",
+        "gzip of two members",
+        "not gzip",
+        "another coding",
+        "gzip twice",
+    ],
 )
 async def test_a_body_is_bounded_as_it_comes_and_as_it_is_inflated(
     coding: str | None, sent: bytes, status: int
