@@ -3,5 +3,7 @@ blocked signal.
 """
 
 from rollweave.io.inherited import reset_signals
+from tests.support.properties import register_profiles
 
 reset_signals()
+register_profiles()

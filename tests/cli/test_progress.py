@@ -17,6 +17,7 @@ from rollweave.cli.progress import (
     display,
     sparkline,
 )
+from tests.support.properties import examples
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -198,7 +199,7 @@ def test_the_display_fits_the_console(text: io.StringIO) -> None:
 
 
 @given(st.lists(st.floats(0, 1), max_size=200))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_sparkline_is_as_long_as_the_values_until_it_must_average(values: list[float]) -> None:
     line = sparkline(values)
     assert len(line) == min(len(values), CURVE_POINTS)

@@ -12,6 +12,7 @@ from rollweave.cli.trace import parse_reward, turns
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 from tests.record.report.synthetic import write_run
+from tests.support.properties import examples
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,7 @@ def conversations(draw: st.DrawFn) -> tuple[TokenSequence, list[tuple[SegmentKin
 
 
 @given(conversations())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_turns_are_the_parts_as_they_were_said(
     made: tuple[TokenSequence, list[tuple[SegmentKind, int, int]]],
 ) -> None:

@@ -17,6 +17,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.work import StopReason
 from tests.core.world import World
+from tests.support.properties import examples
 
 MODES = ("sync", "one_step", "stream", "partial", "bounded", "decoupled")
 
@@ -71,7 +72,7 @@ def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, objec
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 2**16),
     mode=st.sampled_from([mode for mode in MODES if mode != "decoupled"]),
@@ -129,7 +130,7 @@ def test_a_clean_run_trains_every_step_once_within_the_bound(mode: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @example(  # rewards wait for a training group that cannot start while an evaluation holds older weights
     seed=1,
     mode="stream",
@@ -252,7 +253,7 @@ def test_any_world_ends_accounted_for(
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),
@@ -291,7 +292,7 @@ def test_the_version_of_an_engine_is_kept_while_its_loads_fail() -> None:
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),
@@ -319,7 +320,7 @@ def test_a_replayed_journal_gives_identical_commands(
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),

@@ -10,6 +10,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from tests.core.test_core import MODES, config
 from tests.core.world import World
+from tests.support.properties import examples
 
 
 class Judge(World):
@@ -22,7 +23,7 @@ class Judge(World):
         return 7.0, self.random.random() < 0.5  # a reward that would outweigh everything
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**16),
     mode=st.sampled_from(MODES),

@@ -16,6 +16,7 @@ from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config
 from tests.core.test_pace import E0, E1, E2, Hand, apart, made
 from tests.core.test_relays import Desk
 from tests.core.world import World
+from tests.support.properties import examples
 
 
 def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.EngineRegistered:
@@ -42,7 +43,7 @@ def restart(world: World) -> None:
             world.join_relay(name)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     seed=st.integers(0, 2**16),
     mode=st.sampled_from([*MODES, "decoupled", "decoupled"]),

@@ -17,6 +17,7 @@ from rollweave.schema.base import EngineId
 from rollweave.schema.work import Purpose
 from tests.core.test_pace import made
 from tests.core.world import World
+from tests.support.properties import examples
 
 
 class Judged(World):
@@ -175,7 +176,7 @@ def before(run: Run, engine_id: EngineId) -> list[Engine]:
     return engines[: [engine.id for engine in engines].index(engine_id)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 10_000),
     engines=st.integers(1, 5),

@@ -18,6 +18,7 @@ from rollweave.schema.config.root import RunConfig
 from tests.core.test_core import config, restart_controller
 from tests.core.test_pace import E0, Hand, made
 from tests.core.world import World
+from tests.support.properties import examples
 
 
 def by_ratio(*, groups: int = 1, **sections: dict[str, object]) -> RunConfig:
@@ -271,7 +272,7 @@ class Judge(World):
 SETTINGS = {"mode": "decoupled", "groups_per_step": 2}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @example(seed=1, failure=0.0, hang=0.0, groups=4, max_age=None, evict="age", kills=[])
 @given(
     seed=st.integers(0, 10_000),

@@ -15,6 +15,7 @@ from rollweave.schema import events as e
 from rollweave.schema.base import EngineId
 from tests.core.test_core import ALLOCATION, MODES, SCHEDULINGS, config, restart_controller
 from tests.core.world import World
+from tests.support.properties import examples
 
 
 class Desk:
@@ -185,7 +186,7 @@ def test_the_form_that_all_had_sooner_is_sent() -> None:
     assert desk.core.state.broadcast_s == {"whole": 1.0, "changes": 3.0}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(relays=st.integers(2, 6), data=st.data())
 def test_only_the_successor_of_a_lost_relay_gets_another_source(
     relays: int, data: st.DataObject
@@ -378,7 +379,7 @@ def test_what_engines_have_is_kept() -> None:
 
 
 @pytest.mark.timeout(900)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),
@@ -423,7 +424,7 @@ def test_any_world_with_relays_ends_accounted_for(
         assert world.taken
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     seed=st.integers(0, 10_000),
     sick=st.sets(st.sampled_from(["r0", "r1", "r2"]), min_size=1, max_size=2),
@@ -443,7 +444,7 @@ def test_machines_whose_relays_never_live_are_given_up(seed: int, sick: set[str]
     assert sorted(world.trained) == [0, 1, 2, 3]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     seed=st.integers(0, 10_000),
     mode=st.sampled_from(MODES),
@@ -469,7 +470,7 @@ def test_the_controller_may_be_lost_with_its_relays(
     assert world.core.account().balanced
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 10_000), cut=st.floats(0, 1))
 def test_a_replay_with_relays_gives_identical_commands(seed: int, cut: float) -> None:
     made = config("bounded", engines={"count": 3}, weights={"relays": 2})
@@ -727,7 +728,7 @@ def step(desk: Desk, data: st.DataObject) -> list[c.Command]:
             return desk.wait(1.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(relays=st.integers(1, 6), data=st.data())
 def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObject) -> None:
     desk = Desk(relays, restarts=1000).up()
@@ -776,7 +777,7 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
             assert last.taking < 0 or last.source not in seen, f"they wait for each other: {seen}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(relays=st.integers(2, 6), data=st.data())
 def test_all_get_the_weights_once_all_are_heard(relays: int, data: st.DataObject) -> None:
     desk = Desk(relays, restarts=1000).up()

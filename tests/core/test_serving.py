@@ -21,6 +21,7 @@ from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.work import Limits, StopReason, Task
 from tests.core.test_core import config
 from tests.core.world import World
+from tests.support.properties import examples
 
 SCHEDULINGS = ("turn", "trajectory")
 
@@ -128,7 +129,7 @@ class Service(World):
             self.step()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**16),
     scheduling=st.sampled_from(SCHEDULINGS),
@@ -150,7 +151,7 @@ def test_whatever_is_asked_for_is_delivered_once(
     world.close(drain=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**16), scheduling=st.sampled_from(SCHEDULINGS), cut=st.integers(1, 400))
 def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str, cut: int) -> None:
     """What nobody has taken yet is said again; what was under way starts again; nothing

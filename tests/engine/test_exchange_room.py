@@ -28,6 +28,7 @@ from rollweave.schema.serving import (
     KvRefused,
 )
 from rollweave.weights.checkpoint import ModelShape
+from tests.support.properties import examples
 
 SIZE = 2
 """Tokens of a block."""
@@ -110,7 +111,7 @@ def caches(*blocks: int) -> Iterator[list[Cache]]:
 contexts = st.lists(st.integers(0, 1), max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     room=st.integers(1, 9),
     before=st.lists(st.tuples(contexts, st.booleans()), max_size=5),

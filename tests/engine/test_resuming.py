@@ -29,6 +29,7 @@ from rollweave.schema.serving import (
     Suspended,
     VersionSpan,
 )
+from tests.support.properties import examples
 
 from .models import VOCAB, Outcome, Seconds, build, drive, request, save, spec
 
@@ -98,7 +99,7 @@ def test_wherever_it_was_cut_the_turn_goes_on_bit_for_bit(
     assert outcome.stats[-1].output_tokens == sampled  # what is resumed is not counted again
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, len(PROMPTS) - 1))
 def test_a_chain_of_lost_engines_loses_what_was_not_told_and_changes_nothing(
     path: str, whole: list[GenerateResult], lives: list[int], i: int

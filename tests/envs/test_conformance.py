@@ -16,6 +16,7 @@ from rollweave.envs.base import Observation, Step
 from rollweave.envs.registry import BUILT_IN, resolve
 from rollweave.schema.chat import Message
 from rollweave.schema.work import Purpose, Task
+from tests.support.properties import examples
 
 from .worlds import GUESS, HERE, draw, source
 
@@ -182,7 +183,7 @@ def test_life(case: Case, tmp_path: Path) -> None:
     assert ends > 10
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     texts=st.lists(
         st.text(max_size=30) | st.text("<>tolansweruptake-123 /+\n٣²", max_size=20),

@@ -15,6 +15,7 @@ from rollweave.schema.serving import (
     Resume,
     Suspend,
 )
+from tests.support.properties import examples
 
 commands = st.one_of(
     st.just(Suspend()),
@@ -31,7 +32,7 @@ def framed(nouns: list[EngineCommand]) -> bytes:
     return b"".join(b"".join(frame(encode(noun))) for noun in nouns)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(commands, max_size=8), st.data())
 def test_any_cutting_delivers_the_same_nouns(
     sent: list[EngineCommand], data: st.DataObject
@@ -67,7 +68,7 @@ def test_frames_before_a_bad_length_are_still_delivered() -> None:
         decoder.feed(b"")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=60))
 def test_garbage_raises_wire_error_and_nothing_else(garbage: bytes) -> None:
     decoder: Decoder[EngineCommand] = Decoder(EngineCommand, limit=1000)

@@ -17,6 +17,7 @@ from rollweave.record.records import HEAD, HEADER
 from rollweave.schema.base import EngineId
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import EngineLost, EngineSuspended, Event, StopRequested, TimerFired
+from tests.support.properties import examples
 
 Records = list[tuple[float, Event]]
 
@@ -59,7 +60,7 @@ SAMPLE: Records = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(journals)
 def test_what_was_appended_is_read(
     tmp_path_factory: pytest.TempPathFactory, records: Records

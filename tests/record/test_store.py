@@ -21,6 +21,7 @@ from rollweave.schema.work import (
     Trajectory,
     TurnSpan,
 )
+from tests.support.properties import examples
 
 
 def ended(
@@ -270,7 +271,7 @@ def test_what_was_forgotten_is_not_read_again(tmp_path: Path) -> None:
         assert store.ids() == ["alive", "newest"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(st.tuples(st.sampled_from("asfro"), st.integers(0, 5)), max_size=40))
 def test_a_store_opened_again_has_all_that_was_not_forgotten(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
@@ -322,7 +323,7 @@ def test_a_record_that_is_not_what_was_written_is_not_read(tmp_path: Path) -> No
             store.get([TrajectoryId("a")])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_any_truncation_keeps_exactly_the_whole_records(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

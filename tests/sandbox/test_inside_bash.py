@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rollweave.sandbox.tools import Bash
 from rollweave.schema.errors import SandboxRefusedError
 from tests.sandbox.serving import served, wait_for_end
+from tests.support.properties import examples
 
 SHORT_S = 0.4
 """A time-out that is meant to run out."""
@@ -105,8 +106,7 @@ async def test_what_is_left_open_ends_with_its_command(command: str) -> None:
 
 
 @settings(
-    deadline=None,
-    max_examples=60,
+    max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -125,7 +125,7 @@ def test_any_words_come_through_as_they_are(words: list[str]) -> None:
     asyncio.run(main())
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.text(alphabet="'\"`$(){}<>|&;\\#! \nab=~*", max_size=12), min_size=1, max_size=8)
 )

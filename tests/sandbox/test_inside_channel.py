@@ -21,6 +21,7 @@ from rollweave.schema.errors import (
     SandboxRefusedError,
     SandboxTimeoutError,
 )
+from tests.support.properties import examples
 
 
 class Peer:
@@ -172,7 +173,7 @@ async def test_what_is_no_answer_ends_the_channel(frame: bytes) -> None:
 torn = st.integers(0, 70).map(lambda cut: pack({"id": 1, "ok": True}, b"x" * 50)[:cut])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.binary(max_size=100) | torn)
 def test_any_bytes_end_the_call_or_leave_it_waiting(data: bytes) -> None:
     async def main() -> None:

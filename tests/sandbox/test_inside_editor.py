@@ -14,10 +14,10 @@ from rollweave.sandbox.inside import editor as module
 from rollweave.sandbox.tools import Editor, Text
 from rollweave.schema.errors import SandboxError, SandboxRefusedError
 from tests.sandbox.serving import served
+from tests.support.properties import examples
 
 QUICKLY = settings(
-    deadline=None,
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

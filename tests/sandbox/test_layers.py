@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollweave.sandbox.layers import DEPTH, Copy, LayerError, remove
+from tests.support.properties import examples
 
 NAMES = st.sampled_from(["a", "b", "c", "\udcff", "x y"])
 TREES = st.recursive(
@@ -51,9 +52,7 @@ def copied(
     return copy.bytes
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(50))
 @given(tree=st.dictionaries(NAMES, TREES, max_size=4))
 def test_a_copy_is_the_same_and_follows_no_link(
     tree: dict[str, object], tmp_path_factory: pytest.TempPathFactory

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.sandbox.seccomp import (
@@ -121,7 +121,6 @@ INTERESTING = [
 ]
 
 
-@settings(deadline=None)
 @given(
     machine=st.sampled_from(MACHINES),
     number=st.integers(0, 500) | st.integers(0, 2**32 - 1),

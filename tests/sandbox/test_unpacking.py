@@ -23,6 +23,7 @@ from rollweave.sandbox.blobs import Blobs
 from rollweave.sandbox.images import Images, unpack
 from rollweave.sandbox.unpacking import Bounds
 from rollweave.schema.errors import SandboxError
+from tests.support.properties import examples
 
 from .worlds import needs, no_process_left
 
@@ -153,9 +154,7 @@ MEMBERS = st.builds(
 ) | st.builds(member, NAMES, st.just(FILE), st.just(""), st.binary(max_size=9))
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
 @given(members=st.lists(MEMBERS, max_size=8))
 def test_no_archive_changes_anything_outside(
     members: list[Member], tmp_path_factory: pytest.TempPathFactory

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollweave.schema.errors import ConfigError
@@ -98,7 +98,6 @@ def test_a_mixture_reads_the_experts_that_even_draws_would_touch(tokens):
     )
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(PLACEMENTS),
     st.tuples(
@@ -129,7 +128,6 @@ def test_more_work_never_takes_less_time(placement, work, more):
 # ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(PLACEMENTS), st.integers(1, 2000), st.integers(1, 20_000), st.integers(0, 400)
 )
@@ -139,7 +137,6 @@ def test_decode_s_equals_the_sum_of_steps(placement, decode, mean_context, steps
     assert closed == pytest.approx(looped(costs, decode, decode * mean_context, steps), rel=1e-9)
 
 
-@settings(deadline=None)
 @given(
     st.floats(1e10, 1e16),
     st.floats(1e10, 1e14),

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.schema.errors import ConfigError
@@ -42,7 +42,6 @@ def predicted(costs: ProfileCost, one: Sample) -> float:
     )
 
 
-@settings(deadline=None)
 @given(st.floats(1e-5, 1e-2), PRICES, st.lists(WORK, min_size=4, max_size=20))
 def test_exact_samples_are_fitted_exactly(fixed, prices, works):
     samples = [
@@ -54,7 +53,6 @@ def test_exact_samples_are_fitted_exactly(fixed, prices, works):
         assert predicted(costs, one) == pytest.approx(one.seconds, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(WORK, st.floats(1e-4, 1.0), st.floats(1e-4, 1.0)), min_size=4, max_size=20),
     st.integers(0, 4),
@@ -91,7 +89,6 @@ def test_more_work_never_costs_less_even_if_the_samples_say_so():
     assert decode_step(costs, 1, 10) <= decode_step(costs, 8, 80)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 10_000), st.integers(0, 300))
 def test_a_profile_s_decode_s_equals_the_sum_of_steps(decode, context, steps):
     samples = [

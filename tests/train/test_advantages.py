@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import ScoredGroup, Trajectory
 from rollweave.train.advantages import token_advantages
+from tests.support.properties import examples
 from tests.train.builders import make_group, make_sequence, make_trajectory
 
 REWARDS = st.lists(st.sampled_from([-0.1, 0.0, 0.2, 1.0]), min_size=1, max_size=6)
@@ -38,7 +39,7 @@ def value_of(trajectory: Trajectory, tensors: list[torch.Tensor]) -> float:
     return float(values.pop())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rewards=st.lists(REWARDS, min_size=1, max_size=4), seed=st.integers(0, 99))
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
 def test_trajectory_estimators(rewards: list[list[float]], seed: int, estimator: str) -> None:
@@ -93,7 +94,7 @@ def random_group(rng: random.Random, size: int) -> ScoredGroup:
     return ScoredGroup(id=trajectories[0].group_id, env="none", trajectories=tuple(trajectories))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 10_000),
     size=st.integers(1, 5),
@@ -144,7 +145,7 @@ def test_gigpo_without_turns_takes_a_sequence_for_one_turn() -> None:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(reward=st.floats(-10, 10), size=st.integers(1, 6), seed=st.integers(0, 99))
 @pytest.mark.parametrize("estimator", ["grpo", "grpo_no_std", "rloo", "reinforce_pp"])
 def test_a_flat_group_gives_zeros(reward: float, size: int, seed: int, estimator: str) -> None:

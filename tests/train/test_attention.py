@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.train.attention import attend
+from tests.support.properties import examples
 from tests.train.compare import assert_equal, randn
 
 
@@ -32,7 +33,7 @@ def rounding(sharpness: float) -> float:
     return 2e-5 * max(1.0, sharpness**2 / 16)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 @given(
     batch=st.integers(1, 2),
     length=st.sampled_from([1, 3, 32, 33, 70]),
@@ -57,7 +58,7 @@ def test_every_place_once(
         assert_equal(fused, reference, q, k, v, tolerance=rounding(sharpness))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     batch=st.integers(1, 3),
     width=st.integers(1, 5),

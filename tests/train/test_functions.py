@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from torch.nn import functional
 
 from rollweave.train.functions import rms_norm, rotate, swiglu, token_logprobs
+from tests.support.properties import examples
 from tests.train.compare import assert_equal, randn
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     rows=st.integers(1, 6),
     heads=st.integers(0, 3),
@@ -28,7 +29,7 @@ def test_rms_norm(rows: int, heads: int, size: int, seed: int) -> None:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(1, 5), size=st.integers(1, 9), seed=st.integers(0, 9))
 def test_swiglu(rows: int, size: int, seed: int) -> None:
     def plain(both: torch.Tensor) -> torch.Tensor:
@@ -52,7 +53,7 @@ def test_rotate() -> None:
     assert_equal(lambda x: rotate(x, turns.to(torch.complex64)), plain, randn(1, 2, 5, 8))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     rows=st.integers(1, 6),
     size=st.integers(1, 12),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.train.losses import k3, kl_coefficient, policy_loss, token_weights
 from rollweave.train.metrics import TOKEN_SUMS, from_sums
+from tests.support.properties import examples
 
 
 def slow_loss(
@@ -64,7 +65,7 @@ def algorithms(draw: st.DrawFn) -> AlgorithmConfig:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(algorithm=algorithms(), count=st.integers(1, 12), seed=st.integers(0, 10_000))
 def test_loss_and_gradients(algorithm: AlgorithmConfig, count: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -131,7 +132,7 @@ def check_sums(
     assert sums["masked"] == masked
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
 @pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean"])
 def test_weights_make_the_wanted_mean(lengths: list[int], seed: int, aggregate: str) -> None:

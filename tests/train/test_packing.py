@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 
 from rollweave.train.packing import Example, pack, split
+from tests.support.properties import examples
 
 
 @st.composite
-def examples(draw: st.DrawFn) -> list[Example]:
+def example_lists(draw: st.DrawFn) -> list[Example]:
     made = []
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(2, 9) | st.integers(50, 200))
@@ -24,8 +25,8 @@ def examples(draw: st.DrawFn) -> list[Example]:
     return made
 
 
-@settings(max_examples=80, deadline=None)
-@given(given=examples())
+@settings(max_examples=examples(80))
+@given(given=example_lists())
 def test_labels_follow_their_inputs(given: list[Example]) -> None:
     packed = pack(given)
     wanted = [(int(e.tokens[t - 1]), int(e.tokens[t])) for e in given for t in e.targets.tolist()]
@@ -36,8 +37,8 @@ def test_labels_follow_their_inputs(given: list[Example]) -> None:
     assert len(packed.tokens) == sum(int(e.targets[-1]) for e in given)
 
 
-@settings(max_examples=80, deadline=None)
-@given(given=examples())
+@settings(max_examples=examples(80))
+@given(given=example_lists())
 def test_grids_lead_there_and_back(given: list[Example]) -> None:
     packed = pack(given)
     for grid, rows in (
@@ -51,7 +52,7 @@ def test_grids_lead_there_and_back(given: list[Example]) -> None:
         assert torch.equal(grid.positions.flatten()[grid.flat] + starts[sequence], rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(lengths=st.lists(st.integers(1, 60), max_size=30), max_tokens=st.integers(1, 100))
 def test_split_keeps_its_bounds(lengths: list[int], max_tokens: int) -> None:
     batches = split(lengths, max_tokens=max_tokens)

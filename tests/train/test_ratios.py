@@ -27,6 +27,7 @@ from rollweave.schema.training import (
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.trainer import Trainer
 from rollweave.weights.store import read_tensors
+from tests.support.properties import examples
 from tests.train.builders import make_batch, make_config, make_model, make_sequence, make_trajectory
 from tests.train.test_trainer import poisoned
 
@@ -85,7 +86,7 @@ def expected(model_dir: Path, found: ScoredGroup) -> float:
     return math.exp(sum(gaps) / len(gaps)) if gaps else 1.0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.lists(st.integers(0, 3), min_size=1, max_size=4),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.rows import balanced, batch_rows, minibatches
+from tests.support.properties import examples
 from tests.train.builders import make_batch, make_sequence, make_trajectory
 
 
@@ -67,7 +68,7 @@ def test_a_turn_that_two_versions_sampled_counts_its_newer_half_as_current() -> 
     assert rows[0].current.tolist() == [False, False, True]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(count=st.integers(1, 12), parts=st.integers(1, 5), seed=st.integers(0, 99))
 def test_minibatches_keep_trajectories_whole(count: int, parts: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -89,7 +90,7 @@ def test_another_seed_splits_otherwise() -> None:
     assert len(splits) > 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(sizes=st.lists(st.integers(1, 100), max_size=30), bins=st.integers(1, 6))
 def test_balanced_bins_differ_by_one_item_at_most(sizes: list[int], bins: int) -> None:
     found = balanced(sizes, bins)

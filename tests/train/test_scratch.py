@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollweave.train.scratch import CHARACTERS, SPECIALS, build_checkpoint, build_tokenizer
+from tests.support.properties import examples
 from tests.train.builders import SCRATCH, WORDS
 
 TOKENIZER = build_tokenizer([*WORDS, " up=wall", " up=ice", "ice", "<answer>", "</answer>"])
@@ -42,7 +43,7 @@ def test_pieces(text: str, wanted: list[str]) -> None:
     assert pieces(text) == wanted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     text=st.lists(
         st.one_of(

@@ -29,6 +29,7 @@ from rollweave.weights.delta import (
     plan,
 )
 from rollweave.weights.delta_body import DENSE, RAW, SPARSE, UNCHANGED, WHOLE
+from tests.support.properties import examples
 from tests.weights.slow_delta import slow_apply
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -68,7 +69,7 @@ def meta(name: str, count: int, itemsize: int, offset: int) -> TensorMeta:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     itemsize=st.sampled_from(ITEMSIZES),
     count=st.integers(0, 5000),
@@ -297,7 +298,7 @@ def sealed(
     return head + struct.pack("<I", xxhash.xxh3_64_intdigest(head) & 0xFFFFFFFF) + body
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     which=st.integers(0, 4),
     form=st.integers(0, 5),
@@ -387,7 +388,7 @@ def layouts(draw: Callable[..., Any]) -> tuple[list[TensorMeta], int]:
     return metas, offset + draw(st.sampled_from([0, 5]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(layouts())
 def test_a_plan_covers_every_byte_once_and_cuts_no_element(
     layout: tuple[list[TensorMeta], int],
@@ -456,7 +457,7 @@ def test_a_stream_is_its_blocks_in_order(threads: int) -> None:
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.lists(st.integers(0, 10**6), max_size=20), st.booleans())
 def test_a_stream_may_be_cut_anywhere(cuts: list[int], in_place: bool) -> None:
     stream = b"".join(encode_tensors(METAS, BASE, NEW))

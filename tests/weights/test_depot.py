@@ -17,6 +17,7 @@ from rollweave.weights.depot import Depot, Draft, Held, close_all, cuts, encoded
 from rollweave.weights.ranges import Ranges
 from rollweave.weights.store import read_tensors
 from rollweave.weights.words import TakeError
+from tests.support.properties import examples
 from tests.weights.host import KIB, SHAPES, Memory, changed, tensors_of, versions
 
 BYTES = st.integers(0, 30)
@@ -81,7 +82,7 @@ def test_engines_read_it_like_the_trainers() -> None:
         assert bytes(view) == memory.payload  # whoever has it keeps it
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     sizes=st.lists(st.integers(0, 300_000), min_size=1, max_size=4),
     chunk=st.integers(1, 1 << 21),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from rollweave.schema.weights import RelayAddress, Take, Taken
 from rollweave.weights.tcp import Tcp
+from tests.support.properties import examples
 from tests.weights.host import KIB, Host, hosts, tensors_of, versions
 
 HOSTS, VERSIONS = 3, 4
@@ -28,7 +29,7 @@ ORDERS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(ORDERS)
 def test_any_orders(orders: list[tuple[int, int, object, int | None, set[int], int]]) -> None:
     asyncio.run(_obeyed(orders))

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 
 from rollweave.schema.weights import TakeFailed, Taken
 from rollweave.weights.tcp import Tcp
+from tests.support.properties import examples
 from tests.weights.host import KIB, hosts, tensors_of, versions
 from tests.weights.wires import wired
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.integers(0, 400_000), min_size=1, max_size=5),
     cuts=st.lists(st.integers(8, 1_500_000), max_size=4),
@@ -52,7 +53,7 @@ async def _broken(sizes: list[int], cuts: list[int], *, delta: bool) -> None:
             assert delta or answer.nbytes == new.manifest.nbytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(at=st.integers(0, 100_000), delta=st.booleans())
 def test_a_flipped_bit_anywhere(at: int, delta: bool) -> None:
     asyncio.run(_flipped(at, delta=delta))

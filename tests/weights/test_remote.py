@@ -18,6 +18,7 @@ from rollweave.weights.remote import RemoteStore
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import Body, Channel
 from rollweave.weights.words import Base, Pieces, Push, Range, Raw, TakeError, Wanted
+from tests.support.properties import examples
 from tests.weights.host import KIB, SHAPES, Memory, changed, hosts, tensors_of, versions
 from tests.weights.wires import wired
 
@@ -118,7 +119,7 @@ async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
             assert one.payload(2) == other.payload(2) == new.payload
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     data=st.data(),
     sizes=st.lists(st.integers(0, 200_000), min_size=1, max_size=4),
@@ -151,7 +152,7 @@ def test_any_parts(data: st.DataObject, sizes: list[int], senders: int) -> None:
         asyncio.run(all_of_them())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     edges=st.lists(st.integers(0, 130_007 * 4), max_size=30).map(sorted),
     bytewise=st.tuples(st.integers(0, 500_000), st.integers(0, 300)),

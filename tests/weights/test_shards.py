@@ -26,6 +26,7 @@ from rollweave.weights.shards import (
     plan,
     runs,
 )
+from tests.support.properties import examples
 from tests.weights.sharded import PADDING, Decoder, cases, slow
 
 
@@ -49,7 +50,7 @@ MOE = Decoder(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(case=cases(), bucket=st.sampled_from([1, 64, 1 << 20]))
 @example(
     (
@@ -91,7 +92,7 @@ def test_assembled_shards_are_the_whole(case: tuple[Decoder, Layout, Layout], bu
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(case=cases(), bucket=st.sampled_from([1, 64, 1 << 20]))
 def test_senders_slices_are_disjoint_and_cover_everything(
     case: tuple[Decoder, Layout, Layout], bucket: int
@@ -121,7 +122,7 @@ def test_senders_slices_are_disjoint_and_cover_everything(
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(case=cases(), replicas=st.integers(2, 5), bucket=st.sampled_from([1, 32, 1000]))
 def test_replicas_have_even_loads(
     case: tuple[Decoder, Layout, Layout], replicas: int, bucket: int
@@ -152,7 +153,7 @@ def test_the_largest_slices_are_given_first() -> None:
     assert {len(pieces) for pieces in given_by} == {1, 8}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4))
 def test_runs_are_the_elements_of_a_rectangle(data: st.DataObject, shape: list[int]) -> None:
     start = [data.draw(st.integers(0, n - 1)) for n in shape]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from rollweave.weights.staging import Staging, on_device
 from rollweave.weights.store import bytes_of, lay_out, publish, read_tensors
+from tests.support.properties import examples
 
 CUDA = pytest.param(
     "cuda",
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
     nbytes=st.sampled_from([16, 40, 1000]),
@@ -53,7 +54,7 @@ def test_what_is_drained_is_what_a_conversion_gives(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=5),
     nbytes=st.sampled_from([16, 40, 1000]),

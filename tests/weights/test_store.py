@@ -28,6 +28,7 @@ from rollweave.weights.store import (
     publish,
     read_tensors,
 )
+from tests.support.properties import examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +76,7 @@ def test_nothing_at_all_is_a_publication_too(tmp_path: Path) -> None:
         assert read_tensors(publication.manifest) == {}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6),
     dtype=st.sampled_from(
@@ -240,7 +241,7 @@ def test_a_directory_that_cannot_be_is_a_weights_error(tmp_path: Path) -> None:
 # Written slice by slice.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 200), max_size=5),
     cuts=st.lists(st.integers(0, 1000), max_size=5),

@@ -23,6 +23,7 @@ from rollweave.core.policy.placement import (
     place_dp,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
+from tests.support.properties import examples
 
 SHORT = st.lists(st.integers(1, 12), min_size=1, max_size=5)
 
@@ -51,7 +52,7 @@ def check(found: Allocation, lengths: Sequence[float], gpus: int, cost: CostTabl
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     SHORT,
     st.integers(4, 5),
@@ -72,7 +73,7 @@ def test_no_fleet_and_no_partition_is_faster(
     check(found, lengths, gpus, cost)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.floats(1e-3, 1e4), min_size=1, max_size=30), st.integers(4, 24), tables(largest=30)
 )
@@ -90,7 +91,6 @@ def test_it_is_no_slower_than_any_fleet_placed_exactly(
         assert place(lengths, found.degrees, cost).makespan_s == found.makespan_s
 
 
-@settings(deadline=None)
 @given(LENGTHS, tables(), st.integers(4, 12))
 def test_more_gpus_or_fewer_trajectories_are_never_slower(
     lengths: list[float], cost: CostTable, gpus: int
@@ -101,7 +101,7 @@ def test_more_gpus_or_fewer_trajectories_are_never_slower(
         assert allocate(lengths[1:], gpus, (1, 2, 4), cost).makespan_s <= found.makespan_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(LENGTHS, tables(), st.integers(4, 16), st.integers(0, 9))
 def test_annealing_is_never_faster(
     lengths: list[float], cost: CostTable, gpus: int, seed: int

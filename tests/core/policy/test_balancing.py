@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.core.policy.balancing import DOWN_AFTER, UP_AFTER, Host, Hysteresis, spread
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=60))
 def test_health_changes_only_after_checks_in_a_row(checks: list[bool]) -> None:
     health = Hysteresis()
@@ -30,7 +29,6 @@ def hosts(prefix: str) -> st.SearchStrategy[list[Host]]:
     )
 
 
-@settings(deadline=None)
 @given(hosts("llm"), hosts("rollout"))
 def test_servers_are_spread_near_first_and_nobody_is_left_out(
     llms: Sequence[Host], rollouts: Sequence[Host]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollweave.core.policy.dapo import Dapo, DapoRule
 from rollweave.core.policy.redundancy import Verdict
+from tests.support.properties import examples
 
 
 @dataclass
@@ -87,7 +88,7 @@ rules = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(rule=rules, data=st.data())
 def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
     rule: DapoRule, data: st.DataObject
@@ -142,7 +143,7 @@ def test_every_decision_is_the_references_and_no_group_is_lost_or_used_twice(
     assert (dapo.account.carried, dapo.account.balances()) == (0, True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(rule=rules, informative=st.lists(st.booleans(), min_size=1, max_size=20), data=st.data())
 def test_an_asker_always_gets_its_batch(
     rule: DapoRule, informative: list[bool], data: st.DataObject

@@ -21,6 +21,7 @@ from rollweave.core.policy.experience import (
     sample,
 )
 from rollweave.schema.base import GroupId
+from tests.support.properties import examples
 
 VERSION = 7
 
@@ -78,7 +79,7 @@ def distance(one: Experience) -> float:
     return float("inf") if one.ratio is None else max(one.ratio, 1 / one.ratio)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(buffers(), st.integers(1, 9), st.sampled_from(["fifo", "newest", "advantage", "ratio"]))
 def test_a_batch_is_the_best_by_its_strategy(
     buffer: list[Experience], wanted: int, strategy: Literal["fifo", "newest", "advantage", "ratio"]
@@ -182,7 +183,7 @@ def test_groups_of_very_old_weights_can_still_be_drawn() -> None:
 # Eviction.
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     buffers(),
     st.sampled_from(get_args(EvictName)),

@@ -18,6 +18,7 @@ from rollweave.core.policy.interference import (
     tabulate,
 )
 from rollweave.schema.events import StepTime
+from tests.support.properties import examples
 
 
 def affine(
@@ -179,7 +180,7 @@ def test_company_that_ends_soon_costs_little_in_a_spread_and_much_in_a_run() -> 
     assert runs.at(1, 10) == pytest.approx(together, rel=0.02)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.floats(1.0, 1e4), min_size=1, max_size=60),
     SAMPLES,
@@ -197,7 +198,7 @@ def test_tables_from_any_measurement_are_tables(
     assert table.at(1, 1) == pytest.approx(step_times(measured, largest=1 if slots == 1 else 2)[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 8), st.floats(0.0, 2.0), st.integers(1, 400), st.integers(0, 2**32 - 1))
 def test_long_queues_are_nearly_those_of_every_member(
     slots: int, sigma: float, extra: int, seed: int

@@ -15,6 +15,7 @@ from rollweave.core.policy.staleness import acceptable, staleness
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.work import TRAINABLE, StopReason
+from tests.support.properties import examples
 
 
 def test_the_presets_are_those_of_the_design() -> None:
@@ -53,7 +54,7 @@ def test_staleness_is_the_distance_between_the_versions(
     assert acceptable(initiated, initiated, window)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     window=st.integers(0, 4),
     serving=st.integers(0, 8),

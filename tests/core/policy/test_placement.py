@@ -23,6 +23,7 @@ from rollweave.core.policy.placement import (
     place_dp,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
+from tests.support.properties import examples
 
 
 def check(found: Placement, lengths: list[float], workers: list[int], cost: CostTable) -> None:
@@ -36,7 +37,7 @@ def check(found: Placement, lengths: list[float], workers: list[int], cost: Cost
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(LENGTHS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), tables())
 def test_no_partition_is_faster(lengths: list[float], workers: list[int], cost: CostTable) -> None:
     workers = workers[: len(lengths)]
@@ -49,7 +50,7 @@ def test_no_partition_is_faster(lengths: list[float], workers: list[int], cost: 
 FLOATS = st.lists(st.floats(1e-3, 1e5), min_size=1, max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(FLOATS, st.integers(1, 40), tables(degrees=(2,), largest=40))
 def test_equal_workers_get_what_the_papers_program_finds(
     lengths: list[float], count: int, cost: CostTable
@@ -63,7 +64,7 @@ def test_equal_workers_get_what_the_papers_program_finds(
     check(slow, lengths, workers, cost)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(FLOATS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=10), tables(largest=40))
 def test_the_papers_program_takes_workers_in_descending_degree(
     lengths: list[float], workers: list[int], cost: CostTable
@@ -79,7 +80,7 @@ def test_the_papers_program_takes_workers_in_descending_degree(
     check(slow, lengths, workers, cost)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(FLOATS, st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=8), tables(largest=40))
 def test_equal_degrees_together_are_all_orders_of_degrees(
     lengths: list[float], workers: list[int], cost: CostTable
@@ -102,7 +103,7 @@ def steps(start: float, counts: list[int]) -> list[float]:
     return [start := start + count * math.ulp(start) for count in counts]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.floats(1.0, 4.0),
     st.lists(st.integers(0, 3), min_size=2, max_size=10),
@@ -178,7 +179,7 @@ def test_beyond_the_limits_a_placement_does_not_say_that_it_is_exact() -> None:
     check(found, lengths, kinds, cost)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     FLOATS,
     st.lists(st.sampled_from([1, 2]), min_size=1, max_size=6),

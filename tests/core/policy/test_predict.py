@@ -22,6 +22,7 @@ from rollweave.core.policy.predict import (
     recall_of_longest,
 )
 from rollweave.schema.prediction import LengthContext
+from tests.support.properties import examples
 
 
 def context(
@@ -114,7 +115,7 @@ class Slow:
         return max(1.0, sum(remaining) / len(remaining)) if remaining else PRIOR_TOKENS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), window=st.integers(1, 150), open_attempts=st.integers(1, 8))
 def test_the_harvest_and_its_statistics_are_those_of_a_slow_reference(
     seed: int, window: int, open_attempts: int
@@ -272,7 +273,7 @@ def slow_recall(
 numbers = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(pairs=numbers, share=st.sampled_from([0.1, 0.3, 0.5, 1.0]))
 def test_recall_is_what_is_found_on_average_over_all_orders_of_equal_numbers(
     pairs: list[tuple[int, int]], share: float

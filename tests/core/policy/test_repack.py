@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollweave.core.policy.repack import Move, Replica, batch_bound, repack
 from rollweave.schema.base import EngineId
 from rollweave.schema.events import StepTime
+from tests.support.properties import examples
 
 
 def replica(name: str, kv_used: int, requests: int = 1, **fields: int) -> Replica:
@@ -47,7 +48,7 @@ def is_candidate(one: Replica, batch_max: int, kv_max: float) -> bool:
     return below and 0 < one.requests <= one.slots and one.requests < batch_max
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(replicas(), st.integers(1, 40), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
 def test_after_the_plan_every_bound_holds(
     group: list[Replica], batch_max: int, kv_max: float
@@ -66,7 +67,7 @@ def test_after_the_plan_every_bound_holds(
         assert sum(one.requests for one in held) <= min(batch_max, by_id[target].slots)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(replicas(), st.integers(1, 40))
 def test_nothing_more_could_be_merged_after_the_plan(group: list[Replica], batch_max: int) -> None:
     """What is left with work fits on no other candidate that is left: a second look at
@@ -155,7 +156,7 @@ def best_of_all(group: list[Replica], batch_max: int, kv_max: float) -> int:
     return 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(replicas(weights=1, sizes=(100,), largest=6), st.sampled_from([8, 16, 32]))
 def test_it_frees_about_as_many_as_could_be(group: list[Replica], batch_max: int) -> None:
     """Of 6,000 groups of up to 7 equal replicas 4 % could free one more than this does,

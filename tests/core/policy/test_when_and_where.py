@@ -23,6 +23,7 @@ from rollweave.core.policy.routing import SKEW, EngineLoad, choose
 from rollweave.core.policy.scheduling import scheduling
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.sections import RolloutConfig
+from tests.support.properties import examples
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 
@@ -44,7 +45,7 @@ def test_who_runs_first(name: str, first: dict[str, float], then: dict[str, floa
     assert RANKS[name](view(**first)) > RANKS[name](view(**then))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(tokens=st.floats(1, 1e6), wobble=st.floats(-0.09, 0.09))
 def test_a_prediction_that_wobbles_keeps_its_level(tokens: float, wobble: float) -> None:
     """Hysteresis: less than the margin up or down from where the level was entered
@@ -127,7 +128,7 @@ def test_preemption_takes_the_slot_of_a_lower_rank_only() -> None:
 # Migration.
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum), active=st.integers(1, 40)
 )
@@ -171,7 +172,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(drawn=REQUESTS, busy=st.sets(st.sampled_from("abcdef"), max_size=3))
 def test_an_epoch_is_greedy_by_length_and_shares_no_engine(
     drawn: list[tuple[int, str, str]], busy: set[str]

@@ -13,6 +13,7 @@ from rollweave.core.policy.allocation import allocate_groups
 from rollweave.core.policy.placement import Problem, in_order, place_groups
 from rollweave.core.policy.work import ByWork, Rate, occupied, rate
 from rollweave.schema.events import StepTime
+from tests.support.properties import examples
 
 RATES = st.builds(
     Rate,
@@ -47,7 +48,7 @@ def slowest(groups: ByWork, degrees: tuple[int, ...], ends: tuple[int, ...]) -> 
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     works=WORKS,
     fast=RATES,
@@ -77,7 +78,7 @@ def test_no_contiguous_partition_is_better(
     assert max(costs) <= least, "what is levelled is no slower"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     works=WORKS.filter(lambda works: len(works) > 2), one=RATES, two=RATES, budget=st.integers(2, 4)
 )
@@ -101,7 +102,7 @@ def test_no_fleet_is_better(
     assert sum(found.degrees) == budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(works=WORKS, cost=RATES, start=st.integers(0, 6), bound=st.floats(0, 40))
 def test_reach_is_the_last_end_within_the_bound(
     works: list[tuple[int, int]], cost: Rate, start: int, bound: float
@@ -128,7 +129,7 @@ def simulated(tokens: list[int], cost: Rate) -> float:
     return seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(tokens=st.lists(st.integers(1, 12), min_size=1, max_size=9), slots=st.integers(1, 5))
 def test_a_group_takes_as_long_as_its_batch(tokens: list[int], slots: int) -> None:
     """With the longest left first, batches lack no members while somebody waits: the
@@ -149,7 +150,7 @@ def test_level_keeps_the_makespan_and_gives_everybody_something() -> None:
     assert all(start < end for start, end in level.spans)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     fixed=st.floats(0.001, 10),
     sequence=st.floats(0, 1),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollweave.engine.planner.batching import Batcher, Entry, StepPlan
 from rollweave.engine.planner.blocks import BlockLedger
+from tests.support.properties import examples
 
 SIZE = 4
 
@@ -233,7 +234,7 @@ def reference_running(running: list[Entry], waiting: list[Entry], slots: int) ->
     return {one.id for one in runs}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 def test_with_plenty_of_kv_the_slots_are_the_reference_s(seed: int) -> None:
     draw = Random(seed)
@@ -260,7 +261,7 @@ def test_with_plenty_of_kv_the_slots_are_the_reference_s(seed: int) -> None:
     assert world.computed == total  # with KV to spare, preemption costs no recomputation
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 2**32))
 def test_any_history_finishes_and_every_token_reads_its_own_kv(seed: int) -> None:
     draw = Random(seed)
@@ -297,7 +298,7 @@ def test_any_history_finishes_and_every_token_reads_its_own_kv(seed: int) -> Non
     assert world.batcher.ledger.held == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(st.integers(6, 14), st.integers(2, 6), st.integers(2, 8))
 def test_scarce_kv_does_not_thrash(blocks: int, slots: int, count: int) -> None:
     """Equals under pressure: what is computed in all stays within a small multiple of

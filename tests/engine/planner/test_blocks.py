@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.engine.planner.blocks import BlockLedger, Key
+from tests.support.properties import examples
 
 SIZE = 4
 
@@ -81,7 +82,7 @@ def test_without_caching_nothing_is_indexed() -> None:
     ledger.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_any_history_agrees_with_the_model(data: st.DataObject) -> None:
     total = data.draw(st.integers(2, 8))

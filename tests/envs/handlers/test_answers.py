@@ -5,7 +5,7 @@ is only partly a number.
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.handlers.answers import boxed, close, number, numbers, same
@@ -96,7 +96,6 @@ def test_what_is_no_number(text: str) -> None:
     assert not same(text, "12")
 
 
-@settings(deadline=None)
 @given(
     fractions,
     st.sampled_from(["{}/{}", r"\frac{{{}}}{{{}}}", r"$\dfrac{{{}}}{{{}}}$", " {} / {} "]),
@@ -106,7 +105,6 @@ def test_a_fraction_in_any_dress(value: Fraction, dress: str) -> None:
     assert number(dress.format(value.numerator * 6, value.denominator * 6)) == value
 
 
-@settings(deadline=None)
 @given(st.integers(), st.integers(0, 12))
 def test_a_decimal_is_exact(digits: int, places: int) -> None:
     text = f"{abs(digits):0{places + 1}d}"
@@ -115,7 +113,6 @@ def test_a_decimal_is_exact(digits: int, places: int) -> None:
     assert number(f"{int(abs(digits)):,}") == abs(digits)
 
 
-@settings(deadline=None)
 @given(st.lists(fractions, min_size=2, max_size=4))
 def test_tuples(values: list[Fraction]) -> None:
     text = f"({', '.join(map(str, values))})"
@@ -131,7 +128,6 @@ def test_tuples(values: list[Fraction]) -> None:
     assert not same(text[1:-1], text)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=60) | st.text("0123456789.,/-+e{}()\\frac times^$ ", max_size=60))
 def test_any_text_is_read_or_not(text: str) -> None:
     value = number(text)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollweave.envs.handlers.changes import CHANGED_BYTES, FILES, changes, patch
+from tests.support.properties import examples
 
 BEFORE = {"a.py": "one\ntwo\nthree\n", "b/c.py": "four\n", "d.py": ""}
 
@@ -75,9 +76,7 @@ TEXTS = st.builds(lambda lines, end: "\n".join(lines) + end, LINES, st.sampled_f
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-@settings(
-    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
-)
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(st.sampled_from(["a", "b/c", "d"]), TEXTS),
     st.dictionaries(st.sampled_from(["a", "b/c", "d"]), TEXTS),

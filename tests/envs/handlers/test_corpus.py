@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rollweave.envs.handlers.corpus import PASSAGE_WORDS, Bm25, Document, documents, passages
 from rollweave.schema.errors import ConfigError
+from tests.support.properties import examples
 
 
 def texts(*given_: str) -> list[Document]:
@@ -53,7 +54,7 @@ def reference(words: list[list[str]], query: list[str]) -> list[float]:
     return scores
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
 async def test_the_order_is_bm25s(seed: int) -> None:
     rng = random.Random(seed)
@@ -73,7 +74,6 @@ async def test_the_order_is_bm25s(seed: int) -> None:
     assert all(one > other - 1e-5 for one, other in itertools.pairwise(in_order))
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.lists(st.sampled_from(["a", "bb", "\n", "\n\n", "\n \n"]), max_size=300), max_size=4

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rollweave.envs.handlers.answers import numbers
 from rollweave.envs.handlers.math_problems import FAMILIES
+from tests.support.properties import examples
 
 INTEGER = re.compile(r"-?\d+")
 
@@ -165,7 +166,7 @@ def test_every_family_has_a_reference() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**32), level=st.integers(1, 3))
 def test_answers_are_right(family: str, seed: int, level: int) -> None:
     problem = FAMILIES[family](random.Random(seed), level)

@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.handlers.probe import END, Probe, run, told
@@ -119,7 +119,6 @@ def plain(value: object) -> object:
     return value
 
 
-@settings(deadline=None)
 @given(VALUES, VALUES)
 def test_equal_texts_are_equal_values(one: object, other: object) -> None:
     assert (told(one) == told(other)) == (plain(one) == plain(other))

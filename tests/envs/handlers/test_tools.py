@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollweave.envs.handlers.base import LimitError, Tool
@@ -117,7 +117,6 @@ async def test_what_is_wrong_with_arguments_is_told_and_nothing_runs(
     assert counter.seen == []
 
 
-@settings(deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
@@ -254,7 +253,6 @@ async def test_a_tool_without_parameters_is_an_empty_block() -> None:
 BODY = st.text(st.characters(codec="utf-8", exclude_characters="`\r\n"), max_size=20)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["bash", "python"]), st.lists(BODY, max_size=3)), max_size=4
@@ -270,7 +268,6 @@ def test_blocks_read_what_was_written(written: list[tuple[str, list[str]]], betw
     assert blocks(text) == (wanted, "")
 
 
-@settings(deadline=None)
 @given(st.text(st.sampled_from("`ab \n"), max_size=60))
 def test_blocks_never_fail(text: str) -> None:
     found, unclosed = blocks(text)

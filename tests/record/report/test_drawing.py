@@ -10,12 +10,13 @@ from rollweave.record.report.data import Span
 from rollweave.record.report.svg import Frame, nice_ticks, number, smoothed, stacked
 from rollweave.record.report.timeline import MAX_BOXES, busy_bins, choose_window
 from rollweave.record.trace import ENVIRONMENTS, TRAINER
+from tests.support.properties import examples
 
 numbers = st.floats(-1e6, 1e6)
 
 
 @given(numbers, st.floats(1e-3, 1e6), st.integers(2, 10))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 def test_ticks_are_round_inside_and_not_too_many(low: float, width: float, count: int) -> None:
     ticks = nice_ticks(low, low + width, count)
     slack = width * 1e-6
@@ -44,7 +45,7 @@ def test_numbers_for_people(value: float, text: str) -> None:
 
 
 @given(st.lists(st.floats(-100, 100), max_size=50), st.integers(1, 10))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_smoothing_is_the_mean_of_the_last_values(values: list[float], window: int) -> None:
     expected = [
         sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))
@@ -60,7 +61,7 @@ spans = st.lists(st.tuples(st.floats(0, 10), st.floats(0.001, 5)), max_size=20).
 
 
 @given(spans, st.integers(1, 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_bins_hold_all_the_time_of_all_spans(made: list[Span], bins: int) -> None:
     end = max((span.end for span in made), default=1.0)
     found = busy_bins(made, start=0.0, end=end, bins=bins)

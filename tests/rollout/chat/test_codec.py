@@ -17,6 +17,7 @@ from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.serving import VersionSpan
 from rollweave.schema.work import SegmentKind
+from tests.support.properties import examples
 
 from .chats import CHATML, SPECIAL_MAP, SPECIALS, TEMPLATES, bpe, checkpoint, codec, template
 
@@ -52,7 +53,7 @@ def spans(count: int, cut: int) -> list[VersionSpan]:
     return [*first, VersionSpan(start=cut, end=count, version=4)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(
     name=st.sampled_from(sorted(TEMPLATES)),
     first=text,
@@ -89,7 +90,7 @@ def test_tokens_only_grow_and_sampled_ids_stay(
     assert [value != 0 for value in sequence.logprobs] == mask
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     name=st.sampled_from(sorted(CLOSING)),
     first=text,

@@ -26,6 +26,7 @@ from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import Finish, Sampling
 from rollweave.schema.work import SegmentKind
 from tests.rollout.chat.chats import codec
+from tests.support.properties import examples
 
 from .scripts import CALL, CHAT, CODEC, END, TOOL, Client, Script, ask, encode, gateway, spoken
 
@@ -460,7 +461,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_a_field_that_is_not_honored_asks_for_nothing_or_is_refused(data: st.DataObject) -> None:
     name = data.draw(
@@ -599,7 +600,7 @@ async def test_garbage_gets_a_plain_error_and_the_gateway_lives() -> None:
         assert (await client.post(ask()))[0] == 200
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(
     st.sampled_from(["messages", "tools", "tool_choice", "stop", "n", "stream", "logprobs", "seed", "response_format"]),
     st.recursive(

@@ -14,6 +14,7 @@ from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import Finish, GenerateResult, VersionSpan
 from rollweave.schema.work import SegmentKind, TokenSequence
 from tests.rollout.chat.chats import bpe, codec
+from tests.support.properties import examples
 
 OF = codec("tools")
 END = OF.stop_token_ids[0]
@@ -222,7 +223,7 @@ steps = st.one_of(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250))
 @given(st.lists(steps, max_size=30))
 def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -> None:  # type: ignore[type-arg]
     program = Program()
@@ -265,7 +266,7 @@ def test_every_token_that_the_program_got_is_an_output_once(does: list[tuple]) -
     assert sum(len(sequence.turns) for sequence in before) == len(program.got)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 390), min_size=1, max_size=6), st.booleans(), texts),

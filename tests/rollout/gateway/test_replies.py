@@ -19,6 +19,7 @@ from rollweave.rollout.gateway.replies import (
     whole,
 )
 from rollweave.schema.serving import Finish
+from tests.support.properties import examples
 
 from .scripts import CALL, CODEC, END, encode, spoken
 
@@ -70,7 +71,7 @@ def put_together(stream: list[dict[str, Any]]) -> dict[str, Any]:
     return {"content": content, "calls": [calls[index] for index in sorted(calls)]}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     sampled=tokens,
     ended=st.booleans(),

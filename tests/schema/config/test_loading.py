@@ -13,6 +13,7 @@ from rollweave.schema.config.loading import _keys, dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.errors import ConfigError
+from tests.support.properties import examples
 
 GOOD = """
 [run]
@@ -66,7 +67,7 @@ def test_overrides() -> None:
     assert config.tasks[0].options["maps"] == "random"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(
     name=st.text("abc._-", max_size=5).map("a".__add__),
     seed=st.integers(0, 2**40),
