@@ -89,7 +89,10 @@ for name, files in json.load(sys.stdin).items():
 """Runs the tests of several versions of a repository by unittest itself."""
 
 
-@pytest.mark.parametrize("repo", repos())
+@pytest.mark.parametrize(
+    "repo",
+    [pytest.param(repo, marks=pytest.mark.slow) if repo == "flow" else repo for repo in repos()],
+)
 def test_every_bug_fails_exactly_what_it_should(repo: str, tmp_path: Path) -> None:
     """Of all splits, as unittest sees it."""
     mine = {name: bug for name, bug in bugs().items() if bug.repo == repo}

@@ -150,6 +150,7 @@ def test_engines_are_those_that_are_left() -> None:
 # Rows.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "experiment",
     [one for one in heddle.EXPERIMENTS if one.name != "heddle-fig13"],  # test_heddle_prediction.py
@@ -162,6 +163,7 @@ def test_every_row_has_a_figure(experiment: Experiment) -> None:
     assert len({row.row for row in rows}) == len(rows)
 
 
+@pytest.mark.slow
 def test_only_the_greatest_gain_is_published() -> None:
     published = [
         row.published

@@ -162,6 +162,7 @@ def test_laminar_is_the_mode_decoupled_with_its_concurrency() -> None:
     assert config.engines[0].count == 24 // 4
 
 
+@pytest.mark.slow
 def test_inherent_staleness_is_of_those_that_ended_in_the_window() -> None:
     shares = staleness_shares(256, quick=True)
     assert sum(shares.values()) == pytest.approx(1.0)
@@ -169,6 +170,7 @@ def test_inherent_staleness_is_of_those_that_ended_in_the_window() -> None:
     assert max(shares) < 20
 
 
+@pytest.mark.slow
 def test_engines_are_freed_by_repack_alone() -> None:
     with_it, without = (repacking(repack=repack, quick=True) for repack in (True, False))
     assert with_it.released > 0

@@ -17,9 +17,9 @@ SLOW = frozenset(
             for figure in ("fig10b", "fig13")
             for size in ("8b", "14b", "32b")
         ),
-        "rollart-fig10c",
-        "rose-fig14",
-        "prorl-fig5",
+        *(f"rollart-{figure}" for figure in ("fig10c", "fig11b", "fig14a", "fig14b")),
+        *(f"rose-{one}" for one in ("fig1c", "fig14", "table3")),
+        *(f"prorl-{one}" for one in ("fig5", "table3")),
     }
 )
 """Of RollArt, ROSE and ProRL: two seconds of a processor or more in quick form."""
