@@ -117,7 +117,7 @@ async def test_nor_from_where_an_editable_install_points(name: str) -> None:
     source = str(Path(rollweave.__file__).parent.parent)
     async with opened(name) as backend:
         sandbox = await backend.start(SandboxSpec())
-        made = await sandbox.exec(["mkdir", "-p", source])
+        made = await sandbox.exec(["sh", "-c", 'mkdir -p "$0" && test -w "$0"', source])
         if made.rc == 0:  # else it is read-only, which is as good
             await sandbox.write(f"{source}/sitecustomize.py", CUSTOM)
         branch = await backend.branch(await sandbox.snapshot())
