@@ -25,7 +25,7 @@ from benchmarks.attack_programs import COUNTED_BY_GROUPS, PRELUDE, PROGRAMS
 from rollweave.sandbox.base import HOME, MIB, Backend, ExecResult, Limits, Sandbox, SandboxSpec
 from rollweave.sandbox.cgroups import unbounded
 from rollweave.sandbox.stage import inodes
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import SandboxError
 
 LIMITS = Limits(
@@ -47,7 +47,7 @@ BAIT = "ROLLWEAVE_BAIT"
 """A variable of the host, which nobody inside may see."""
 
 
-class Outcome(Noun, frozen=True, kw_only=True):
+class Outcome(Struct, frozen=True, kw_only=True):
     """Of one attack."""
 
     attack: str

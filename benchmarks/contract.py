@@ -8,7 +8,7 @@ the figure's name.
 import json
 from typing import Any
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 Figure = float | int | list[float] | None
 
@@ -24,7 +24,7 @@ PROMISES = (
 """Figures that have to be 0: else the bench has failed."""
 
 
-class Result(Noun, frozen=True, kw_only=True):
+class Result(Struct, frozen=True, kw_only=True):
     """Of one bench. `conditions` is JSON."""
 
     bench: str

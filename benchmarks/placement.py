@@ -29,7 +29,7 @@ from rollweave.core.policy.placement import (
     place,
     place_dp,
 )
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
 from rollweave.sim.cost import EngineCost
 from rollweave.sim.hardware import gpu
@@ -80,7 +80,7 @@ length.
 """
 
 
-class Draw(Noun, frozen=True, kw_only=True):
+class Draw(Struct, frozen=True, kw_only=True):
     """Trajectories of one task: lengths in sampled tokens, and what engines of each
     degree cost them.
     """

@@ -21,13 +21,13 @@ from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.links.relay import ONE_THREAD
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 PORT = 29400
 """Of rank 0's store, on a host where nobody else listens."""
 
 
-class Ranks(Noun, frozen=True, kw_only=True):
+class Ranks(Struct, frozen=True, kw_only=True):
     """What the ranks are: `paths` of their hosts, the `address` of the first, the
     `interface` of all. Groups of `sizes`.
     """
@@ -39,14 +39,14 @@ class Ranks(Noun, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class Send(Noun, frozen=True, kw_only=True):
+class Send(Struct, frozen=True, kw_only=True):
     """Broadcast so many bytes from rank 0 to the others of the group of `size`."""
 
     size: int
     nbytes: int
 
 
-class Sent(Noun, frozen=True, kw_only=True):
+class Sent(Struct, frozen=True, kw_only=True):
     """Seconds from rank 0's start, after a barrier, until the last rank has all. 0 at
     first: ready.
     """

@@ -19,7 +19,7 @@ from rollweave.io.child import spawn
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.runtime.links.relay import ONE_THREAD
-from rollweave.schema.base import Tagged
+from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import RelayAddress, WeightManifest
 from rollweave.weights.memory import read_payload
@@ -36,13 +36,13 @@ PATIENCE_S = 300.0
 """For one order: the whole version over the slowest link."""
 
 
-class Serve(Tagged, frozen=True, kw_only=True):
+class Serve(TaggedStruct, frozen=True, kw_only=True):
     """Be a store, and listen on `host`. Answered by `Serving`."""
 
     host: str
 
 
-class PushPart(Tagged, frozen=True, kw_only=True):
+class PushPart(TaggedStruct, frozen=True, kw_only=True):
     """Send `ranges` of a version in memory of this machine to a store; with `base` as
     changes since it.
     """
@@ -54,7 +54,7 @@ class PushPart(Tagged, frozen=True, kw_only=True):
     base: WeightManifest | None = None
 
 
-class PullPart(Tagged, frozen=True, kw_only=True):
+class PullPart(TaggedStruct, frozen=True, kw_only=True):
     """Read `ranges` of a version from a store."""
 
     address: RelayAddress
@@ -62,11 +62,11 @@ class PullPart(Tagged, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
 
-class Serving(Tagged, frozen=True, kw_only=True):
+class Serving(TaggedStruct, frozen=True, kw_only=True):
     address: RelayAddress
 
 
-class Moved(Tagged, frozen=True, kw_only=True):
+class Moved(TaggedStruct, frozen=True, kw_only=True):
     """When what has travelled, as (start, stop, bytes), and when all of it was known to
     be right.
 

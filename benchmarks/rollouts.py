@@ -17,7 +17,7 @@ from rollweave.record.rundir import RunDir
 from rollweave.record.store import TrajectoryReader
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import Noun, TrajectoryId
+from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
 
@@ -27,7 +27,7 @@ LOGPROB_TOLERANCE = 1e-4
 """
 
 
-class Rollout(Noun, frozen=True, kw_only=True):
+class Rollout(Struct, frozen=True, kw_only=True):
     """Of one training step. `makespan_s` is from the first turn that an engine was
     given to the last trajectory's end.
 
@@ -135,7 +135,7 @@ class _Reader:
         )
 
 
-class Spoken(Noun, frozen=True, kw_only=True):
+class Spoken(Struct, frozen=True, kw_only=True):
     """Tokens and log-probs of a trajectory's sequences, one after the other."""
 
     tokens: tuple[int, ...]

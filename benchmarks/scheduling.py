@@ -34,7 +34,7 @@ from benchmarks.router import router_figures
 from benchmarks.runs import trained
 from rollweave.engine.planner.batching import Amounts
 from rollweave.runtime.launch import Programs
-from rollweave.schema.base import Noun, TrajectoryId
+from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.config.root import RunConfig
 
 OURS = "trajectory"
@@ -63,7 +63,7 @@ UNMOVED = "fcfs"
 QUICK_WAYS = (UNMOVED, OURS)
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Struct, frozen=True, kw_only=True):
     """How much is run: `learned` steps that only teach, then `measured` ones, of
     `groups` groups.
     """
@@ -118,7 +118,7 @@ def config(way: str, size: Size, *, seed: int, directory: str) -> RunConfig:
     )
 
 
-class Run(Noun, frozen=True, kw_only=True):
+class Run(Struct, frozen=True, kw_only=True):
     """One way with one seed.
 
     `rollouts` and `lines` (of metrics.jsonl) are those of the measured steps, `spoken`

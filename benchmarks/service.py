@@ -26,7 +26,7 @@ from benchmarks.contract import Figure, Result
 from benchmarks.runs import trained
 from rollweave.engine.clients.transport import Failed
 from rollweave.runtime.launch import Programs
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
@@ -50,7 +50,7 @@ the bench longer.
 """
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Struct, frozen=True, kw_only=True):
     """Rollouts of a round: `jobs` of them `CONCURRENT` at once, `alone` one after the
     other.
 

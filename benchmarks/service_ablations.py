@@ -33,7 +33,7 @@ import msgspec
 from benchmarks.bash_env import BACKEND, project
 from benchmarks.contract import Figure
 from benchmarks.service_process import Child, started
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest, RolloutStatus
 from rollweave.schema.serving import EngineStats
@@ -52,7 +52,7 @@ ROOM_S = 60.0
 """For rollouts that were cancelled to be gone."""
 
 
-class Way(Noun, frozen=True, kw_only=True):
+class Way(Struct, frozen=True, kw_only=True):
     """`terminal` names the handler, `balanced` says which engines the service knows,
     `cancels` what the trainer does.
     """
@@ -72,14 +72,14 @@ WAYS = {
 }
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Struct, frozen=True, kw_only=True):
     """Of each way: `steps` measured ones in each of `rounds`, after one that warms up."""
 
     rounds: int
     steps: int
 
 
-class Round(Noun, frozen=True, kw_only=True):
+class Round(Struct, frozen=True, kw_only=True):
     """What was measured.
 
     Seconds of slots: those of turns of wanted rollouts, and all.

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.contract import Figure
 from benchmarks.service_process import Child, started
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.service import EngineRequest, RolloutRequest
 from rollweave.service.client import RolloutClient
@@ -43,7 +43,7 @@ WARM_UP = 8
 TURNS, TURN_TOKENS = 6, 6
 
 
-class Kind(Noun, frozen=True, kw_only=True):
+class Kind(Struct, frozen=True, kw_only=True):
     """`seats` are the environments that a process may hold."""
 
     seats: int
@@ -58,7 +58,7 @@ KINDS = {
 """By what the figures' names have before the number."""
 
 
-class Size(Noun, frozen=True, kw_only=True):
+class Size(Struct, frozen=True, kw_only=True):
     """`processes` of `PROCESSES`, and of a round: rollouts for each process as nodes,
     rollouts in all where saturated.
     """

@@ -27,7 +27,7 @@ from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
 from rollweave.record.summary import Summary, summarize
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
@@ -100,7 +100,7 @@ CONDITIONS = {
 }
 
 
-class Simulated(Noun, frozen=True, kw_only=True):
+class Simulated(Struct, frozen=True, kw_only=True):
     """A simulated run. `computing` is the engines' share of time in steps."""
 
     timings: Timings

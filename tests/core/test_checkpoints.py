@@ -32,7 +32,7 @@ class Timed(World):
             self.checkpoints = dict.fromkeys((*command.keep, command.step), 0)
             self.saves.append((self.now, command.step))
             if self.copies:
-                self.later(e.CheckpointTaken(epoch=self.trainer_epoch, step=command.step), 0.0)
+                self.later(e.CheckpointCopied(epoch=self.trainer_epoch, step=command.step), 0.0)
             self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step), self.write_s)
         else:
             super().execute(command)

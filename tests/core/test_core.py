@@ -365,7 +365,7 @@ def restart_controller(world: World) -> None:
     world.engine_epoch = dict.fromkeys(world.engine_epoch, 0)
     world.engine_version.clear()
     seats = tuple(
-        e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in world.seats.items()
+        e.EngineSlot(id=EngineId(name), degree=degree) for name, degree in world.seats.items()
     )
     relays = world.begin_relays()
     world.feed(e.WorldLost(engines=seats, relays=relays))
@@ -447,7 +447,7 @@ def test_a_lost_engine_fails_its_turns_and_they_run_elsewhere() -> None:
     queued = set(world.core.state.turn_queue)
     assert {command.trajectory_id for command in again} | queued >= set(lost)
     assert all(
-        command.engine_id != turn.engine_id and command.try_number == 1
+        command.engine_id != turn.engine_id and command.dispatch == 1
         for command in again
         if command.trajectory_id in lost
     )
@@ -560,8 +560,7 @@ def test_the_core_knows_how_far_open_turns_have_come() -> None:
 
     def sampled(**changes: Any) -> int:
         named = {
-            name: getattr(start, name)
-            for name in ("trajectory_id", "attempt", "turn", "try_number")
+            name: getattr(start, name) for name in ("trajectory_id", "attempt", "turn", "dispatch")
         }
         told = e.TurnProgress(**({**named, "output_tokens": 70} | changes))
         world.feed(
@@ -577,7 +576,7 @@ def test_the_core_knows_how_far_open_turns_have_come() -> None:
         assert turn is not None
         return turn.sampled
 
-    for late in ({"attempt": 1}, {"turn": 1}, {"try_number": 1}):
+    for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 1}):
         assert sampled(**late) == 0
     assert sampled() == 70
     assert sampled(output_tokens=90) == 90
@@ -667,7 +666,7 @@ def test_events_of_an_earlier_life_are_ignored() -> None:
             trajectory_id="g0.0",
             attempt=7,
             turn=0,
-            try_number=0,
+            dispatch=0,
             output_tokens=1,
             cached_tokens=0,
             version=0,

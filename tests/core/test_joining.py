@@ -21,7 +21,7 @@ from tests.support.properties import examples
 
 def registered(name: EngineId | None, *, degree: int = 1, group: int = 0) -> e.EngineRegistered:
     assert name is not None
-    return e.EngineRegistered(engine=e.EngineSeat(id=name, degree=degree, group=group))
+    return e.EngineRegistered(engine=e.EngineSlot(id=name, degree=degree, group=group))
 
 
 def restart(world: World) -> None:

@@ -46,7 +46,7 @@ class Hand:
         self.silent = False  # checkpoints are read, and not to the end
         self.saves: list[c.SaveCheckpoint] = []
         self.epochs: dict[EngineId, int] = {}
-        seats = tuple(e.EngineSeat(id=EngineId(f"e{n}")) for n in range(made.engines[0].count))
+        seats = tuple(e.EngineSlot(id=EngineId(f"e{n}")) for n in range(made.engines[0].count))
         self.feed(e.RunStarted(engines=seats))
         for seat in seats:
             self.join(seat.id)
@@ -169,7 +169,7 @@ class Hand:
         done = e.TurnDone(
             **key,
             turn=turn.turn,
-            try_number=turn.try_number,
+            dispatch=turn.dispatch,
             output_tokens=tokens,
             cached_tokens=0,
             version=version,
@@ -314,7 +314,7 @@ def test_repack_frees_an_engine_and_the_open_turn_goes_on_after_its_kv() -> None
     assert state.engines[move.source].version == 0, "the KV is still there"
     hand.moved(move)
     assert hand.turns[move.trajectory_id].engine_id == move.target
-    assert hand.turns[move.trajectory_id].try_number == 1
+    assert hand.turns[move.trajectory_id].dispatch == 1
     assert state.engines[move.source].version == 1
     assert state.engines[move.target].version == 0
     assert state.counters.scheduling.released == 1

@@ -208,7 +208,7 @@ def test_a_lost_controller_measures_anew() -> None:
     hand.core = Core.restore(hand.core.snapshot(), by_ratio())
     hand.turns.clear()
     hand.epochs.clear()
-    hand.feed(e.WorldLost(engines=(e.EngineSeat(id=EngineId("e0")),)))
+    hand.feed(e.WorldLost(engines=(e.EngineSlot(id=EngineId("e0")),)))
     hand.join(E0)
     hand.feed(e.TrainerReady(epoch=1, step=0))
     assert len(hand.measures) == 2

@@ -31,7 +31,7 @@ class Desk:
             watchdog={"restarts": restarts},
         )
         self.config, self.core, self.now, self.published = made, Core(made), 0.0, -1
-        seats = tuple(e.EngineSeat(id=EngineId(f"e{number}")) for number in range(relays))
+        seats = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(relays))
         self.tell(e.RunStarted(engines=seats, relays=relays))
 
     def tell(self, event: e.Event) -> list[c.Command]:
@@ -72,7 +72,7 @@ class Desk:
 
     def hold(self, relay: str, weights_id: int) -> list[c.Command]:
         epoch = self.relay(relay).epoch
-        return self.tell(e.WeightsHeld(relay_id=relay, epoch=epoch, weights_id=weights_id))
+        return self.tell(e.WeightsFetched(relay_id=relay, epoch=epoch, weights_id=weights_id))
 
     def lose(self, relay: str) -> list[c.Command]:
         return self.tell(e.RelayLost(relay_id=relay, epoch=self.relay(relay).epoch, error="killed"))
@@ -84,19 +84,19 @@ class Desk:
         return self.tell(e.RelaySuspected(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def hear(self, relay: str) -> list[c.Command]:
-        return self.tell(e.RelayHeard(relay_id=relay, epoch=self.relay(relay).epoch))
+        return self.tell(e.RelayRecovered(relay_id=relay, epoch=self.relay(relay).epoch))
 
     def stall(self, relay: str) -> list[c.Command]:
         found = self.relay(relay)
         assert found.source is not None
-        event = e.WeightsStalled(
+        event = e.FetchStalled(
             relay_id=relay, epoch=found.epoch, weights_id=found.taking, source=found.source
         )
         return self.tell(event)
 
     def refuse(self, relay: str, reason: str) -> list[c.Command]:
         found = self.relay(relay)
-        event = e.WeightsRefused(
+        event = e.FetchFailed(
             relay_id=relay,
             epoch=found.epoch,
             weights_id=found.taking,
@@ -119,7 +119,7 @@ def ways(commands: list[c.Command]) -> dict[str, str | None]:
     return {
         command.relay_id: command.source
         for command in commands
-        if isinstance(command, c.TakeWeights)
+        if isinstance(command, c.FetchWeights)
     }
 
 
@@ -127,7 +127,7 @@ def bases(commands: list[c.Command]) -> dict[str, int | None]:
     return {
         command.relay_id: command.base_id
         for command in commands
-        if isinstance(command, c.TakeWeights)
+        if isinstance(command, c.FetchWeights)
     }
 
 
@@ -310,7 +310,7 @@ def test_a_take_that_was_overtaken_is_not_refused() -> None:
     old = desk.relay("r2").tries
     desk.lose("r1")
     assert desk.relay("r2").source == "r0"
-    late = e.WeightsRefused(
+    late = e.FetchFailed(
         relay_id="r2", epoch=0, weights_id=0, try_number=old, reason="source", error="r1 is gone"
     )
     assert ways(desk.tell(late)) == {}
@@ -371,7 +371,10 @@ def test_what_engines_have_is_kept() -> None:
     desk.engines_up()
     serving(desk, "r0", "r1")
     found = desk.publish_again()
-    assert [command.keep for command in found if isinstance(command, c.TakeWeights)] == [(0,), (0,)]
+    assert [command.keep for command in found if isinstance(command, c.FetchWeights)] == [
+        (0,),
+        (0,),
+    ]
     asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
         e.TrainerReady(epoch=2, step=0)
     )
@@ -514,7 +517,7 @@ def test_what_a_relay_has_is_what_changes_are_of_also_where_no_engine_has_it() -
     desk.publish()
     desk.hold("r0", 0)
     desk.hold("r1", 0)
-    found = [command for command in desk.publish_again() if isinstance(command, c.TakeWeights)]
+    found = [command for command in desk.publish_again() if isinstance(command, c.FetchWeights)]
     assert [command.keep for command in found] == [(0,), (0,)]
     asked = desk.tell(e.TrainerLost(epoch=1, error="killed")) + desk.tell(
         e.TrainerReady(epoch=2, step=0)
@@ -651,7 +654,7 @@ def test_a_relay_to_which_nothing_comes_tries_each_other_source_once() -> None:
     assert ways(desk.stall("r3")) == {"r3": "r1"}
     assert ways(desk.stall("r3")) == {"r3": "r0"}
     assert ways(desk.stall("r3")) == {}, "a slow link is better than none"
-    late = e.WeightsStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
+    late = e.FetchStalled(relay_id="r3", epoch=0, weights_id=0, source="r2")
     assert ways(desk.tell(late)) == {}, "it has left r2 before"
     for relay in ("r0", "r1", "r2", "r3"):
         desk.hold(relay, 0)
@@ -738,7 +741,7 @@ def test_whoever_can_takes_from_one_that_is_heard(relays: int, data: st.DataObje
             name: (relay.taking, relay.source, relay.epoch)
             for name, relay in desk.core.state.relays.items()
         }
-        found = [command for command in step(desk, data) if isinstance(command, c.TakeWeights)]
+        found = [command for command in step(desk, data) if isinstance(command, c.FetchWeights)]
         state = desk.core.state
         for command in found:
             assert command.source in may_give(desk, command.relay_id, command.weights_id), command

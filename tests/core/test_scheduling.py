@@ -47,7 +47,7 @@ class Long(World):
         }
         version = self.engine_version[command.engine_id]
         done = e.TurnDone(
-            **key, try_number=command.try_number, output_tokens=3, cached_tokens=0, version=version
+            **key, dispatch=command.dispatch, output_tokens=3, cached_tokens=0, version=version
         )
         self.later(done, 1.0)
         self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1

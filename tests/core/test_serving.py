@@ -66,7 +66,7 @@ class Service(World):
 
     def start(self) -> None:
         seats = tuple(
-            e.EngineSeat(id=EngineId(name), degree=degree) for name, degree in self.seats.items()
+            e.EngineSlot(id=EngineId(name), degree=degree) for name, degree in self.seats.items()
         )
         self.feed(e.RunStarted(engines=seats, serving=True))
         for name in self.engine_epoch:
@@ -89,7 +89,7 @@ class Service(World):
 
     def register(self, name: str) -> None:
         self.seats[name], self.engine_epoch[name] = 1, 0
-        self.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId(name))))
+        self.feed(e.EngineRegistered(engine=e.EngineSlot(id=EngineId(name))))
         self.join(name)
 
     def execute(self, command: c.Command) -> None:
@@ -98,7 +98,7 @@ class Service(World):
                 self.delivered.setdefault(command.trajectory_id, []).append(command)
                 if self.takes:
                     self.taken.add(command.trajectory_id)
-                    self.later(e.RolloutTaken(trajectory_id=command.trajectory_id))
+                    self.later(e.RolloutAcknowledged(trajectory_id=command.trajectory_id))
             case c.StartEngine():
                 pass  # by `register`
             case (
@@ -173,7 +173,7 @@ def test_a_lost_world_goes_on_with_what_was_asked_for(seed: int, scheduling: str
         Counter({name: len(words) for name, words in world.delivered.items()}),
     )
     world.engine_version.clear()
-    seats = tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats)
+    seats = tuple(e.EngineSlot(id=EngineId(name)) for name in world.seats)
     world.feed(e.WorldLost(engines=seats))
     for name in world.seats:
         world.engine_epoch[name] = 0
@@ -254,7 +254,7 @@ def test_an_orderly_end_waits_for_no_engine_and_keeps_what_needs_one(engine: str
     ):
         world.step()
     if engine == "never ready":
-        world.feed(e.EngineRegistered(engine=e.EngineSeat(id=EngineId("x"))))
+        world.feed(e.EngineRegistered(engine=e.EngineSlot(id=EngineId("x"))))
     world.heap = [entry for entry in world.heap if not isinstance(entry[2], e.RolloutsSubmitted)]
     heapq.heapify(world.heap)
     if engine == "lost for ever":
@@ -297,7 +297,7 @@ def test_a_rollout_that_was_under_way_whenever_the_world_was_lost_is_given_up() 
         world.core, before = Core.restore(world.core.snapshot(), world.config), len(world.warnings)
         world.heap.clear()
         world.feed(
-            e.WorldLost(engines=tuple(e.EngineSeat(id=EngineId(name)) for name in world.seats))
+            e.WorldLost(engines=tuple(e.EngineSlot(id=EngineId(name)) for name in world.seats))
         )
         for name in world.seats:
             world.engine_epoch[name] = 0
@@ -345,7 +345,7 @@ def calls_with_busy_engines(engines: int) -> int:
     )
     names = [EngineId(f"e{number}") for number in range(engines)]
     core.handle(
-        0.0, e.RunStarted(engines=tuple(e.EngineSeat(id=name) for name in names), serving=True)
+        0.0, e.RunStarted(engines=tuple(e.EngineSlot(id=name) for name in names), serving=True)
     )
     for name in names:
         core.handle(
@@ -365,7 +365,7 @@ def calls_with_busy_engines(engines: int) -> int:
         calls += kind == "call"
 
     sys.setprofile(count)
-    core.handle(1.0, e.RolloutTaken(trajectory_id=TrajectoryId("none")))
+    core.handle(1.0, e.RolloutAcknowledged(trajectory_id=TrajectoryId("none")))
     sys.setprofile(None)
     return calls
 

@@ -86,7 +86,7 @@ def test_what_the_store_lost_is_not_trained_on_again() -> None:
     assert group.status is GroupStatus.TRAINED
     gone = group.chosen[0]
     feed = world.feed
-    engines = tuple(e.EngineSeat(id=EngineId(name)) for name in world.engine_epoch)
+    engines = tuple(e.EngineSlot(id=EngineId(name)) for name in world.engine_epoch)
     world.feed = lambda event: feed(  # type: ignore[method-assign]
         e.WorldLost(engines=engines, missing=(gone,)) if isinstance(event, e.WorldLost) else event
     )

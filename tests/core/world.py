@@ -45,10 +45,10 @@ class World:
         self.relay_epoch: dict[str, int] = {}
         self.relay_has: dict[str, set[int]] = {}  # whole, in its memory
         self.told: dict[str, set[int]] = {}  # of which the core has heard
-        self.takes: dict[str, c.TakeWeights] = {}  # under way
+        self.takes: dict[str, c.FetchWeights] = {}  # under way
         self.begin_relays()
         self.sick: set[str] = set()  # relays that die as soon as they are up
-        self.taken: list[c.TakeWeights] = []
+        self.taken: list[c.FetchWeights] = []
         self.finish: c.Finish | None = None
         self.journal: list[tuple[float, e.Event]] = []
         self.commands: list[list[c.Command]] = []
@@ -89,7 +89,7 @@ class World:
         self.feed(
             e.RunStarted(
                 engines=tuple(
-                    e.EngineSeat(id=EngineId(name), degree=degree)
+                    e.EngineSlot(id=EngineId(name), degree=degree)
                     for name, degree in self.seats.items()
                 ),
                 relays=len(self.relay_epoch),
@@ -142,10 +142,10 @@ class World:
     def feed(self, event: e.Event) -> None:
         self.handled += 1
         if isinstance(event, e.TurnDone):
-            engine_id, try_number = self.open.get(
+            engine_id, dispatch = self.open.get(
                 (event.trajectory_id, event.attempt, event.turn), ("", -1)
             )
-            if try_number == event.try_number:
+            if dispatch == event.dispatch:
                 self.silent[engine_id] = 0
         elif isinstance(event, e.TurnFailed):
             self.note_failure(event)
@@ -173,7 +173,7 @@ class World:
         if self.random.random() < 0.5 and len(state.engines) < 5:
             name = next_id(state)
             event: e.Event | None = (
-                e.EngineRegistered(engine=e.EngineSeat(id=name)) if name is not None else None
+                e.EngineRegistered(engine=e.EngineSlot(id=name)) if name is not None else None
             )
         else:
             name = self.random.choice(list(state.engines)) if state.engines else None
@@ -195,10 +195,10 @@ class World:
             return
         assert self.heap, "nothing will ever happen again: the core waits for ever"
         self.now, _, event = heapq.heappop(self.heap)
-        if not isinstance(event, e.WeightsHeld | e.WeightsRefused) or self.arrives(event):
+        if not isinstance(event, e.WeightsFetched | e.FetchFailed) or self.arrives(event):
             self.feed(event)
 
-    def arrives(self, event: e.WeightsHeld | e.WeightsRefused) -> bool:
+    def arrives(self, event: e.WeightsFetched | e.FetchFailed) -> bool:
         """A take is over; unless another has overtaken it, its source has not got so
         far, or lacks it.
         """
@@ -207,7 +207,7 @@ class World:
             return True  # of an earlier life: late news
         if take is None or take.weights_id != event.weights_id:
             return False
-        if isinstance(event, e.WeightsHeld) and take.source is not None:
+        if isinstance(event, e.WeightsFetched) and take.source is not None:
             from_ = self.takes.get(take.source)
             if from_ is not None and from_.weights_id == take.weights_id:
                 self.later(event)
@@ -216,14 +216,14 @@ class World:
                 self.refuse(take, "source")
                 return False
         del self.takes[event.relay_id]
-        if isinstance(event, e.WeightsHeld):
+        if isinstance(event, e.WeightsFetched):
             self.relay_has[event.relay_id].add(event.weights_id)
             self.told[event.relay_id].add(event.weights_id)
         return True
 
-    def refuse(self, take: c.TakeWeights, reason: str) -> None:
+    def refuse(self, take: c.FetchWeights, reason: str) -> None:
         self.later(
-            e.WeightsRefused(
+            e.FetchFailed(
                 relay_id=take.relay_id,
                 epoch=self.relay_epoch[take.relay_id],
                 weights_id=take.weights_id,
@@ -279,7 +279,7 @@ class World:
                     "trajectory_id": command.trajectory_id,
                     "attempt": command.attempt,
                     "turn": command.turn,
-                    "try_number": command.try_number,
+                    "dispatch": command.dispatch,
                 }
                 if command.engine_id in self.mute:
                     pass
@@ -287,7 +287,7 @@ class World:
                     self.later(e.TurnFailed(**key, error="broken"))
                 elif self.failure and self.fails():  # and an answer may be on its way
                     self.later(e.TurnDone(**key, output_tokens=3, cached_tokens=0, version=0))
-                    del key["try_number"]
+                    del key["dispatch"]
                     self.turns_of[command.trajectory_id, command.attempt] = command.turn + 1
                     self.later(e.TurnWithdrawn(**key), self.spread)
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
@@ -298,7 +298,7 @@ class World:
                     self.next_turn(command.trajectory_id, command.attempt, after=self.spread * 12)
             case c.AbortTurn():
                 key_of_turn = (command.trajectory_id, command.attempt, command.turn)
-                if self.open.get(key_of_turn) == (command.engine_id, command.try_number):
+                if self.open.get(key_of_turn) == (command.engine_id, command.dispatch):
                     del self.open[key_of_turn]
             case c.Evict() | c.ResumeEngine() | c.Harvest() | c.FitPredictor():
                 pass
@@ -357,8 +357,8 @@ class World:
     def note_failure(self, event: e.TurnFailed) -> None:
         """The turn failed on the engine that it is with, unless the answer is late."""
         turn = (event.trajectory_id, event.attempt, event.turn)
-        engine_id, try_number = self.open.get(turn, ("", -1))
-        if try_number == event.try_number:
+        engine_id, dispatch = self.open.get(turn, ("", -1))
+        if dispatch == event.dispatch:
             self.failed_on.setdefault(turn, []).append(engine_id)
             del self.open[turn]
 
@@ -390,7 +390,7 @@ class World:
                 one.id for one in run.fleet.loads.values() if one.active < one.slots
             } - self.tried_on[turn]
             assert not others, f"{command} on an engine that failed it, while {others} are free"
-        self.open[turn] = (command.engine_id, command.try_number)
+        self.open[turn] = (command.engine_id, command.dispatch)
         self.tried_on.setdefault(turn, set()).add(command.engine_id)
 
     def check_kept(self, command: c.PublishWeights) -> None:
@@ -456,7 +456,7 @@ class World:
                         engine_id=command.engine_id, epoch=self.engine_epoch[command.engine_id]
                     )
                 )
-            case c.TakeWeights():
+            case c.FetchWeights():
                 self.take(command)
             case c.RestartRelay():
                 self.forget_relay(command.relay_id)
@@ -587,7 +587,7 @@ class World:
                         step: numbers for step, numbers in self.checkpoints.items() if step in kept
                     }
                     if self.random.random() < 0.5:  # and trains on while it is written
-                        self.later(e.CheckpointTaken(epoch=self.trainer_epoch, step=command.step))
+                        self.later(e.CheckpointCopied(epoch=self.trainer_epoch, step=command.step))
                     self.later(e.CheckpointSaved(epoch=self.trainer_epoch, step=command.step))
             case c.RestartTrainer():
                 assert command.step in {None, *self.checkpoints}, "a checkpoint that was pruned"
@@ -613,7 +613,7 @@ class World:
             case _:
                 raise AssertionError(f"nobody executes {command}")
 
-    def take(self, command: c.TakeWeights) -> None:
+    def take(self, command: c.FetchWeights) -> None:
         """Let go of what nobody needs, and get there, or not."""
         name, kept = command.relay_id, {*command.keep, command.base_id}
         assert name in self.relay_epoch, f"{command} of a relay that is gone"
@@ -639,7 +639,7 @@ class World:
             self.refuse(command, self.random.choice(["source", "base", "broken", "room"]))
         else:
             epoch = self.relay_epoch[name]
-            self.later(e.WeightsHeld(relay_id=name, epoch=epoch, weights_id=command.weights_id))
+            self.later(e.WeightsFetched(relay_id=name, epoch=epoch, weights_id=command.weights_id))
         if self.fails():
             self.lose_relay(name)
         if self.fails():
@@ -650,13 +650,13 @@ class World:
                 "epoch": self.relay_epoch[name],
                 "weights_id": command.weights_id,
             }
-            self.later(e.WeightsStalled(**key, source=command.source))
+            self.later(e.FetchStalled(**key, source=command.source))
 
     def doubt_relay(self, name: str) -> None:
         """It is silent for a while; of what is said of it the second may come first."""
         key = {"relay_id": name, "epoch": self.relay_epoch[name]}
         self.later(e.RelaySuspected(**key))
-        self.later(e.RelayHeard(**key), self.random.expovariate(1 / (3 * self.spread)))
+        self.later(e.RelayRecovered(**key), self.random.expovariate(1 / (3 * self.spread)))
 
     def forget_relay(self, name: str) -> None:
         self.relay_has[name], self.told[name] = set(), set()

@@ -11,7 +11,7 @@ from rollweave.schema.commands import ResumeEngine, SetTimer
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.events import (
     EngineJoined,
-    EngineSeat,
+    EngineSlot,
     Event,
     RunStarted,
     TimerFired,
@@ -28,7 +28,7 @@ CONFIG = RunConfig.model_validate(
     }
 )
 EVENTS: list[Event] = [
-    RunStarted(engines=(EngineSeat(id=EngineId("e0")),)),
+    RunStarted(engines=(EngineSlot(id=EngineId("e0")),)),
     EngineJoined(engine_id=EngineId("e0"), epoch=0, max_slots=4, kv_total_tokens=100),
     TrainerReady(epoch=0, step=0),
     TimerFired(),

@@ -228,7 +228,7 @@ class Stage:
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
 
-    def start(self, engine: str, try_number: int, *, resume: bool = False) -> None:
+    def start(self, engine: str, dispatch: int, *, resume: bool = False) -> None:
         self.turns.start(
             StartTurn(
                 trajectory_id=TRAJECTORY,
@@ -236,19 +236,19 @@ class Stage:
                 turn=0,
                 engine_id=EngineId(engine),
                 rank=0.0,
-                try_number=try_number,
+                dispatch=dispatch,
                 resume=resume,
             )
         )
 
-    def abort(self, engine: str, try_number: int) -> None:
+    def abort(self, engine: str, dispatch: int) -> None:
         self.turns.abort(
             AbortTurn(
                 trajectory_id=TRAJECTORY,
                 attempt=0,
                 turn=0,
                 engine_id=EngineId(engine),
-                try_number=try_number,
+                dispatch=dispatch,
             )
         )
 
@@ -316,7 +316,7 @@ async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) 
                 attempt=0,
                 turn=0,
                 engine_id=EngineId("e1"),
-                try_number=1,
+                dispatch=1,
                 rank=9.0,
             )
         )
@@ -405,7 +405,7 @@ async def test_an_answer_that_crosses_the_abort_is_said_again(asks: bool) -> Non
     stage.start("e1", 1, resume=True)
     assert second.calls == []
     assert [type(event) for event in stage.events] == [TurnDone, TurnRequested][: 1 + asks]
-    assert (stage.events[0].try_number, stage.events[0].output_tokens) == (1, 20)  # type: ignore[union-attr]
+    assert (stage.events[0].dispatch, stage.events[0].output_tokens) == (1, 20)  # type: ignore[union-attr]
     if asks:
         assert stage.events[1].turn == 1  # type: ignore[union-attr]
         following.cancel()
@@ -419,7 +419,7 @@ async def test_an_answer_that_the_attempt_has_not_taken_yet_is_not_asked_for_aga
     assert stage.turns._open is not None
     stage.start("e1", 1, resume=True)
     assert second.calls == []
-    assert [done.try_number for done in stage.of(TurnDone)] == [0, 1]
+    assert [done.dispatch for done in stage.of(TurnDone)] == [0, 1]
 
 
 async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
@@ -429,7 +429,7 @@ async def test_a_turn_that_an_engine_refuses_begins_again() -> None:
     stage.start("e1", 1, resume=True)
     second.calls[0][1].set_exception(EngineError("resumed.tokens must end where the turn stops"))
     await turned()
-    assert [failed.try_number for failed in stage.of(TurnFailed)] == [1]
+    assert [failed.dispatch for failed in stage.of(TurnFailed)] == [1]
     stage.start("e1", 2, resume=True)
     assert second.resumed is None
     await finished(stage, second, 0)
@@ -505,7 +505,7 @@ async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
     heard(piece(4, 6))
     stage.telling.look()
     stage.telling.look()
-    told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, try_number=0, output_tokens=6)
+    told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, dispatch=0, output_tokens=6)
     # once, for nothing came to it
     assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]
     heard(piece(6, 8))
@@ -539,7 +539,7 @@ async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
     stage.telling.look()
     stage.telling.look()
     (event,) = stage.of(TurnsProgressed)
-    assert [(told.try_number, told.output_tokens) for told in event.turns] == [(1, 9)]
+    assert [(told.dispatch, told.output_tokens) for told in event.turns] == [(1, 9)]
     await finished(stage, stage.engines["e1"], 5)
 
 
@@ -645,7 +645,7 @@ async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
     assert answer.versions == whole.versions == (VersionSpan(start=0, end=LONG, version=3),)
     assert kept <= answer.resumed_tokens < LONG
     (done,) = stage.of(TurnDone)
-    assert (done.output_tokens, done.try_number) == (LONG, 2)
+    assert (done.output_tokens, done.dispatch) == (LONG, 2)
     assert covers(answer.versions, 0, LONG)
     assert (
         msgspec.structs.replace(answer, tokens=()).resumed_tokens

@@ -263,7 +263,7 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
     bench.engine.answer = EngineError("refused")
     bench.turn(0, 0)
     failed = await bench.until(TurnFailed)
-    assert (failed.turn, failed.try_number, failed.error) == (0, 0, "refused")
+    assert (failed.turn, failed.dispatch, failed.error) == (0, 0, "refused")
     for number, broken in enumerate(
         [
             GenerateResult(id="r", tokens=(), logprobs=(), versions=(), finish=Finish.ABORTED),
@@ -276,11 +276,11 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
         bench.engine.answer = broken
         seen = len(bench.events)
         bench.turn(0, number)
-        assert (await bench.until(TurnFailed, after=seen)).try_number == number
+        assert (await bench.until(TurnFailed, after=seen)).dispatch == number
     seen = len(bench.events)
     bench.engine.answer = "hi"
     bench.turn(0, 5)
-    assert (await bench.until(TurnDone, after=seen)).try_number == 5
+    assert (await bench.until(TurnDone, after=seen)).dispatch == 5
     bench.pipeline.cancel(cancel())
     await bench.idle()
 
@@ -331,17 +331,17 @@ async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectorySto
     bench.engine.answer = None
     bench.turn(0, 0)
     await reached(lambda: bench.engine.live == 1)
-    late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=5)
+    late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=5)
     bench.pipeline.abort_turn(late)
     await asyncio.sleep(0)
     assert bench.engine.live == 1  # another try is not touched
     bench.pipeline.abort_turn(
-        AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, try_number=0)
+        AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=0)
     )
     bench.engine.answer = "hi"
     bench.turn(0, 1)
     done = await bench.until(TurnDone)
-    assert (done.try_number, done.cached_tokens, done.output_tokens) == (1, 2, 3)
+    assert (done.dispatch, done.cached_tokens, done.output_tokens) == (1, 2, 3)
     bench.pipeline.cancel(cancel())
     await bench.idle()
     assert bench.engine.live == 0
@@ -381,7 +381,7 @@ async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore
             "attempt": 0,
             "turn": 0,
             "engine_id": ENGINE,
-            "try_number": 3,
+            "dispatch": 3,
         }
         bench.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
 
@@ -389,7 +389,7 @@ async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore
     bench.engine.answer = None
     bench.turn(0, 3)
     await reached(lambda: bench.engine.live == 1)
-    for late in ({"attempt": 1}, {"turn": 1}, {"try_number": 2}):
+    for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 2}):
         rerank(**late)
     bench.engine_gone = True
     rerank()
@@ -484,11 +484,11 @@ async def test_no_attempt_generates_beyond_its_cancellation(
             bench.turn(turn, attempt=attempt)
     for number in range(tries):
         bench.engine.answer = EngineError("broken")
-        bench.turn(turns, try_number=number, attempt=attempt)
+        bench.turn(turns, dispatch=number, attempt=attempt)
         await bench.until(TurnFailed, after=asked)
         asked = len(bench.events)
     bench.engine.answer = None
-    bench.turn(turns, try_number=tries, attempt=attempt)
+    bench.turn(turns, dispatch=tries, attempt=attempt)
     await reached(lambda: bench.engine.live == 1)
     bench.pipeline.cancel(cancel(attempt=attempt))
     await bench.until(TrajectoryEnded)

@@ -286,7 +286,7 @@ class Bench:
     def run(self, attempt: int = 0) -> None:
         self.pipeline.start_run(StartRun(trajectory_id=TRAJECTORY, attempt=attempt))
 
-    def turn(self, turn: int, try_number: int = 0, attempt: int = 0) -> None:
+    def turn(self, turn: int, dispatch: int = 0, attempt: int = 0) -> None:
         self.pipeline.start_turn(
             StartTurn(
                 trajectory_id=TRAJECTORY,
@@ -294,7 +294,7 @@ class Bench:
                 turn=turn,
                 engine_id=ENGINE,
                 rank=0.0,
-                try_number=try_number,
+                dispatch=dispatch,
             )
         )
 

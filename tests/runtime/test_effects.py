@@ -21,7 +21,7 @@ from rollweave.schema.commands import (
 
 ID, A, B = TrajectoryId("t"), EngineId("a"), EngineId("b")
 MIGRATE = Migrate(number=3, trajectory_id=ID, attempt=1, source=A, target=B)
-RERANK = RerankTurn(trajectory_id=ID, attempt=1, turn=2, engine_id=A, try_number=0, rank=4.0)
+RERANK = RerankTurn(trajectory_id=ID, attempt=1, turn=2, engine_id=A, dispatch=0, rank=4.0)
 
 
 @pytest.mark.parametrize("context", [(5, 6, 7), None])

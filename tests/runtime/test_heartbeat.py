@@ -10,7 +10,7 @@ from pathlib import Path
 from rollweave.runtime.manifests import Manifests
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import LoadWeights
-from rollweave.schema.events import EngineLost, EngineSeat
+from rollweave.schema.events import EngineLost, EngineSlot
 from rollweave.schema.serving import EngineStats, LoadSaved
 from rollweave.schema.weights import WeightManifest
 from tests.rollout.worlds import OneWordEngine
@@ -43,8 +43,8 @@ class Beating(OneWordEngine):
 
 def made(
     engines: dict[tuple[EngineId, int], Beating], silent: set[int]
-) -> Callable[[EngineSeat, int], Beating]:
-    def make(seat: EngineSeat, epoch: int) -> Beating:
+) -> Callable[[EngineSlot, int], Beating]:
+    def make(seat: EngineSlot, epoch: int) -> Beating:
         engines[seat.id, epoch] = Beating(silent if seat.id == A else set())
         return engines[seat.id, epoch]
 

@@ -24,7 +24,7 @@ from rollweave.runtime.tasks import Tasks
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Migrate, RemoveEngine, RestartEngine
 from rollweave.schema.errors import EngineLostError, KvError
-from rollweave.schema.events import EngineJoined, EngineLost, EngineSeat, Event, MigrationDone
+from rollweave.schema.events import EngineJoined, EngineLost, EngineSlot, Event, MigrationDone
 from rollweave.schema.serving import (
     EngineSpec,
     GenerateResult,
@@ -47,7 +47,7 @@ BLOCK = 16
 class Stage:
     """A fleet of engines `a` and `b`, and what it posts. It lives in `staged`."""
 
-    def __init__(self, make: Callable[[EngineSeat, int], Any], path: Path, **options: Any) -> None:
+    def __init__(self, make: Callable[[EngineSlot, int], Any], path: Path, **options: Any) -> None:
         self.events: list[Event] = []
         self._posted = asyncio.Event()
         self.tasks = Tasks()
@@ -93,7 +93,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(
-    make: Callable[[EngineSeat, int], Any], path: Path, **options: Any
+    make: Callable[[EngineSlot, int], Any], path: Path, **options: Any
 ) -> AsyncIterator[Stage]:
     """A fleet while its engines live.
 
@@ -103,7 +103,7 @@ async def staged(
     stage = Stage(make, path, **options)
     async with stage.tasks:
         try:
-            stage.fleet.start([EngineSeat(id=A), EngineSeat(id=B)])
+            stage.fleet.start([EngineSlot(id=A), EngineSlot(id=B)])
             await stage.until(EngineJoined, 2)
             yield stage
         finally:
@@ -156,7 +156,7 @@ class Scripted(OneWordEngine):
 def scripted(path: Path) -> AbstractAsyncContextManager[Stage]:
     """Engines of which the first exports 48 tokens, and the second takes them."""
 
-    def make(seat: EngineSeat, epoch: int) -> Scripted:
+    def make(seat: EngineSlot, epoch: int) -> Scripted:
         engine = Scripted()
         engine.kv = kv_manifest("kv7", 48) if seat.id == A else 48
         return engine
@@ -282,7 +282,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def living(model: str, path: Path, **options: Any) -> AbstractAsyncContextManager[Stage]:
     """Engines in processes."""
 
-    def make(seat: EngineSeat, epoch: int) -> Meddled:
+    def make(seat: EngineSlot, epoch: int) -> Meddled:
         of = EngineSpec(id=seat.id, model=model, max_slots=4, kv_tokens=4096, block_tokens=BLOCK)
         model_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         model_ready.set_result(None)

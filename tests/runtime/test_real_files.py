@@ -21,7 +21,7 @@ from rollweave.runtime.world import World
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
-from rollweave.schema.events import EngineSeat, WorldLost
+from rollweave.schema.events import EngineSlot, WorldLost
 from tests.runtime.real import (
     GROUPS,
     MEMBERS,
@@ -177,7 +177,7 @@ def test_a_damaged_journal_is_one_error_or_goes_on(
             refused += 1
             continue
         core.check()
-        core.handle(1e6, WorldLost(engines=(EngineSeat(id=EngineId("e0")),)))
+        core.handle(1e6, WorldLost(engines=(EngineSlot(id=EngineId("e0")),)))
         core.check()
         assert core.account().balanced
     assert (refused > 0) == (damage is flip)

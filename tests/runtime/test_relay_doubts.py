@@ -40,7 +40,7 @@ class Hall:
     def __init__(self, directory: Path, journal: RunJournal, tasks: Tasks, trace: Trace) -> None:
         self.core, self.manifests = Core(CONFIG), Manifests(COUNT)
         self.links: dict[str, ProcessRelay] = {}
-        self.takes: list[c.TakeWeights] = []
+        self.takes: list[c.FetchWeights] = []
         self.restarted: list[str] = []
         clock = RunClock()
         self.pump = Pump(self.core, journal=journal, clock=clock.now, execute=self._execute)
@@ -64,7 +64,7 @@ class Hall:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case c.TakeWeights():
+            case c.FetchWeights():
                 self.takes.append(command)
                 self.relays.take(command)
             case c.RestartRelay():
@@ -73,7 +73,7 @@ class Hall:
                 pass
 
     async def begin(self) -> None:
-        seats = tuple(e.EngineSeat(id=EngineId(f"e{number}")) for number in range(COUNT))
+        seats = tuple(e.EngineSlot(id=EngineId(f"e{number}")) for number in range(COUNT))
         self.pump.post(e.RunStarted(engines=seats, relays=COUNT))
         self.relays.start()
         await until(lambda: len(self.core.state.chain) == COUNT)

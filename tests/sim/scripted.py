@@ -107,7 +107,7 @@ class Scripted(World):
                         trajectory_id=key[0],
                         attempt=key[1],
                         turn=command.turn,
-                        try_number=command.try_number,
+                        dispatch=command.dispatch,
                         output_tokens=turn.output_tokens,
                         cached_tokens=0,
                         version=self.engine_version[command.engine_id],

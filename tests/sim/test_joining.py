@@ -46,7 +46,7 @@ def test_an_engine_joins_and_another_leaves(mode: ModeName, relays: int, tmp_pat
         world.step()
     name = next_id(state)
     assert name == "e3"
-    world.post(e.EngineRegistered(engine=e.EngineSeat(id=name)))
+    world.post(e.EngineRegistered(engine=e.EngineSlot(id=name)))
     while name not in state.engines or state.engines[name].version < 0:
         world.step()
     world.post(e.EngineWithdrawn(engine_id=EngineId("e0"), drain=True))

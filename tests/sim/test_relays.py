@@ -49,7 +49,7 @@ class Stage:
     ) -> None:
         name = f"r{source}" if source is not None else None
         self.relays.take(
-            c.TakeWeights(
+            c.FetchWeights(
                 relay_id=f"r{relay}",
                 weights_id=weights_id,
                 try_number=1,
@@ -67,7 +67,9 @@ class Stage:
             pass
 
     def held_at(self) -> dict[str, float]:
-        return {event.relay_id: now for now, event in self.said if isinstance(event, e.WeightsHeld)}
+        return {
+            event.relay_id: now for now, event in self.said if isinstance(event, e.WeightsFetched)
+        }
 
 
 @given(relays=st.integers(1, 20))
@@ -124,9 +126,9 @@ def test_a_relay_that_hangs_holds_up_itself_and_all_behind_it(
         said = [
             type(event)
             for _, event in stage.said
-            if isinstance(event, e.RelaySuspected | e.RelayHeard | e.RelayLost)
+            if isinstance(event, e.RelaySuspected | e.RelayRecovered | e.RelayLost)
         ]
-        assert said == ([e.RelaySuspected, e.RelayHeard] if pause > SUSPECT_S else [])
+        assert said == ([e.RelaySuspected, e.RelayRecovered] if pause > SUSPECT_S else [])
     quiet, late = times
     assert late.keys() == quiet.keys()
     for relay in range(relays):
@@ -183,9 +185,7 @@ def test_what_is_not_there_is_refused() -> None:
     stage.take(2, None, 5, base=4)
     stage.run()
     refused = {
-        event.relay_id: event.reason
-        for _, event in stage.said
-        if isinstance(event, e.WeightsRefused)
+        event.relay_id: event.reason for _, event in stage.said if isinstance(event, e.FetchFailed)
     }
     assert refused == {"r1": "source", "r2": "base"}
     assert not stage.relays.serves(EngineId("e1"), 0)

@@ -94,7 +94,7 @@ class Stage:
             keeps_turns=keeps_turns,
         )
         self.fleet.start(
-            [e.EngineSeat(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
+            [e.EngineSlot(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
         )
         self.rollouts.start_init(
             c.StartInit(
@@ -127,7 +127,7 @@ class Stage:
             assert self.clock.step()
         self.fleet.settle()
 
-    def start(self, engine: str, try_number: int, *, resume: bool = False) -> None:
+    def start(self, engine: str, dispatch: int, *, resume: bool = False) -> None:
         self.rollouts.start_turn(
             c.StartTurn(
                 trajectory_id=TrajectoryId("g0.0"),
@@ -135,19 +135,19 @@ class Stage:
                 turn=0,
                 engine_id=EngineId(engine),
                 rank=0.0,
-                try_number=try_number,
+                dispatch=dispatch,
                 resume=resume,
             )
         )
 
-    def abort(self, engine: str, try_number: int) -> None:
+    def abort(self, engine: str, dispatch: int) -> None:
         self.rollouts.abort_turn(
             c.AbortTurn(
                 trajectory_id=TrajectoryId("g0.0"),
                 attempt=0,
                 turn=0,
                 engine_id=EngineId(engine),
-                try_number=try_number,
+                dispatch=dispatch,
             )
         )
 
@@ -166,7 +166,7 @@ class Stage:
             (at, event.turns) for at, event in self.events if isinstance(event, e.TurnsProgressed)
         ]
         assert all(len(turns) == 1 for _, turns in found)
-        return [(at, turns[0].try_number, turns[0].output_tokens) for at, turns in found]
+        return [(at, turns[0].dispatch, turns[0].output_tokens) for at, turns in found]
 
 
 def alone() -> float:
@@ -192,7 +192,7 @@ def test_a_turn_that_moves_goes_on_where_it_stood_and_computes_its_prompt_again(
     stage.abort("e0", 0)
     stage.start("e1", 1, resume=True)
     at, done = stage.done()
-    assert (done.output_tokens, done.try_number, done.cached_tokens) == (TURN, 1, 0)
+    assert (done.output_tokens, done.dispatch, done.cached_tokens) == (TURN, 1, 0)
     engine = stage.fleet.nodes[EngineId("e1")].engine
     assert engine is not None
     again = engine.prefill_tokens
@@ -269,7 +269,7 @@ def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time()
         stage.fleet.lose(EngineId(f"e{lives}"), "killed")
         lives += 1
     at, done = stage.done()
-    assert (done.output_tokens, done.try_number) == (TURN, lives)
+    assert (done.output_tokens, done.dispatch) == (TURN, lives)
     assert 5 < lives < (at - 1.0) / 3.3
     length = PROMPT + TURN
     prefill_s = COST.step_s(
@@ -334,7 +334,7 @@ class Resuming(World):
         self.turns = self.lost = self.resumed = 0
 
         def resuming(command: Command) -> None:
-            if isinstance(command, c.StartTurn) and resume and command.try_number:
+            if isinstance(command, c.StartTurn) and resume and command.dispatch:
                 command = msgspec.structs.replace(command, resume=True)
                 self.resumed += 1
             execute(command)

@@ -21,7 +21,7 @@ OfAttempt = (
     | e.RewardReady
     | e.RewardFailed
 )
-OfRelay = e.RelayJoined | e.RelayLost | e.WeightsHeld | e.WeightsRefused
+OfRelay = e.RelayJoined | e.RelayLost | e.WeightsFetched | e.FetchFailed
 OfEngine = e.EngineJoined | e.EngineSuspended | e.WeightsLoaded | e.WeightsLoadFailed | e.EngineLost
 
 
@@ -138,7 +138,7 @@ class Referee:
                 assert turns
                 for told in turns:
                     attempt = (str(told.trajectory_id), told.attempt)
-                    now = (told.turn, told.try_number)
+                    now = (told.turn, told.dispatch)
                     assert self.open.get(attempt) == now or (*attempt, *now) in self.aborted, (
                         f"{told} is of no open turn"
                     )
@@ -199,9 +199,9 @@ class Referee:
                     self.aborted.add((*attempt, *self.open.pop(attempt)))
             case e.RelayJoined():
                 self._relay(event, "join")
-            case e.WeightsHeld() | e.WeightsRefused():
+            case e.WeightsFetched() | e.FetchFailed():
                 self._relay(event, f"take {event.weights_id}")
-            case e.WeightsStalled():
+            case e.FetchStalled():
                 assert event.source in self.relays, event
             case e.RelayLost():
                 self._relay(event, *({self.relays[event.relay_id][1]}))
@@ -210,7 +210,7 @@ class Referee:
                 assert self.relays[event.relay_id][1] != "join", f"{event} before it is up"
                 assert (event.relay_id, event.epoch) not in self.silent, f"{event} is no news"
                 self.silent.add((event.relay_id, event.epoch))
-            case e.RelayHeard():
+            case e.RelayRecovered():
                 assert (event.relay_id, event.epoch) in self.silent, f"{event} is no news"
                 self.silent.discard((event.relay_id, event.epoch))
             case e.TrainerReady():
@@ -227,7 +227,7 @@ class Referee:
                 self._trainer(event, "train", "measure")
             case e.WeightsPublished():
                 self._trainer(event, "publish")
-            case e.CheckpointTaken():
+            case e.CheckpointCopied():
                 assert self.writing in (None, event.step), (
                     f"{event} while {self.writing} is written"
                 )
@@ -254,17 +254,17 @@ class Referee:
 
     def _answer(self, event: e.TurnDone | e.TurnFailed) -> None:
         attempt = (str(event.trajectory_id), event.attempt)
-        if self.open.get(attempt) == (event.turn, event.try_number):
+        if self.open.get(attempt) == (event.turn, event.dispatch):
             del self.open[attempt]
             if isinstance(event, e.TurnDone):
                 assert event.output_tokens > 0
                 assert event.output_tokens >= self.told.pop(
-                    (*attempt, event.turn, event.try_number), 0
+                    (*attempt, event.turn, event.dispatch), 0
                 )
                 assert event.version >= 0
                 self.asked.discard(attempt)
         else:
-            late = (*attempt, event.turn, event.try_number)
+            late = (*attempt, event.turn, event.dispatch)
             assert late in self.aborted, f"{event} answers nothing"
             if isinstance(event, e.TurnDone):
                 self.answered[attempt] = event.turn
@@ -312,16 +312,16 @@ class Referee:
             case c.StartTurn():
                 attempt = (str(command.trajectory_id), command.attempt)
                 assert attempt in self.asked, f"{command} was not asked for"
-                self.open[attempt] = (command.turn, command.try_number)
+                self.open[attempt] = (command.turn, command.dispatch)
                 self.with_[attempt] = command.engine_id
             case c.AbortTurn():
                 attempt = (str(command.trajectory_id), command.attempt)
                 self.open.pop(attempt, None)
-                self.aborted.add((*attempt, command.turn, command.try_number))
+                self.aborted.add((*attempt, command.turn, command.dispatch))
             case c.RerankTurn():
                 assert self.open.get((str(command.trajectory_id), command.attempt)) == (
                     command.turn,
-                    command.try_number,
+                    command.dispatch,
                 )
             case c.Predict():
                 self.predicting[str(command.trajectory_id), command.attempt] = command.turn
@@ -345,7 +345,7 @@ class Referee:
                 self.engines[command.engine_id] = (command.epoch, "join")
             case c.RemoveEngine():
                 del self.engines[command.engine_id]
-            case c.TakeWeights():
+            case c.FetchWeights():
                 assert command.source is None or command.source in self.relays, (
                     f"{command} from a relay that is gone"
                 )

@@ -100,7 +100,7 @@ def test_a_run_with_relays_keeps_the_contract(world: World, mode: str, tmp_path:
     referee = judge(*world(tmp_path, mode, engines={"count": 3}, weights={"relays": 2}))
     # of the last weights nobody may have need
     assert [owed for owed in referee.owed() if not owed.startswith("take")] == []
-    assert {"RelayJoined", "TakeWeights", "WeightsHeld", "WeightsLoaded"} <= referee.seen
+    assert {"RelayJoined", "FetchWeights", "WeightsFetched", "WeightsLoaded"} <= referee.seen
 
 
 @pytest.mark.parametrize("world", [live, simulated])

@@ -1,11 +1,11 @@
 """The books: where every training trajectory that was started went."""
 
 from rollweave.core.state import GroupStatus, State
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.work import Purpose
 
 
-class Account(Noun, frozen=True, kw_only=True):
+class Account(Struct, frozen=True, kw_only=True):
     """started = trained + dropped (by reason) + cancelled + buffered + in_flight.
 
     At the end of a run in_flight is 0.

@@ -15,7 +15,7 @@ from rollweave.core.policy.placement import place_groups
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
 from rollweave.schema.config.sections import AllocationConfig
-from rollweave.schema.events import EngineSeat
+from rollweave.schema.events import EngineSlot
 
 GAIN = 0.05
 """Share of the predicted makespan that another fleet must save, every few steps:
@@ -100,4 +100,4 @@ def advance(run: Run) -> None:
         name = seats.next_id(state)
         if name is None:
             return  # the run ends
-        engines.add(run, EngineSeat(id=name, degree=state.seats.pop(0)))
+        engines.add(run, EngineSlot(id=name, degree=state.seats.pop(0)))

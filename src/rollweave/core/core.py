@@ -154,7 +154,7 @@ def _route(run: Run, event: Event) -> None:
             groups.on_draw_failed(run, event)
         case e.RolloutsSubmitted():
             serving.on_submitted(run, event)
-        case e.RolloutTaken():
+        case e.RolloutAcknowledged():
             serving.on_taken(run, event)
         case e.MigrationDone():
             migration.on_done(run, event)
@@ -168,7 +168,7 @@ def _route(run: Run, event: Event) -> None:
             engines.on_suspended(run, event)
         case e.WeightsLoaded():
             engines.on_loaded(run, event)
-        case e.WeightsHeld():
+        case e.WeightsFetched():
             relays.on_held(run, event)
         case _:
             _route_rare(run, event)
@@ -188,14 +188,14 @@ def _route_rare(
     | e.RelayJoined
     | e.RelayLost
     | e.RelaySuspected
-    | e.RelayHeard
-    | e.WeightsStalled
-    | e.WeightsRefused
+    | e.RelayRecovered
+    | e.FetchStalled
+    | e.FetchFailed
     | e.TrainerReady
     | e.TrainerLost
     | e.RatiosMeasured
     | e.TrainFailed
-    | e.CheckpointTaken
+    | e.CheckpointCopied
     | e.CheckpointSaved
     | e.CheckpointFailed,
 ) -> None:
@@ -224,11 +224,11 @@ def _route_rare(
             relays.on_lost(run, event)
         case e.RelaySuspected():
             relays.on_suspected(run, event)
-        case e.RelayHeard():
+        case e.RelayRecovered():
             relays.on_heard(run, event)
-        case e.WeightsStalled():
+        case e.FetchStalled():
             relays.on_stalled(run, event)
-        case e.WeightsRefused():
+        case e.FetchFailed():
             relays.on_refused(run, event)
         case e.TrainerReady():
             training.on_ready(run, event)
@@ -238,7 +238,7 @@ def _route_rare(
             training.on_measured(run, event)
         case e.TrainFailed():
             training.on_train_failed(run, event)
-        case e.CheckpointTaken():
+        case e.CheckpointCopied():
             training.on_taken(run, event)
         case e.CheckpointSaved():
             training.on_saved(run, event)

@@ -27,7 +27,7 @@ from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
     EngineRegistered,
-    EngineSeat,
+    EngineSlot,
     EngineSuspended,
     EngineWithdrawn,
     WeightsLoaded,
@@ -38,7 +38,7 @@ LOAD_TRIES = 2
 """Loads of the same weights that may fail on one engine before it is restarted."""
 
 
-def start(run: Run, begun: tuple[EngineSeat, ...]) -> None:
+def start(run: Run, begun: tuple[EngineSlot, ...]) -> None:
     """The world is starting these engines, and has no others: whoever was on its way
     out of a former world has gone with it.
     """
@@ -54,7 +54,7 @@ def start(run: Run, begun: tuple[EngineSeat, ...]) -> None:
     _came_or_went(run)
 
 
-def _engine(run: Run, seat: EngineSeat, *, joined: bool) -> Engine:
+def _engine(run: Run, seat: EngineSlot, *, joined: bool) -> Engine:
     return Engine(id=seat.id, degree=seat.degree, group=seat.group, joined=joined, since=run.now)
 
 
@@ -280,7 +280,7 @@ def on_registered(run: Run, event: EngineRegistered) -> None:
     add(run, seat, joined=True)
 
 
-def add(run: Run, seat: EngineSeat, *, joined: bool = False) -> None:
+def add(run: Run, seat: EngineSlot, *, joined: bool = False) -> None:
     """Start this engine."""
     state = run.state
     state.engines[seat.id] = _engine(run, seat, joined=joined)

@@ -57,7 +57,7 @@ def _rerank(run: Run, engine: Engine, trajectory: Trajectory, turn: Turn, rank: 
             attempt=trajectory.attempt,
             turn=turn.number,
             engine_id=engine.id,
-            try_number=turn.try_number,
+            dispatch=turn.dispatch,
             rank=rank,
         )
     )

@@ -23,15 +23,15 @@ from rollweave.core.policy.relay import repair, sends_changes
 from rollweave.core.policy.retry import Failover, failover
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, Relay, RelayStatus
-from rollweave.schema.commands import RestartRelay, TakeWeights
+from rollweave.schema.commands import FetchWeights, RestartRelay
 from rollweave.schema.events import (
-    RelayHeard,
+    FetchFailed,
+    FetchStalled,
     RelayJoined,
     RelayLost,
+    RelayRecovered,
     RelaySuspected,
-    WeightsHeld,
-    WeightsRefused,
-    WeightsStalled,
+    WeightsFetched,
 )
 
 
@@ -52,7 +52,7 @@ def on_joined(run: Run, event: RelayJoined) -> None:
         run.state.chain.append(relay.id)
 
 
-def on_held(run: Run, event: WeightsHeld) -> None:
+def on_held(run: Run, event: WeightsFetched) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is None or relay.status is RelayStatus.STARTING:
         return
@@ -77,7 +77,7 @@ def on_held(run: Run, event: WeightsHeld) -> None:
             other.since = run.now  # from now on it alone is to blame
 
 
-def on_refused(run: Run, event: WeightsRefused) -> None:
+def on_refused(run: Run, event: FetchFailed) -> None:
     """A change that does not fit is followed by the whole; else another source may do
     better.
     """
@@ -106,7 +106,7 @@ def on_refused(run: Run, event: WeightsRefused) -> None:
     _stop(run, relay)
 
 
-def on_stalled(run: Run, event: WeightsStalled) -> None:
+def on_stalled(run: Run, event: FetchStalled) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if (
         relay is None
@@ -139,7 +139,7 @@ def on_suspected(run: Run, event: RelaySuspected) -> None:
         run.warn(relay.id, "suspected: silent for a moment", count="relay_suspected")
 
 
-def on_heard(run: Run, event: RelayHeard) -> None:
+def on_heard(run: Run, event: RelayRecovered) -> None:
     relay = _find(run, event.relay_id, event.epoch)
     if relay is not None:
         relay.silent_since = None
@@ -315,7 +315,7 @@ def _take(run: Run, relay: Relay, wanted: int, source: str | None) -> None:
     keep = tuple(sorted({*weights.needed(run), *newest} - {wanted}))
     relay.held = [held for held in relay.held if held in keep or held == base]
     run.emit(
-        TakeWeights(
+        FetchWeights(
             relay_id=relay.id,
             weights_id=wanted,
             try_number=relay.tries,

@@ -10,10 +10,10 @@ from rollweave.core.state import Engine, Phase, State
 from rollweave.schema.base import EngineId
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import AllocationConfig
-from rollweave.schema.events import EngineSeat
+from rollweave.schema.events import EngineSlot
 
 
-def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
+def first_seats(config: RunConfig) -> tuple[EngineSlot, ...]:
     """As configured; under [allocation] one engine of each degree as far as the budget
     goes, and the rest of it in small ones.
 
@@ -28,12 +28,12 @@ def first_seats(config: RunConfig) -> tuple[EngineSeat, ...]:
             for _ in range(group.count)
         ]
     return tuple(
-        EngineSeat(id=_name(number), degree=degree, group=group)
+        EngineSlot(id=_name(number), degree=degree, group=group)
         for number, (degree, group) in enumerate(found)
     )
 
 
-def begun_with(config: RunConfig, state: State) -> tuple[EngineSeat, ...]:
+def begun_with(config: RunConfig, state: State) -> tuple[EngineSlot, ...]:
     """The engines that a world begins with, again perhaps: those of the configuration
     that were not withdrawn, and who joined.
 
@@ -54,20 +54,20 @@ def begun_with(config: RunConfig, state: State) -> tuple[EngineSeat, ...]:
             # the configuration may have grown
             name = engine.id if engine.id not in taken else _name(next(fresh))
             group = engine.group if engine.group < len(config.engines) else 0  # or shrunk
-            seats.append(EngineSeat(id=name, degree=config.engines[group].degree, group=group))
+            seats.append(EngineSlot(id=name, degree=config.engines[group].degree, group=group))
     return tuple(seats) or configured
 
 
 def _planned(
     config: RunConfig, allocation: AllocationConfig, state: State
-) -> tuple[EngineSeat, ...]:
+) -> tuple[EngineSlot, ...]:
     kept = [
-        EngineSeat(id=engine.id, degree=engine.degree)
+        EngineSlot(id=engine.id, degree=engine.degree)
         for engine in state.engines.values()
         if not engine.draining
     ]
     new = enumerate(state.seats, start=state.next_engine)
-    seats = (*kept, *(EngineSeat(id=_name(number), degree=degree) for number, degree in new))
+    seats = (*kept, *(EngineSlot(id=_name(number), degree=degree) for number, degree in new))
     degrees = [seat.degree for seat in seats]
     if not seats or sum(degrees) > allocation.budget or not set(degrees) <= set(allocation.degrees):
         return first_seats(config)
@@ -99,7 +99,7 @@ def next_id(state: State) -> EngineId | None:
     return next((_name(number) for number in numbers if number % state.machines in alive), None)
 
 
-def cannot_join(config: RunConfig, state: State, seat: EngineSeat) -> str:
+def cannot_join(config: RunConfig, state: State, seat: EngineSlot) -> str:
     """Why a training run cannot have this engine too; "" if it can."""
     if state.phase is Phase.FINISHED:
         return "the run is over"

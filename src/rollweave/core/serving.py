@@ -13,7 +13,7 @@ from rollweave.core.run import Run
 from rollweave.core.state import Group, GroupStatus, Phase, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import Deliver, Evict, Finish
-from rollweave.schema.events import RolloutCancelled, RolloutsSubmitted, RolloutTaken
+from rollweave.schema.events import RolloutAcknowledged, RolloutCancelled, RolloutsSubmitted
 from rollweave.schema.work import Purpose, StopReason
 
 
@@ -63,7 +63,7 @@ def on_cancelled(run: Run, event: RolloutCancelled) -> None:
         trajectories.cancel(run, trajectory, StopReason.CANCELLED)
 
 
-def on_taken(run: Run, event: RolloutTaken) -> None:
+def on_taken(run: Run, event: RolloutAcknowledged) -> None:
     """Forget it; and its group with the last of its members."""
     state = run.state
     trajectory = state.trajectories.get(event.trajectory_id)

@@ -47,7 +47,7 @@ class Turn(msgspec.Struct):
     tie: float = 0.0  # among equal ranks the lower first: its arrival, or its trajectory's launch
     lane: EngineId | None = None  # the engine that it waits for; None: any
     mark: int = 0  # turns given before it was queued, by its lane; once it is given, by its engine
-    try_number: int = 0
+    dispatch: int = 0
     failures: int = 0
     sampled: int = 0  # of its tokens, as its engine told last: KV beside that of the context
     engine: EngineId | None = None

@@ -23,9 +23,9 @@ from rollweave.schema.commands import (
     Warn,
 )
 from rollweave.schema.events import (
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointTaken,
     RatiosMeasured,
     StepTrained,
     TrainerLost,
@@ -305,7 +305,7 @@ def save(run: Run) -> None:
     run.emit(SaveCheckpoint(step=trainer.step, keep=tuple(sorted(keep)), export=export))
 
 
-def on_taken(run: Run, event: CheckpointTaken) -> None:
+def on_taken(run: Run, event: CheckpointCopied) -> None:
     """Continue training: a copy is in memory, and is written meanwhile."""
     trainer = run.state.trainer
     expected = (trainer.epoch, trainer.saving)

@@ -188,7 +188,7 @@ def release_turn(run: Run, trajectory: Trajectory) -> None:
                 attempt=trajectory.attempt,
                 turn=turn.number,
                 engine_id=engine.id,
-                try_number=turn.try_number,
+                dispatch=turn.dispatch,
             )
         )
     trajectory.turn = None

@@ -2,7 +2,7 @@
 elsewhere when the engine fails.
 
 Invariants: an open turn is in `turn_queue`, or in exactly one engine's `active`, or
-held while its trajectory's KV moves; `try_number` fences late answers. An engine is
+held while its trajectory's KV moves; `dispatch` fences late answers. An engine is
 given more turns than it has slots only by one that preempts (Heddle Alg. 1): of what it
 was given, the engine runs the highest ranks.
 """
@@ -98,7 +98,7 @@ def _open_turn(
     if (
         turn is None
         or turn.engine is None
-        or (turn.number, turn.try_number) != (event.turn, event.try_number)
+        or (turn.number, turn.dispatch) != (event.turn, event.dispatch)
     ):
         return None, None
     return trajectory, turn
@@ -119,7 +119,7 @@ def fail(run: Run, trajectory: Trajectory, error: str) -> None:
     )
     turn.avoid.append(turn.engine)
     turn.engine, turn.since, turn.sampled = None, run.now, 0
-    turn.try_number += 1
+    turn.dispatch += 1
     turn.failures += 1
     if turn.failures > run.config.rollout.retries:
         trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
@@ -157,7 +157,7 @@ def recall(run: Run, trajectory: Trajectory) -> None:
         _abort(run, engine, trajectory)
         run.fleet.vacate(engine, trajectory.id, turn)
         turn.engine, turn.since = None, run.now
-        turn.try_number += 1
+        turn.dispatch += 1
 
 
 def recall_all(run: Run, engine: Engine) -> None:
@@ -176,7 +176,7 @@ def _abort(run: Run, engine: Engine, trajectory: Trajectory) -> None:
             attempt=trajectory.attempt,
             turn=trajectory.turn.number,
             engine_id=engine.id,
-            try_number=trajectory.turn.try_number,
+            dispatch=trajectory.turn.dispatch,
         )
     )
 
@@ -434,7 +434,7 @@ def _give(run: Run, trajectory: Trajectory, turn: Turn, chosen: EngineId) -> Non
             turn=turn.number,
             engine_id=chosen,
             rank=turn.rank,
-            try_number=turn.try_number,
+            dispatch=turn.dispatch,
             resume=run.alone,  # it has met no other weights than this engine's
         )
     )

@@ -38,7 +38,7 @@ from typing import Any, Protocol, Self
 
 import xxhash
 
-from rollweave.schema.base import Noun, TaskId
+from rollweave.schema.base import Struct, TaskId
 from rollweave.schema.chat import Message, Role
 from rollweave.schema.work import StopReason, Task
 
@@ -60,7 +60,7 @@ HELD_OUT = 1 / 8
 """Share of all possible tasks in each of the two held-out splits."""
 
 
-class Observation(Noun, frozen=True, kw_only=True):
+class Observation(Struct, frozen=True, kw_only=True):
     """The first messages.
 
     `state_key` is equal for equal situations within one task ("" means none): see
@@ -76,7 +76,7 @@ class Observation(Noun, frozen=True, kw_only=True):
         return cls(messages=(Message(role=role, content=content),), state_key=state_key)
 
 
-class Step(Noun, frozen=True, kw_only=True):
+class Step(Struct, frozen=True, kw_only=True):
     """The result of one action: the answer, its reward, and whether the episode is over
     (then `messages` may be empty).
 
@@ -109,7 +109,7 @@ class Step(Noun, frozen=True, kw_only=True):
         )
 
 
-class Episode(Noun, frozen=True, kw_only=True):
+class Episode(Struct, frozen=True, kw_only=True):
     """An ended trajectory as the environment saw it.
 
     `rewards` has one entry for each step taken.
@@ -126,7 +126,7 @@ class Episode(Noun, frozen=True, kw_only=True):
         return tuple(message.content for message in self.messages if message.role == "assistant")
 
 
-class Score(Noun, frozen=True, kw_only=True):
+class Score(Struct, frozen=True, kw_only=True):
     """The reward of a trajectory, and whether the task was solved.
 
     `success` None: not known, or not defined.

@@ -6,11 +6,11 @@ Each command has one reply.
 from typing import Any
 
 from rollweave.envs.base import Episode, Observation, Score, Step
-from rollweave.schema.base import Noun, Tagged
+from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.work import Task
 
 
-class Setting(Noun, frozen=True, kw_only=True):
+class Setting(Struct, frozen=True, kw_only=True):
     """Which environment, and with what faults: the fields of `[faults]`, decided by
     `seed`.
     """
@@ -21,30 +21,30 @@ class Setting(Noun, frozen=True, kw_only=True):
     seed: int
 
 
-class Open(Tagged, frozen=True, kw_only=True):
+class Open(TaggedStruct, frozen=True, kw_only=True):
     """→ Done | Failed"""
 
     setting: Setting
 
 
-class Reset(Tagged, frozen=True, kw_only=True):
+class Reset(TaggedStruct, frozen=True, kw_only=True):
     """→ Observed | Failed"""
 
     task: Task
 
 
-class Act(Tagged, frozen=True, kw_only=True):
+class Act(TaggedStruct, frozen=True, kw_only=True):
     """→ Stepped | Failed"""
 
     action: str
     finish_reason: str = "stop"
 
 
-class Close(Tagged, frozen=True, kw_only=True):
+class Close(TaggedStruct, frozen=True, kw_only=True):
     """→ Done | Failed. The worker may then open another environment."""
 
 
-class Evaluate(Tagged, frozen=True, kw_only=True):
+class Evaluate(TaggedStruct, frozen=True, kw_only=True):
     """→ Scored | Failed"""
 
     setting: Setting
@@ -54,23 +54,23 @@ class Evaluate(Tagged, frozen=True, kw_only=True):
 WorkerCommand = Open | Reset | Act | Close | Evaluate
 
 
-class Done(Tagged, frozen=True, kw_only=True):
+class Done(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
-class Observed(Tagged, frozen=True, kw_only=True):
+class Observed(TaggedStruct, frozen=True, kw_only=True):
     observation: Observation
 
 
-class Stepped(Tagged, frozen=True, kw_only=True):
+class Stepped(TaggedStruct, frozen=True, kw_only=True):
     step: Step
 
 
-class Scored(Tagged, frozen=True, kw_only=True):
+class Scored(TaggedStruct, frozen=True, kw_only=True):
     score: Score
 
 
-class Failed(Tagged, frozen=True, kw_only=True):
+class Failed(TaggedStruct, frozen=True, kw_only=True):
     """The environment's or reward's doing; the worker is well."""
 
     error: str

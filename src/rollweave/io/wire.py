@@ -28,7 +28,7 @@ of garbage asks for.
 def encode(noun: object) -> bytes:
     """Return the payload of a noun.
 
-    A member of a union carries its class name (`Tagged`).
+    A member of a union carries its class name (`TaggedStruct`).
     """
     return packed(noun)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from rollweave.io.disk import file_digest, replace_file
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
 Kind = Literal["training", "service", "simulation"]
@@ -21,7 +21,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.bin", "*.model", "*.jinja", "merges
 """Patterns of the files from which a model and its tokenizer are read."""
 
 
-class Identity(Noun, frozen=True, kw_only=True):
+class Identity(Struct, frozen=True, kw_only=True):
     """A run's id, its model and its configuration.
 
     `model` has size and xxh3-128 of each of the files; None until the model exists.

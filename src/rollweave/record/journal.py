@@ -16,7 +16,7 @@ import xxhash
 from rollweave.core.core import Core
 from rollweave.core.policy.experience import Rule
 from rollweave.record.journal_file import JournalReader, JournalWriter
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
@@ -24,7 +24,7 @@ from rollweave.schema.events import Event, RunStarted
 from rollweave.schema.packing import packed
 
 
-class Handled(Noun, frozen=True, kw_only=True):
+class Handled(Struct, frozen=True, kw_only=True):
     """One event, and the xxh3-64 of the commands that it caused."""
 
     event: Event

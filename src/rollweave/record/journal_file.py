@@ -22,7 +22,7 @@ from rollweave.schema.packing import packed
 
 T = TypeVar("T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Goes up when an event changes so that older journals no longer decode."""
 
 SNAPSHOT, RECORD = 1, 2

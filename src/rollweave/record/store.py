@@ -22,7 +22,7 @@ import xxhash
 
 from rollweave.io.disk import AppendFile, replace_file, writing
 from rollweave.record.records import HEAD, HEADER, Format
-from rollweave.schema.base import Tagged, TrajectoryId
+from rollweave.schema.base import TaggedStruct, TrajectoryId
 from rollweave.schema.errors import CorruptJournalError, RollweaveError
 from rollweave.schema.packing import packed
 from rollweave.schema.work import Blame, Purpose, StopReason, Trajectory
@@ -47,7 +47,7 @@ class StoreError(RollweaveError):
     """A trajectory that should be in the store is not there."""
 
 
-class Ended(Tagged, frozen=True, kw_only=True):
+class Ended(TaggedStruct, frozen=True, kw_only=True):
     """INIT and RUN of an attempt are over, at run time `at`.
 
     The reward is still unknown.
@@ -59,7 +59,7 @@ class Ended(Tagged, frozen=True, kw_only=True):
     trajectory: Trajectory
 
 
-class Scored(Tagged, frozen=True, kw_only=True):
+class Scored(TaggedStruct, frozen=True, kw_only=True):
     """EVAL of an attempt is over: its reward, or why there is none."""
 
     at: float

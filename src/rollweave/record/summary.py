@@ -10,11 +10,11 @@ import msgspec
 from rollweave.core.account import Account
 from rollweave.core.core import Core
 from rollweave.io.disk import replace_file
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 
 
-class Summary(Noun, frozen=True, kw_only=True):
+class Summary(Struct, frozen=True, kw_only=True):
     """`success_rate`, `mean_reward` and `eval_episodes` are those of the final
     evaluation, or of the last periodic one if there is none. `success_rate` has only
     the task domains whose environment defines success.

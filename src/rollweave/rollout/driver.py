@@ -6,13 +6,13 @@ from typing import Protocol
 
 from rollweave.envs.base import Score
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.schema.base import EngineId, Noun
+from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import StopReason, Trajectory
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class Answer(Struct, frozen=True, kw_only=True):
     """A turn as an engine gave it."""
 
     result: GenerateResult

@@ -69,7 +69,7 @@ class Telling:
                         trajectory_id=turn.command.trajectory_id,
                         attempt=turn.command.attempt,
                         turn=turn.command.turn,
-                        try_number=turn.command.try_number,
+                        dispatch=turn.command.dispatch,
                         output_tokens=turn.tokens,
                     )
                 )

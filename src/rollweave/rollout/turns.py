@@ -72,7 +72,7 @@ class _Open:
     tokens: tuple[int, ...]
     sampling: Sampling
     answer: asyncio.Future[Answer]
-    try_number: int = -1
+    dispatch: int = -1
     request_id: str = ""
     known: Unfinished = dataclasses.field(default_factory=Unfinished)
     generating: asyncio.Future[GenerateResult] | None = None
@@ -171,7 +171,7 @@ class Turns:
                 return
             turn.generating = None  # the core has heard of its loss before we have
             self._left()
-        turn.try_number = command.try_number
+        turn.dispatch = command.dispatch
         if not command.resume:
             turn.forget()
             turn.known = Unfinished()
@@ -186,7 +186,7 @@ class Turns:
         """
         if self._done is None or self._done.turn != command.turn:
             return  # the attempt has ended meanwhile, and has said so
-        self.post(msgspec.structs.replace(self._done, try_number=command.try_number))
+        self.post(msgspec.structs.replace(self._done, dispatch=command.dispatch))
         if self._open is not None and self._open.number != command.turn:
             self._ask(self._open)
 
@@ -290,9 +290,9 @@ class Turns:
     def _meant(self, command: AbortTurn | RerankTurn) -> _Open | None:
         """The open turn, if the command means it and its latest try."""
         turn = self._open
-        named = turn is not None and (turn.number, turn.try_number) == (
+        named = turn is not None and (turn.number, turn.dispatch) == (
             command.turn,
-            command.try_number,
+            command.dispatch,
         )
         return turn if named else None
 
@@ -333,7 +333,7 @@ class Turns:
             trajectory_id=command.trajectory_id,
             attempt=command.attempt,
             turn=command.turn,
-            try_number=command.try_number,
+            dispatch=command.dispatch,
             output_tokens=len(result.tokens),
             cached_tokens=result.cached_tokens,
             version=result.versions[-1].version,
@@ -356,7 +356,7 @@ class Turns:
                 trajectory_id=command.trajectory_id,
                 attempt=command.attempt,
                 turn=command.turn,
-                try_number=command.try_number,
+                dispatch=command.dispatch,
                 error=shortened(error),
             )
         )

@@ -19,7 +19,7 @@ from rollweave.runtime.supervisors.engines import Fleet
 from rollweave.runtime.tasks import Tasks
 from rollweave.schema.commands import Command
 from rollweave.schema.config.root import RunConfig
-from rollweave.schema.events import EngineSeat
+from rollweave.schema.events import EngineSlot
 from rollweave.schema.serving import LoadSaved
 
 WAITING_PER_SLOT = 8
@@ -44,7 +44,7 @@ class LiveWorld:
         journal: RunJournal,
         store: TrajectoryStore,
         trace: Trace,
-        make_engine: Callable[[EngineSeat, int], EngineBackend],
+        make_engine: Callable[[EngineSlot, int], EngineBackend],
         make_episode: MakeEpisode,
         keeps_turns: bool = False,
         machines: int = 0,

@@ -34,7 +34,7 @@ from rollweave.schema.control import (
     WithdrawEngine,
 )
 from rollweave.schema.errors import ConfigError, RollweaveError
-from rollweave.schema.events import EngineRegistered, EngineSeat, EngineWithdrawn, Event
+from rollweave.schema.events import EngineRegistered, EngineSlot, EngineWithdrawn, Event
 from rollweave.schema.packing import as_json
 
 LINE_BYTES = 4096
@@ -156,13 +156,13 @@ class Control:
                 assert_never(request)
 
     async def _add(self, request: AddEngines) -> ControlReply:
-        added: list[EngineSeat] = []
+        added: list[EngineSlot] = []
         for _ in range(request.count):
             name, group = next_id(self._state()), request.group
             if name is None:
                 return self._reply(*added, error="no machine is left")
             degree = self._config.engines[group].degree if group < len(self._config.engines) else 1
-            seat = EngineSeat(id=name, degree=degree, group=group)
+            seat = EngineSlot(id=name, degree=degree, group=group)
             if why := cannot_join(self._config, self._state(), seat):
                 return self._reply(*added, error=why)
             await self._happened(EngineRegistered(engine=seat))
@@ -196,7 +196,7 @@ class Control:
             async with asyncio.timeout(SAY_S):
                 await heard
 
-    def _reply(self, *added: EngineSeat, error: str = "") -> ControlReply:
+    def _reply(self, *added: EngineSlot, error: str = "") -> ControlReply:
         lines = tuple(self._line(engine) for engine in self._state().engines.values())
         return ControlReply(engines=lines, added=tuple(seat.id for seat in added), error=error)
 

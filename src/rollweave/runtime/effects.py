@@ -60,7 +60,7 @@ class Trains(Protocol):
 class Relays(Protocol):
     """What effects need of whoever keeps the relays (`runtime/supervisors/relays.py`)."""
 
-    def take(self, command: c.TakeWeights) -> None:
+    def take(self, command: c.FetchWeights) -> None:
         """Have a relay get weights."""
 
     def restart(self, command: c.RestartRelay) -> None:
@@ -194,7 +194,7 @@ class Effects:
                 self._seat.measure(command)
             case c.PublishWeights():
                 self._seat.publish(command)
-            case c.TakeWeights():
+            case c.FetchWeights():
                 self._relays.take(command)
             case c.SaveCheckpoint():
                 self._seat.save(command)

@@ -53,7 +53,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
 from rollweave.schema.errors import ConfigError, DiskError
-from rollweave.schema.events import EngineSeat
+from rollweave.schema.events import EngineSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec
 
@@ -239,7 +239,7 @@ class _Start:
         metrics: Metrics,
         trace: Trace,
         episodes: Episodes,
-    ) -> tuple[World, tuple[EngineSeat, ...]]:
+    ) -> tuple[World, tuple[EngineSlot, ...]]:
         config, source = self._config, self._source
         checkpoints = Checkpoints(self._run.checkpoints)
         checkpoints.clear_unfinished()
@@ -343,7 +343,7 @@ class Processes:
         if self.model_dir.exists():
             self._model_ready.set_result(None)
 
-    def engine(self, seat: EngineSeat, epoch: int) -> EngineClient:
+    def engine(self, seat: EngineSlot, epoch: int) -> EngineClient:
         """Start epoch `epoch` of an engine. Raises OSError."""
         engine_id, engines, watchdog = (
             seat.id,

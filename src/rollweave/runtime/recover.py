@@ -36,7 +36,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.loading import differences, dumps, load, loads
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.events import EngineSeat, RunStarted, WorldLost
+from rollweave.schema.events import EngineSlot, RunStarted, WorldLost
 from rollweave.schema.work import Purpose
 
 START_OVER = (
@@ -68,7 +68,7 @@ class Beginning:
     knobs: tuple[str, ...] = ()
 
     def first(
-        self, engines: tuple[EngineSeat, ...], *, relays: int = 0, serving: bool = False
+        self, engines: tuple[EngineSlot, ...], *, relays: int = 0, serving: bool = False
     ) -> RunStarted | WorldLost:
         """The event with which this life begins."""
         if self.resumed:

@@ -20,7 +20,7 @@ from rollweave.runtime.clock import RunClock
 from rollweave.schema.commands import Deliver, MarkBest, RecordEvaluation, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
-from rollweave.schema.events import EngineSeat, RunStarted, StopRequested, WorldLost
+from rollweave.schema.events import EngineSlot, RunStarted, StopRequested, WorldLost
 
 COMPACT_BYTES = 4 << 20
 """Bytes that the journal grows by before it begins anew with a snapshot: some 30,000
@@ -34,7 +34,7 @@ class Customers(Protocol):
     def delivered(self, command: Deliver) -> None:
         """It is over, and in the store if it was started.
 
-        To be answered by `RolloutTaken`.
+        To be answered by `RolloutAcknowledged`.
         """
 
     def warned(self, command: Warn) -> None:
@@ -56,7 +56,7 @@ class ServiceWorld(LiveWorld):
         journal: RunJournal,
         store: TrajectoryStore,
         trace: Trace,
-        make_engine: Callable[[EngineSeat, int], EngineBackend],
+        make_engine: Callable[[EngineSlot, int], EngineBackend],
         make_episode: MakeEpisode,
         customers: Customers,
         compact_bytes: int = COMPACT_BYTES,

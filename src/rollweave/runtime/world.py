@@ -45,7 +45,7 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ModeName
-from rollweave.schema.events import EngineSeat, Event, StopRequested
+from rollweave.schema.events import EngineSlot, Event, StopRequested
 from rollweave.schema.serving import LoadSaved
 from rollweave.schema.training import TrainMetrics
 from rollweave.schema.work import Batch
@@ -80,7 +80,7 @@ class World(LiveWorld):
         metrics: Metrics,
         trace: Trace,
         draws: Draws,
-        make_engine: Callable[[EngineSeat, int], EngineBackend],
+        make_engine: Callable[[EngineSlot, int], EngineBackend],
         make_trainer: Callable[[int, bool], TrainerBackend],
         open_relay: OpenRelay,
         make_episode: MakeEpisode,
@@ -145,14 +145,14 @@ class World(LiveWorld):
             seat=self.seat, relays=self.relays, predictor=self.predictor, draws=draws, listener=self
         )
 
-    async def run(self, first: Event, *, engines: Sequence[EngineSeat], fresh: bool) -> str:
+    async def run(self, first: Event, *, engines: Sequence[EngineSlot], fresh: bool) -> str:
         """Begin with event `first`, and live until the core says `Finish`; its error,
         or "" where all went well.
         """
         with contextlib.closing(self._control):
             return await self._run(first, engines, fresh=fresh)
 
-    async def _run(self, first: Event, engines: Sequence[EngineSeat], *, fresh: bool) -> str:
+    async def _run(self, first: Event, engines: Sequence[EngineSlot], *, fresh: bool) -> str:
         async with self._tasks:
             try:
                 self.pump.post(first)

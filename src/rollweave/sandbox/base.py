@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from rollweave.sandbox.channel import Channel, Reply
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ _HOSTNAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class Limits(Noun, frozen=True, kw_only=True):
+class Limits(Struct, frozen=True, kw_only=True):
     """What a sandbox may use.
 
     One that goes beyond memory_bytes, cpu_s or wall_s is killed and says so.
@@ -76,7 +76,7 @@ class Limits(Noun, frozen=True, kw_only=True):
                 )
 
 
-class SandboxSpec(Noun, frozen=True, kw_only=True):
+class SandboxSpec(Struct, frozen=True, kw_only=True):
     """One sandbox to start."""
 
     image: str = HOST
@@ -134,7 +134,7 @@ class SandboxSpec(Noun, frozen=True, kw_only=True):
         return {**base, **self.env}
 
 
-class ExecResult(Noun, frozen=True, kw_only=True):
+class ExecResult(Struct, frozen=True, kw_only=True):
     """A command that ran."""
 
     rc: int
@@ -147,7 +147,7 @@ class ExecResult(Noun, frozen=True, kw_only=True):
     seconds: float
 
 
-class Snapshot(Noun, frozen=True, kw_only=True):
+class Snapshot(Struct, frozen=True, kw_only=True):
     """What was written in a sandbox, kept on the host.
 
     `branch` of the same back end starts from it, as often as wanted.

@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 from rollweave.sandbox.inside.frames import FrameDecoder, FrameError, pack
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import (
     SandboxError,
     SandboxLostError,
@@ -45,7 +45,7 @@ ERRORS: dict[object, type[SandboxError]] = {
 }
 
 
-class Reply(Noun, frozen=True, kw_only=True):
+class Reply(Struct, frozen=True, kw_only=True):
     """What an action gave: fields by its name, and bytes."""
 
     header: dict[str, Any]

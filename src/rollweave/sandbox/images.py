@@ -49,7 +49,7 @@ from rollweave.sandbox.layers import Copy, remove
 from rollweave.sandbox.stage import made_folder
 from rollweave.sandbox.unfinished import remove_leftovers, unfinished_folder
 from rollweave.sandbox.unpacking import DONE, Bounds, Refused, check_bytes, check_member
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, SandboxError
 
 Mode = Literal["scratch", "versioned", "lock"]
@@ -79,14 +79,14 @@ FOLDER_BYTES = 1 << 40
 """Of what a recipe copies: the user's own files, bounded by the disk."""
 
 
-class CopyStep(Noun, frozen=True, kw_only=True):
+class CopyStep(Struct, frozen=True, kw_only=True):
     """A file or folder of the host, and where the image has it."""
 
     source: str
     target: str
 
 
-class Recipe(Noun, frozen=True, kw_only=True):
+class Recipe(Struct, frozen=True, kw_only=True):
     """What an image is made of. Relative paths are to the recipe's folder."""
 
     name: str

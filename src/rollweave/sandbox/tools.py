@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 
 from rollweave.sandbox.channel import Reply
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import SandboxSpoiledError
 from rollweave.schema.text import valid
 
@@ -53,7 +53,7 @@ class Caller(Protocol):
         """An action of its server, as `Channel.call`. Raises SandboxError."""
 
 
-class BashResult(Noun, frozen=True, kw_only=True):
+class BashResult(Struct, frozen=True, kw_only=True):
     """Of one command.
 
     `restarted`: what the shell had in memory is lost, before this command or by it.
@@ -67,7 +67,7 @@ class BashResult(Noun, frozen=True, kw_only=True):
     seconds: float
 
 
-class CellError(Noun, frozen=True, kw_only=True):
+class CellError(Struct, frozen=True, kw_only=True):
     """An exception that a cell ended with."""
 
     name: str
@@ -75,7 +75,7 @@ class CellError(Noun, frozen=True, kw_only=True):
     traceback: str
 
 
-class CellResult(Noun, frozen=True, kw_only=True):
+class CellResult(Struct, frozen=True, kw_only=True):
     """Of one cell: what it printed or displayed, the last expression's value as text,
     its exception.
 
@@ -94,7 +94,7 @@ class CellResult(Noun, frozen=True, kw_only=True):
     seconds: float
 
 
-class Text(Noun, frozen=True, kw_only=True):
+class Text(Struct, frozen=True, kw_only=True):
     """Numbered lines of a file, of `lines` in all; or the names in a folder, with
     `lines` 0.
     """

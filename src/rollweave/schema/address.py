@@ -11,7 +11,7 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Self
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -141,7 +141,7 @@ def _shown(text: str) -> str:
     return f"{(scheme + colons if colons and scheme.isalpha() else '') + rest!a:.100}"
 
 
-class Hosts(Noun, frozen=True):
+class Hosts(Struct, frozen=True):
     """The hosts to which connections are allowed, by name and by IP address."""
 
     names: frozenset[str]

@@ -13,9 +13,9 @@ TrajectoryId = NewType("TrajectoryId", str)
 EngineId = NewType("EngineId", str)
 
 
-class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A value. Two nouns with the same fields are the same noun."""
 
 
-class Tagged(Noun, frozen=True, kw_only=True, tag=True):
+class TaggedStruct(Struct, frozen=True, kw_only=True, tag=True):
     """A noun that travels in a union: the wire carries its class name."""

@@ -5,12 +5,12 @@ What the tokens are is a matter of `rollout/chat/codec.py`.
 
 from typing import Literal
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-class ToolCall(Noun, frozen=True, kw_only=True):
+class ToolCall(Struct, frozen=True, kw_only=True):
     """The agent asks for tool `name`.
 
     `arguments` is JSON, an object; `id` is what the tool's answer refers to.
@@ -21,7 +21,7 @@ class ToolCall(Noun, frozen=True, kw_only=True):
     arguments: str = "{}"
 
 
-class Message(Noun, frozen=True, kw_only=True):
+class Message(Struct, frozen=True, kw_only=True):
     """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id`
     and perhaps `name` are a tool's.
 

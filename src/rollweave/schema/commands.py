@@ -5,12 +5,12 @@ The comment of each command names the events that may answer it. A command never
 silently: what cannot be executed is answered by the failing event.
 """
 
-from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.prediction import LengthContext
 from rollweave.schema.work import Decoding, Purpose, StopReason, Task
 
 
-class DrawTask(Tagged, frozen=True, kw_only=True):
+class DrawTask(TaggedStruct, frozen=True, kw_only=True):
     """Draw task number `index` of task domain `name` from the split of `purpose`. →
     GroupSubmitted | DrawFailed
     """
@@ -21,7 +21,7 @@ class DrawTask(Tagged, frozen=True, kw_only=True):
     purpose: Purpose
 
 
-class StartInit(Tagged, frozen=True, kw_only=True):
+class StartInit(TaggedStruct, frozen=True, kw_only=True):
     """Start the environment of an attempt. → EnvReady | TrajectoryEnded (environment
     failed to start)
     """
@@ -36,15 +36,15 @@ class StartInit(Tagged, frozen=True, kw_only=True):
     decoding: Decoding = Decoding()
 
 
-class StartRun(Tagged, frozen=True, kw_only=True):
+class StartRun(TaggedStruct, frozen=True, kw_only=True):
     """Let the episode go. → TurnRequested … TrajectoryEnded"""
 
     trajectory_id: TrajectoryId
     attempt: int
 
 
-class StartTurn(Tagged, frozen=True, kw_only=True):
-    """Answer the episode's open turn with this engine; `try_number` fences late
+class StartTurn(TaggedStruct, frozen=True, kw_only=True):
+    """Answer the episode's open turn with this engine; `dispatch` fences late
     answers. → TurnDone | TurnFailed
 
     With `resume` it goes on from what the tries before have sampled of it, as far as
@@ -57,11 +57,11 @@ class StartTurn(Tagged, frozen=True, kw_only=True):
     turn: int
     engine_id: EngineId
     rank: float
-    try_number: int
+    dispatch: int
     resume: bool = False
 
 
-class AbortTurn(Tagged, frozen=True, kw_only=True):
+class AbortTurn(TaggedStruct, frozen=True, kw_only=True):
     """Stop the generation on this engine; the episode goes on waiting, and `StartTurn`
     may resume. No answer is owed.
     """
@@ -70,10 +70,10 @@ class AbortTurn(Tagged, frozen=True, kw_only=True):
     attempt: int
     turn: int
     engine_id: EngineId
-    try_number: int
+    dispatch: int
 
 
-class RerankTurn(Tagged, frozen=True, kw_only=True):
+class RerankTurn(TaggedStruct, frozen=True, kw_only=True):
     """Change the rank of a turn on this engine, which preempts by rank
     (engine/planner/batching). No answer is owed.
     """
@@ -82,11 +82,11 @@ class RerankTurn(Tagged, frozen=True, kw_only=True):
     attempt: int
     turn: int
     engine_id: EngineId
-    try_number: int
+    dispatch: int
     rank: float
 
 
-class StartEval(Tagged, frozen=True, kw_only=True):
+class StartEval(TaggedStruct, frozen=True, kw_only=True):
     """Score the ended trajectory (its environment is already freed). → RewardReady |
     RewardFailed
     """
@@ -95,7 +95,7 @@ class StartEval(Tagged, frozen=True, kw_only=True):
     attempt: int
 
 
-class CancelTrajectory(Tagged, frozen=True, kw_only=True):
+class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
     """Stop generation, environment and timers of the attempt, in whatever stage. →
     TrajectoryEnded with `reason`
     """
@@ -105,7 +105,7 @@ class CancelTrajectory(Tagged, frozen=True, kw_only=True):
     reason: StopReason
 
 
-class Evict(Tagged, frozen=True, kw_only=True):
+class Evict(TaggedStruct, frozen=True, kw_only=True):
     """These scored trajectories will not be trained on (again); the store may forget
     their tokens. No answer is owed.
     """
@@ -114,11 +114,11 @@ class Evict(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
-class Deliver(Tagged, frozen=True, kw_only=True):
+class Deliver(TaggedStruct, frozen=True, kw_only=True):
     """A trajectory that was asked for is over, whatever came of it. `attempt` is in the
     store if it was `started`.
 
-    → RolloutTaken. It is said again after a restart, until that comes.
+    → RolloutAcknowledged. It is said again after a restart, until that comes.
     """
 
     trajectory_id: TrajectoryId
@@ -130,7 +130,7 @@ class Deliver(Tagged, frozen=True, kw_only=True):
 # Lengths.
 
 
-class Predict(Tagged, frozen=True, kw_only=True):
+class Predict(TaggedStruct, frozen=True, kw_only=True):
     """Predict how many tokens the attempt will yet sample, while turn `turn`, the next
     one, waits and runs.
 
@@ -144,7 +144,7 @@ class Predict(Tagged, frozen=True, kw_only=True):
     context: LengthContext
 
 
-class Harvest(Tagged, frozen=True, kw_only=True):
+class Harvest(TaggedStruct, frozen=True, kw_only=True):
     """The attempt is over after `output_tokens` sampled ones: the predictor may learn
     from what it was asked about it.
 
@@ -156,7 +156,7 @@ class Harvest(Tagged, frozen=True, kw_only=True):
     output_tokens: int | None
 
 
-class FitPredictor(Tagged, frozen=True, kw_only=True):
+class FitPredictor(TaggedStruct, frozen=True, kw_only=True):
     """A step is trained: fit the predictor to what it has harvested.
 
     No answer is owed.
@@ -165,7 +165,7 @@ class FitPredictor(Tagged, frozen=True, kw_only=True):
     step: int
 
 
-class Migrate(Tagged, frozen=True, kw_only=True):
+class Migrate(TaggedStruct, frozen=True, kw_only=True):
     """Copy the KV of the attempt's context from engine to engine, while its environment
     works (Heddle §5.3).
 
@@ -184,7 +184,7 @@ class Migrate(Tagged, frozen=True, kw_only=True):
 # Engines.
 
 
-class StartEngine(Tagged, frozen=True, kw_only=True):
+class StartEngine(TaggedStruct, frozen=True, kw_only=True):
     """Start an engine of parallel degree `degree`, like those of its group, epoch 0. →
     EngineJoined | EngineLost
     """
@@ -194,13 +194,13 @@ class StartEngine(Tagged, frozen=True, kw_only=True):
     group: int = 0
 
 
-class SuspendEngine(Tagged, frozen=True, kw_only=True):
+class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):
     """→ EngineSuspended | EngineLost"""
 
     engine_id: EngineId
 
 
-class LoadWeights(Tagged, frozen=True, kw_only=True):
+class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
     """Load published weights from memory of the engine's host, or from the checkpoint
     of step `from_checkpoint`.
 
@@ -213,13 +213,13 @@ class LoadWeights(Tagged, frozen=True, kw_only=True):
     from_checkpoint: int | None = None
 
 
-class ResumeEngine(Tagged, frozen=True, kw_only=True):
+class ResumeEngine(TaggedStruct, frozen=True, kw_only=True):
     """No answer is owed."""
 
     engine_id: EngineId
 
 
-class RestartEngine(Tagged, frozen=True, kw_only=True):
+class RestartEngine(TaggedStruct, frozen=True, kw_only=True):
     """Kill what is left of the process and start it again as `epoch`. → EngineJoined |
     EngineLost
     """
@@ -231,7 +231,7 @@ class RestartEngine(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
-class RemoveEngine(Tagged, frozen=True, kw_only=True):
+class RemoveEngine(TaggedStruct, frozen=True, kw_only=True):
     """Kill the process for good. No answer is owed."""
 
     engine_id: EngineId
@@ -241,13 +241,13 @@ class RemoveEngine(Tagged, frozen=True, kw_only=True):
 # Relays.
 
 
-class TakeWeights(Tagged, frozen=True, kw_only=True):
+class FetchWeights(TaggedStruct, frozen=True, kw_only=True):
     """Have the relay get these weights from the relay `source`, or (None) from the
     trainer, whole or as a change of `base_id`.
 
     A source may still be taking them itself. Said again of the same weights, it goes on
     where it stood, and only the last `try_number` is answered. Weights that are neither
-    in `keep` nor the base may go. → WeightsHeld | WeightsRefused | RelayLost
+    in `keep` nor the base may go. → WeightsFetched | FetchFailed | RelayLost
     """
 
     relay_id: str
@@ -258,7 +258,7 @@ class TakeWeights(Tagged, frozen=True, kw_only=True):
     keep: tuple[int, ...] = ()
 
 
-class RestartRelay(Tagged, frozen=True, kw_only=True):
+class RestartRelay(TaggedStruct, frozen=True, kw_only=True):
     """Kill what is left of the process and start it again as `epoch`, without weights.
     → RelayJoined | RelayLost
     """
@@ -268,7 +268,7 @@ class RestartRelay(Tagged, frozen=True, kw_only=True):
     reason: str
 
 
-class RemoveRelay(Tagged, frozen=True, kw_only=True):
+class RemoveRelay(TaggedStruct, frozen=True, kw_only=True):
     """Kill the process for good: its machine is given up. No answer is owed."""
 
     relay_id: str
@@ -278,13 +278,13 @@ class RemoveRelay(Tagged, frozen=True, kw_only=True):
 # Trainer.
 
 
-class GroupRef(Noun, frozen=True, kw_only=True):
+class GroupRef(Struct, frozen=True, kw_only=True):
     id: GroupId
     name: str
     trajectory_ids: tuple[TrajectoryId, ...]
 
 
-class TrainStep(Tagged, frozen=True, kw_only=True):
+class TrainStep(TaggedStruct, frozen=True, kw_only=True):
     """Train mini-batch `part` of `parts` of step `step`: the weights are at version
     `step`.
 
@@ -297,7 +297,7 @@ class TrainStep(Tagged, frozen=True, kw_only=True):
     groups: tuple[GroupRef, ...]
 
 
-class MeasureRatios(Tagged, frozen=True, kw_only=True):
+class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
     """How far the trainer's weights, before mini-batch `part` of step `step`, are from
     those that sampled these groups.
 
@@ -309,7 +309,7 @@ class MeasureRatios(Tagged, frozen=True, kw_only=True):
     groups: tuple[GroupRef, ...]
 
 
-class PublishWeights(Tagged, frozen=True, kw_only=True):
+class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
     """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where
     given. Others than `keep` may go.
 
@@ -322,12 +322,12 @@ class PublishWeights(Tagged, frozen=True, kw_only=True):
     keep: tuple[int, ...] = ()
 
 
-class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
+class SaveCheckpoint(TaggedStruct, frozen=True, kw_only=True):
     """Save model and optimizer, atomically; keep the steps `keep` too and prune all
     others.
 
     The trainer copies them and may then train on while the copy is written.
-    → CheckpointTaken?, then CheckpointSaved | CheckpointFailed | TrainerLost
+    → CheckpointCopied?, then CheckpointSaved | CheckpointFailed | TrainerLost
     """
 
     step: int
@@ -335,7 +335,7 @@ class SaveCheckpoint(Tagged, frozen=True, kw_only=True):
     export: bool
 
 
-class RestartTrainer(Tagged, frozen=True, kw_only=True):
+class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
     """Kill what is left of the trainer, start it as `epoch` and restore checkpoint
     `step` (None: start afresh).
 
@@ -352,7 +352,7 @@ class RestartTrainer(Tagged, frozen=True, kw_only=True):
 # The run.
 
 
-class RecordEvaluation(Tagged, frozen=True, kw_only=True):
+class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
     """An evaluation of weight version `version` is complete. Rates are by task domain,
     over `episodes` scored episodes each.
 
@@ -369,26 +369,26 @@ class RecordEvaluation(Tagged, frozen=True, kw_only=True):
     target_reached: bool = False
 
 
-class MarkBest(Tagged, frozen=True, kw_only=True):
+class MarkBest(TaggedStruct, frozen=True, kw_only=True):
     """Checkpoint `step` has the best evaluation so far. No answer is owed."""
 
     step: int
 
 
-class SetTimer(Tagged, frozen=True, kw_only=True):
+class SetTimer(TaggedStruct, frozen=True, kw_only=True):
     """Send `TimerFired` at time `at`; replaces the timer set before."""
 
     at: float
 
 
-class Warn(Tagged, frozen=True, kw_only=True):
+class Warn(TaggedStruct, frozen=True, kw_only=True):
     """Tell the user: which component, and what was done about it."""
 
     component: str
     message: str
 
 
-class Finish(Tagged, frozen=True, kw_only=True):
+class Finish(TaggedStruct, frozen=True, kw_only=True):
     """The run is over; `error` is empty when all went well. Nothing follows."""
 
     error: str
@@ -415,7 +415,7 @@ Command = (
     | ResumeEngine
     | RestartEngine
     | RemoveEngine
-    | TakeWeights
+    | FetchWeights
     | RestartRelay
     | RemoveRelay
     | TrainStep

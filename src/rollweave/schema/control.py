@@ -6,17 +6,17 @@ from typing import Annotated
 
 import msgspec
 
-from rollweave.schema.base import EngineId, Noun, Tagged
+from rollweave.schema.base import EngineId, Struct, TaggedStruct
 
 MOST_ENGINES = 64
 """Engines that one request may ask for."""
 
 
-class ListEngines(Tagged, frozen=True, kw_only=True):
+class ListEngines(TaggedStruct, frozen=True, kw_only=True):
     """Which engines are there?"""
 
 
-class AddEngines(Tagged, frozen=True, kw_only=True):
+class AddEngines(TaggedStruct, frozen=True, kw_only=True):
     """Start so many more, each as the configuration's group of engines number `group`,
     from 0, has them.
     """
@@ -25,7 +25,7 @@ class AddEngines(Tagged, frozen=True, kw_only=True):
     group: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class WithdrawEngine(Tagged, frozen=True, kw_only=True):
+class WithdrawEngine(TaggedStruct, frozen=True, kw_only=True):
     """Do without this one: when what it began is over (`drain`), or now, and it goes on
     elsewhere.
     """
@@ -37,7 +37,7 @@ class WithdrawEngine(Tagged, frozen=True, kw_only=True):
 ControlRequest = ListEngines | AddEngines | WithdrawEngine
 
 
-class EngineLine(Noun, frozen=True, kw_only=True):
+class EngineLine(Struct, frozen=True, kw_only=True):
     """An engine as the core knows it.
 
     `version` is -1 before it has weights; `machine` is that of its relay, None without.
@@ -54,7 +54,7 @@ class EngineLine(Noun, frozen=True, kw_only=True):
     joined: bool
 
 
-class ControlReply(Noun, frozen=True, kw_only=True):
+class ControlReply(Struct, frozen=True, kw_only=True):
     """`added` are starting.
 
     `error` says why what was asked for was not done, or no more of it than `added`; ""

@@ -8,11 +8,11 @@ in events is for people; decisions never read it.
 
 from typing import Literal
 
-from rollweave.schema.base import EngineId, GroupId, Noun, Tagged, TrajectoryId
+from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
 from rollweave.schema.work import Decoding, StopReason, Task
 
 
-class EngineSeat(Noun, frozen=True, kw_only=True):
+class EngineSlot(Struct, frozen=True, kw_only=True):
     """An engine that the world starts, and its parallel degree: CPU threads, or GPUs
     that share every layer.
 
@@ -24,7 +24,7 @@ class EngineSeat(Noun, frozen=True, kw_only=True):
     group: int = 0
 
 
-class RunStarted(Tagged, frozen=True, kw_only=True):
+class RunStarted(TaggedStruct, frozen=True, kw_only=True):
     """The world is up for the first time. `engines` are the engines that the world is
     starting.
 
@@ -34,13 +34,13 @@ class RunStarted(Tagged, frozen=True, kw_only=True):
     for another run's.
     """
 
-    engines: tuple[EngineSeat, ...]
+    engines: tuple[EngineSlot, ...]
     serving: bool = False
     relays: int = 0
     run_id: str = ""
 
 
-class WorldLost(Tagged, frozen=True, kw_only=True):
+class WorldLost(TaggedStruct, frozen=True, kw_only=True):
     """The controller was restarted: every process of the old world is gone
     (docs/decisions/0007).
 
@@ -48,12 +48,12 @@ class WorldLost(Tagged, frozen=True, kw_only=True):
     `missing`, which the store lacks.
     """
 
-    engines: tuple[EngineSeat, ...]
+    engines: tuple[EngineSlot, ...]
     missing: tuple[TrajectoryId, ...] = ()
     relays: int = 0
 
 
-class StopRequested(Tagged, frozen=True, kw_only=True):
+class StopRequested(TaggedStruct, frozen=True, kw_only=True):
     """The user asks for an orderly end: cancel what is in flight, save a checkpoint,
     finish.
 
@@ -63,21 +63,21 @@ class StopRequested(Tagged, frozen=True, kw_only=True):
     drain: bool = False
 
 
-class TimerFired(Tagged, frozen=True, kw_only=True):
+class TimerFired(TaggedStruct, frozen=True, kw_only=True):
     """The watchdog's timer that `SetTimer` asked for."""
 
 
 # Work.
 
 
-class GroupSubmitted(Tagged, frozen=True, kw_only=True):
+class GroupSubmitted(TaggedStruct, frozen=True, kw_only=True):
     """The task that `DrawTask` asked for."""
 
     group_id: GroupId
     task: Task
 
 
-class DrawFailed(Tagged, frozen=True, kw_only=True):
+class DrawFailed(TaggedStruct, frozen=True, kw_only=True):
     """The task source raised: the environment's code is wrong, and the run ends with
     this error.
     """
@@ -86,7 +86,7 @@ class DrawFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-class RolloutsSubmitted(Tagged, frozen=True, kw_only=True):
+class RolloutsSubmitted(TaggedStruct, frozen=True, kw_only=True):
     """Somebody asks for `members` attempts at a task of domain `name`.
 
     A group that is known is not begun twice.
@@ -99,19 +99,19 @@ class RolloutsSubmitted(Tagged, frozen=True, kw_only=True):
     decoding: Decoding = Decoding()
 
 
-class RolloutCancelled(Tagged, frozen=True, kw_only=True):
+class RolloutCancelled(TaggedStruct, frozen=True, kw_only=True):
     """Nobody wants this trajectory any more."""
 
     trajectory_id: TrajectoryId
 
 
-class RolloutTaken(Tagged, frozen=True, kw_only=True):
+class RolloutAcknowledged(TaggedStruct, frozen=True, kw_only=True):
     """Whoever asked for it has what `Deliver` spoke of, safely."""
 
     trajectory_id: TrajectoryId
 
 
-class EnvReady(Tagged, frozen=True, kw_only=True):
+class EnvReady(TaggedStruct, frozen=True, kw_only=True):
     """The environment has begun its task; the first turn's prompt has `prompt_tokens`
     tokens.
     """
@@ -121,7 +121,7 @@ class EnvReady(Tagged, frozen=True, kw_only=True):
     prompt_tokens: int = 0
 
 
-class TurnRequested(Tagged, frozen=True, kw_only=True):
+class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
     """The episode wants the agent's next message.
 
     `context_tokens` is the length of the prompt so far.
@@ -133,7 +133,7 @@ class TurnRequested(Tagged, frozen=True, kw_only=True):
     context_tokens: int
 
 
-class TurnDone(Tagged, frozen=True, kw_only=True):
+class TurnDone(TaggedStruct, frozen=True, kw_only=True):
     """The engine answered; the environment works now, until the next `TurnRequested` or
     `TrajectoryEnded`.
 
@@ -145,7 +145,7 @@ class TurnDone(Tagged, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     attempt: int
     turn: int
-    try_number: int
+    dispatch: int
     output_tokens: int
     cached_tokens: int
     version: int
@@ -153,7 +153,7 @@ class TurnDone(Tagged, frozen=True, kw_only=True):
     cut: bool = False
 
 
-class TurnFailed(Tagged, frozen=True, kw_only=True):
+class TurnFailed(TaggedStruct, frozen=True, kw_only=True):
     """The engine failed to answer (lost, aborted by us, or an error).
 
     The episode still waits for the turn.
@@ -162,11 +162,11 @@ class TurnFailed(Tagged, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     attempt: int
     turn: int
-    try_number: int
+    dispatch: int
     error: str
 
 
-class TurnWithdrawn(Tagged, frozen=True, kw_only=True):
+class TurnWithdrawn(TaggedStruct, frozen=True, kw_only=True):
     """Nobody waits for this turn any more, and the attempt goes on: an agent program
     has given up a call.
     """
@@ -176,17 +176,17 @@ class TurnWithdrawn(Tagged, frozen=True, kw_only=True):
     turn: int
 
 
-class TurnProgress(Noun, frozen=True, kw_only=True):
+class TurnProgress(Struct, frozen=True, kw_only=True):
     """`output_tokens` of the open turn are sampled, what this try resumed among them."""
 
     trajectory_id: TrajectoryId
     attempt: int
     turn: int
-    try_number: int
+    dispatch: int
     output_tokens: int
 
 
-class TurnsProgressed(Tagged, frozen=True, kw_only=True):
+class TurnsProgressed(TaggedStruct, frozen=True, kw_only=True):
     """How far turns have come that engines are long at: now and then, and only where
     unfinished turns are kept.
     """
@@ -194,7 +194,7 @@ class TurnsProgressed(Tagged, frozen=True, kw_only=True):
     turns: tuple[TurnProgress, ...]
 
 
-class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
+class TrajectoryEnded(TaggedStruct, frozen=True, kw_only=True):
     """INIT or RUN is over and the environment is closed.
 
     Also the answer to `CancelTrajectory`.
@@ -208,7 +208,7 @@ class TrajectoryEnded(Tagged, frozen=True, kw_only=True):
     error: str = ""
 
 
-class RewardReady(Tagged, frozen=True, kw_only=True):
+class RewardReady(TaggedStruct, frozen=True, kw_only=True):
     """EVAL is over and the trajectory is in the store."""
 
     trajectory_id: TrajectoryId
@@ -217,7 +217,7 @@ class RewardReady(Tagged, frozen=True, kw_only=True):
     success: bool | None = None
 
 
-class RewardFailed(Tagged, frozen=True, kw_only=True):
+class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
     trajectory_id: TrajectoryId
     attempt: int
     stop_reason: StopReason
@@ -227,7 +227,7 @@ class RewardFailed(Tagged, frozen=True, kw_only=True):
 # Lengths.
 
 
-class PredictionReady(Tagged, frozen=True, kw_only=True):
+class PredictionReady(TaggedStruct, frozen=True, kw_only=True):
     """The attempt will probably sample `remaining_tokens` more, as seen before turn
     `turn`.
     """
@@ -238,7 +238,7 @@ class PredictionReady(Tagged, frozen=True, kw_only=True):
     remaining_tokens: float
 
 
-class MigrationDone(Tagged, frozen=True, kw_only=True):
+class MigrationDone(TaggedStruct, frozen=True, kw_only=True):
     """The target holds the KV of the first `moved_tokens` tokens of the context; of
     none where `error` says why.
     """
@@ -253,7 +253,7 @@ class MigrationDone(Tagged, frozen=True, kw_only=True):
 # Engines.
 
 
-class StepTime(Noun, frozen=True, kw_only=True):
+class StepTime(Struct, frozen=True, kw_only=True):
     """Measured: a step in which `batch` sequences, each with `context` tokens, decode a
     token each takes `seconds`.
     """
@@ -263,7 +263,7 @@ class StepTime(Noun, frozen=True, kw_only=True):
     context: int = 0
 
 
-class EngineJoined(Tagged, frozen=True, kw_only=True):
+class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process is ready. It is stale until it has loaded weights. `profile` is what
     it measured of itself, if it did.
 
@@ -278,15 +278,15 @@ class EngineJoined(Tagged, frozen=True, kw_only=True):
     profile: tuple[StepTime, ...] = ()
 
 
-class EngineRegistered(Tagged, frozen=True, kw_only=True):
+class EngineRegistered(TaggedStruct, frozen=True, kw_only=True):
     """There is to be one more engine: somebody offers it to a service, or asks a
     training run to start it.
     """
 
-    engine: EngineSeat
+    engine: EngineSlot
 
 
-class EngineWithdrawn(Tagged, frozen=True, kw_only=True):
+class EngineWithdrawn(TaggedStruct, frozen=True, kw_only=True):
     """The engine is not to be used any more: when its turns are done (`drain`), or now,
     and they go elsewhere.
     """
@@ -295,19 +295,19 @@ class EngineWithdrawn(Tagged, frozen=True, kw_only=True):
     drain: bool
 
 
-class EngineSuspended(Tagged, frozen=True, kw_only=True):
+class EngineSuspended(TaggedStruct, frozen=True, kw_only=True):
     engine_id: EngineId
     epoch: int
 
 
-class WeightsLoaded(Tagged, frozen=True, kw_only=True):
+class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
     engine_id: EngineId
     epoch: int
     version: int
     weights_id: int
 
 
-class WeightsLoadFailed(Tagged, frozen=True, kw_only=True):
+class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
     """The engine refused the weights and stays on those that it had."""
 
     engine_id: EngineId
@@ -316,7 +316,7 @@ class WeightsLoadFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-class EngineLost(Tagged, frozen=True, kw_only=True):
+class EngineLost(TaggedStruct, frozen=True, kw_only=True):
     """The process or its connection is gone; this one event fails all turns that it
     served.
     """
@@ -332,14 +332,14 @@ class EngineLost(Tagged, frozen=True, kw_only=True):
 RefusalReason = Literal["source", "base", "broken", "room"]
 
 
-class RelayJoined(Tagged, frozen=True, kw_only=True):
+class RelayJoined(TaggedStruct, frozen=True, kw_only=True):
     """The process listens. It holds no weights."""
 
     relay_id: str
     epoch: int
 
 
-class RelayLost(Tagged, frozen=True, kw_only=True):
+class RelayLost(TaggedStruct, frozen=True, kw_only=True):
     """The process is gone, or says nothing any more, and the weights that it held with
     it.
     """
@@ -349,23 +349,23 @@ class RelayLost(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-class RelaySuspected(Tagged, frozen=True, kw_only=True):
+class RelaySuspected(TaggedStruct, frozen=True, kw_only=True):
     """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine
-    is busy. → RelayHeard | RelayLost
+    is busy. → RelayRecovered | RelayLost
     """
 
     relay_id: str
     epoch: int
 
 
-class RelayHeard(Tagged, frozen=True, kw_only=True):
+class RelayRecovered(TaggedStruct, frozen=True, kw_only=True):
     """A suspected relay speaks again."""
 
     relay_id: str
     epoch: int
 
 
-class WeightsHeld(Tagged, frozen=True, kw_only=True):
+class WeightsFetched(TaggedStruct, frozen=True, kw_only=True):
     """The relay has these weights, whole and verified: engines on its machine may load
     them.
     """
@@ -375,7 +375,7 @@ class WeightsHeld(Tagged, frozen=True, kw_only=True):
     weights_id: int
 
 
-class WeightsStalled(Tagged, frozen=True, kw_only=True):
+class FetchStalled(TaggedStruct, frozen=True, kw_only=True):
     """Nothing has come of them from the relay `source` for a moment.
 
     The take goes on.
@@ -387,7 +387,7 @@ class WeightsStalled(Tagged, frozen=True, kw_only=True):
     source: str
 
 
-class WeightsRefused(Tagged, frozen=True, kw_only=True):
+class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
     """They have not come; what the relay held it still holds.
 
     Reasons: the `source` is gone, silent or lacks them; the `base` is not here, or not
@@ -405,7 +405,7 @@ class WeightsRefused(Tagged, frozen=True, kw_only=True):
 # Trainer.
 
 
-class TrainerReady(Tagged, frozen=True, kw_only=True):
+class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
     """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's
     step when restored.
 
@@ -417,20 +417,20 @@ class TrainerReady(Tagged, frozen=True, kw_only=True):
     note: str = ""
 
 
-class StepTrained(Tagged, frozen=True, kw_only=True):
+class StepTrained(TaggedStruct, frozen=True, kw_only=True):
     epoch: int
     step: int
     part: int
 
 
-class GroupRatio(Noun, frozen=True, kw_only=True):
+class GroupRatio(Struct, frozen=True, kw_only=True):
     """The mean importance ratio of a group: above 0 and finite (`train/ratios.py`)."""
 
     id: GroupId
     ratio: float
 
 
-class RatiosMeasured(Tagged, frozen=True, kw_only=True):
+class RatiosMeasured(TaggedStruct, frozen=True, kw_only=True):
     """Of every group that `MeasureRatios` named, in its order."""
 
     epoch: int
@@ -439,7 +439,7 @@ class RatiosMeasured(Tagged, frozen=True, kw_only=True):
     ratios: tuple[GroupRatio, ...]
 
 
-class TrainFailed(Tagged, frozen=True, kw_only=True):
+class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
     """The step, or the measurement before it, left weights and optimizer as they were.
 
     `nonfinite`: the loss, the gradient or a log-prob was NaN or infinite.
@@ -451,13 +451,13 @@ class TrainFailed(Tagged, frozen=True, kw_only=True):
     nonfinite: bool
 
 
-class WeightsPublished(Tagged, frozen=True, kw_only=True):
+class WeightsPublished(TaggedStruct, frozen=True, kw_only=True):
     epoch: int
     version: int
     weights_id: int
 
 
-class CheckpointTaken(Tagged, frozen=True, kw_only=True):
+class CheckpointCopied(TaggedStruct, frozen=True, kw_only=True):
     """A copy of the checkpoint is in memory: training may continue while it is written.
     `CheckpointSaved` or `CheckpointFailed` follows.
     """
@@ -466,12 +466,12 @@ class CheckpointTaken(Tagged, frozen=True, kw_only=True):
     step: int
 
 
-class CheckpointSaved(Tagged, frozen=True, kw_only=True):
+class CheckpointSaved(TaggedStruct, frozen=True, kw_only=True):
     epoch: int
     step: int
 
 
-class CheckpointFailed(Tagged, frozen=True, kw_only=True):
+class CheckpointFailed(TaggedStruct, frozen=True, kw_only=True):
     """The disk is full, say. The checkpoints before it are untouched."""
 
     epoch: int
@@ -479,7 +479,7 @@ class CheckpointFailed(Tagged, frozen=True, kw_only=True):
     error: str
 
 
-class TrainerLost(Tagged, frozen=True, kw_only=True):
+class TrainerLost(TaggedStruct, frozen=True, kw_only=True):
     """`hopeless`: another trainer would fail in the same way, since no checkpoint can
     be read, or it cannot start.
     """
@@ -498,7 +498,7 @@ Event = (
     | DrawFailed
     | RolloutsSubmitted
     | RolloutCancelled
-    | RolloutTaken
+    | RolloutAcknowledged
     | EnvReady
     | TurnRequested
     | TurnDone
@@ -520,16 +520,16 @@ Event = (
     | RelayJoined
     | RelayLost
     | RelaySuspected
-    | RelayHeard
-    | WeightsHeld
-    | WeightsStalled
-    | WeightsRefused
+    | RelayRecovered
+    | WeightsFetched
+    | FetchStalled
+    | FetchFailed
     | TrainerReady
     | StepTrained
     | RatiosMeasured
     | TrainFailed
     | WeightsPublished
-    | CheckpointTaken
+    | CheckpointCopied
     | CheckpointSaved
     | CheckpointFailed
     | TrainerLost

@@ -28,7 +28,7 @@ depth of the call stack.
 def packed(value: object) -> bytes:
     """Encode the value as MessagePack.
 
-    A member of a union carries its class name (`Tagged`).
+    A member of a union carries its class name (`TaggedStruct`).
     """
     try:
         return _msgpack.encode(value)

@@ -2,10 +2,10 @@
 is said to a predictor (Heddle §4.1).
 """
 
-from rollweave.schema.base import Noun, Tagged, TrajectoryId
+from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId
 
 
-class LengthContext(Noun, frozen=True, kw_only=True):
+class LengthContext(Struct, frozen=True, kw_only=True):
     """A trajectory before turn `turn`: what it is, what it has done, what its group has
     shown. Lengths are tokens.
 
@@ -28,7 +28,7 @@ class LengthContext(Noun, frozen=True, kw_only=True):
     plan: tuple[int, ...] = ()
 
 
-class PredictorSpec(Noun, frozen=True, kw_only=True):
+class PredictorSpec(Struct, frozen=True, kw_only=True):
     """How to build a predictor.
 
     `checkpoint` is the directory of the language model that regressor `lm` reads plans
@@ -42,7 +42,7 @@ class PredictorSpec(Noun, frozen=True, kw_only=True):
 # Words to a predictor, which takes them in the order in which they are said.
 
 
-class Ask(Tagged, frozen=True, kw_only=True):
+class Ask(TaggedStruct, frozen=True, kw_only=True):
     """How long will it be? `number` grows from question to question."""
 
     number: int
@@ -51,7 +51,7 @@ class Ask(Tagged, frozen=True, kw_only=True):
     context: LengthContext
 
 
-class Learn(Tagged, frozen=True, kw_only=True):
+class Learn(TaggedStruct, frozen=True, kw_only=True):
     """The attempt is over after `output_tokens` sampled tokens; None where it teaches
     nothing.
     """
@@ -61,11 +61,11 @@ class Learn(Tagged, frozen=True, kw_only=True):
     output_tokens: int | None
 
 
-class Fit(Tagged, frozen=True, kw_only=True):
+class Fit(TaggedStruct, frozen=True, kw_only=True):
     """Fit the regressor to what was learned."""
 
 
-class StopPredictor(Tagged, frozen=True, kw_only=True):
+class StopPredictor(TaggedStruct, frozen=True, kw_only=True):
     """Nothing follows."""
 
 
@@ -75,12 +75,12 @@ PredictorWord = Ask | Learn | Fit | StopPredictor
 # What a predictor says, after every few words that it took at once.
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class Answer(Struct, frozen=True, kw_only=True):
     number: int
     remaining_tokens: float
 
 
-class PredictorReport(Noun, frozen=True, kw_only=True):
+class PredictorReport(Struct, frozen=True, kw_only=True):
     """`taken` words since it began, with all answers to those among them that ask.
 
     `failed` fits and predictions since it began, `fits` that succeeded, `fit_s` seconds
@@ -95,7 +95,7 @@ class PredictorReport(Noun, frozen=True, kw_only=True):
     pairs: int = 0
 
 
-class PredictorStats(Noun, frozen=True, kw_only=True):
+class PredictorStats(Struct, frozen=True, kw_only=True):
     """What became of all questions of a run: `asked` are `answered`, wait, or were lost
     with a predictor that died.
 

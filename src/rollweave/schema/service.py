@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rollweave.schema.address import parse_address
-from rollweave.schema.base import Noun, TrajectoryId
+from rollweave.schema.base import Struct, TrajectoryId
 from rollweave.schema.serving import DialectName
 from rollweave.schema.work import Decoding, Trajectory
 
@@ -18,7 +18,7 @@ MEMBERS = 4096
 TOKEN_LENGTH = 4096
 
 
-class AskedLimits(Noun, frozen=True, kw_only=True):
+class AskedLimits(Struct, frozen=True, kw_only=True):
     """Bounds that a rollout shall have otherwise than its handler has them; never above
     these.
     """
@@ -35,7 +35,7 @@ class AskedLimits(Noun, frozen=True, kw_only=True):
                 raise ValueError(f"limits.{name} must be a positive number, got {value}")
 
 
-class RolloutRequest(Noun, frozen=True, kw_only=True):
+class RolloutRequest(Struct, frozen=True, kw_only=True):
     """`members` attempts at one task of `handler`: number `index` of its tasks, or the
     one with `payload` and `seed`.
 
@@ -69,7 +69,7 @@ class RolloutRequest(Noun, frozen=True, kw_only=True):
             raise ValueError("exactly one of index and payload must be given")
 
 
-class Batch(Noun, frozen=True, kw_only=True):
+class Batch(Struct, frozen=True, kw_only=True):
     """Several requests, taken all or none."""
 
     rollouts: tuple[RolloutRequest, ...]
@@ -79,7 +79,7 @@ class Batch(Noun, frozen=True, kw_only=True):
             raise ValueError("rollouts must have at least one request, got none")
 
 
-class MemberStatus(Noun, frozen=True, kw_only=True):
+class MemberStatus(Struct, frozen=True, kw_only=True):
     """`stage` is queued, init, run, eval, or done.
 
     `result` is there, where asked for, once it is done, if it ever began.
@@ -92,7 +92,7 @@ class MemberStatus(Noun, frozen=True, kw_only=True):
     result: Trajectory | None = None
 
 
-class RolloutStatus(Noun, frozen=True, kw_only=True):
+class RolloutStatus(Struct, frozen=True, kw_only=True):
     """`state` is queued, running, or done once all members are.
 
     `waits_for` says why it waits where no engine serves.
@@ -105,7 +105,7 @@ class RolloutStatus(Noun, frozen=True, kw_only=True):
     waits_for: str = ""
 
 
-class Completion(Noun, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True):
     """The `number`th member to be done in this service's life."""
 
     number: int
@@ -114,7 +114,7 @@ class Completion(Noun, frozen=True, kw_only=True):
     stop_reason: str
 
 
-class EngineRequest(Noun, frozen=True, kw_only=True):
+class EngineRequest(Struct, frozen=True, kw_only=True):
     """An engine at `address` (http://host:port) that speaks `dialect`, for `slots`
     turns at once.
 
@@ -149,7 +149,7 @@ class EngineRequest(Noun, frozen=True, kw_only=True):
                 raise ValueError(f"{name} must be from 1 to 2^31, got {getattr(self, name)}")
 
 
-class EngineStatus(Noun, frozen=True, kw_only=True):
+class EngineStatus(Struct, frozen=True, kw_only=True):
     """`reason` says why it does not serve, as far as known; "" for an engine that
     serves.
     """

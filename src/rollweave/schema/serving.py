@@ -8,7 +8,7 @@ aborting one request never stalls another.
 import enum
 from typing import Literal
 
-from rollweave.schema.base import EngineId, Noun, Tagged
+from rollweave.schema.base import EngineId, Struct, TaggedStruct
 from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
@@ -16,7 +16,7 @@ DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
 """How an engine behind HTTP is spoken to (`engine/clients/dialects.py`)."""
 
 
-class Sampling(Noun, frozen=True, kw_only=True):
+class Sampling(Struct, frozen=True, kw_only=True):
     """How to sample. `logprobs` are always those of the sampled token at `temperature`
     before top-k and top-p cut.
 
@@ -60,7 +60,7 @@ def finish_word(finish: Finish) -> str:
     return "stop" if finish is Finish.STOP else "length"
 
 
-class VersionSpan(Noun, frozen=True, kw_only=True):
+class VersionSpan(Struct, frozen=True, kw_only=True):
     """Output tokens `[start, end)` were sampled by weights `version`."""
 
     start: int
@@ -68,7 +68,7 @@ class VersionSpan(Noun, frozen=True, kw_only=True):
     version: int
 
 
-class Partial(Noun, frozen=True, kw_only=True):
+class Partial(Struct, frozen=True, kw_only=True):
     """The beginning of a turn, as engines have sampled it in `generate_s` seconds of a
     slot: at least one token.
     """
@@ -104,7 +104,7 @@ def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
     return start == end
 
 
-class GenerateRequest(Noun, frozen=True, kw_only=True):
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival.
     `id` is unique among live requests.
 
@@ -122,7 +122,7 @@ class GenerateRequest(Noun, frozen=True, kw_only=True):
     resumed: Partial | None = None
 
 
-class GenerateResult(Noun, frozen=True, kw_only=True):
+class GenerateResult(Struct, frozen=True, kw_only=True):
     """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix
     cache.
 
@@ -150,7 +150,7 @@ class GenerateResult(Noun, frozen=True, kw_only=True):
 # KV on its way from engine to engine (Heddle §5.3).
 
 
-class KvMemory(Tagged, frozen=True, kw_only=True):
+class KvMemory(TaggedStruct, frozen=True, kw_only=True):
     """A sealed memory file that any process on the host can open while the engine that
     made it lives.
     """
@@ -158,7 +158,7 @@ class KvMemory(Tagged, frozen=True, kw_only=True):
     path: str
 
 
-class KvPort(Tagged, frozen=True, kw_only=True):
+class KvPort(TaggedStruct, frozen=True, kw_only=True):
     """Who connects here and shows the secret gets the payload, once."""
 
     host: str
@@ -169,7 +169,7 @@ class KvPort(Tagged, frozen=True, kw_only=True):
 KvOver = Literal["shm", "tcp"]
 
 
-class KvManifest(Noun, frozen=True, kw_only=True):
+class KvManifest(Struct, frozen=True, kw_only=True):
     """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine
     exported it under `id`.
 
@@ -196,7 +196,7 @@ class KvManifest(Noun, frozen=True, kw_only=True):
     where: KvMemory | KvPort
 
 
-class EngineStats(Noun, frozen=True, kw_only=True):
+class EngineStats(Struct, frozen=True, kw_only=True):
     """A sample of an engine's state.
 
     Times are seconds since the engine started; token counts are since the start too.
@@ -221,14 +221,14 @@ class EngineStats(Noun, frozen=True, kw_only=True):
 # Commands to an engine's loop.
 
 
-class Add(Tagged, frozen=True, kw_only=True):
+class Add(TaggedStruct, frozen=True, kw_only=True):
     """With `stream`, what is sampled is told by `Progress` as it comes, too."""
 
     request: GenerateRequest
     stream: bool = False
 
 
-class Abort(Tagged, frozen=True, kw_only=True):
+class Abort(TaggedStruct, frozen=True, kw_only=True):
     """Stop `id` between two steps; it is answered with what it has, finish `aborted`.
 
     Unknown ids are ignored.
@@ -237,7 +237,7 @@ class Abort(Tagged, frozen=True, kw_only=True):
     id: str
 
 
-class Rerank(Tagged, frozen=True, kw_only=True):
+class Rerank(TaggedStruct, frozen=True, kw_only=True):
     """Set a live request's rank; the engine preempts locally (slot preemption keeps the
     victim's blocks).
     """
@@ -246,7 +246,7 @@ class Rerank(Tagged, frozen=True, kw_only=True):
     rank: float
 
 
-class ExportKv(Tagged, frozen=True, kw_only=True):
+class ExportKv(TaggedStruct, frozen=True, kw_only=True):
     """Lay the KV of the longest cached prefix of `tokens` out for another engine, until
     `ReleaseKv` or for a while.
 
@@ -258,7 +258,7 @@ class ExportKv(Tagged, frozen=True, kw_only=True):
     over: KvOver
 
 
-class ImportKv(Tagged, frozen=True, kw_only=True):
+class ImportKv(TaggedStruct, frozen=True, kw_only=True):
     """Take the KV of a prefix of `tokens` into the prefix cache.
 
     Answered by `KvImported` or `KvRefused`.
@@ -269,24 +269,24 @@ class ImportKv(Tagged, frozen=True, kw_only=True):
     manifest: KvManifest
 
 
-class ReleaseKv(Tagged, frozen=True, kw_only=True):
+class ReleaseKv(TaggedStruct, frozen=True, kw_only=True):
     """The export is not needed any more. Unknown ids are ignored."""
 
     id: str
 
 
-class Suspend(Tagged, frozen=True, kw_only=True):
+class Suspend(TaggedStruct, frozen=True, kw_only=True):
     """Take no further step until `Resume`; requests stay, additions queue.
 
     Answered by `Suspended`.
     """
 
 
-class Resume(Tagged, frozen=True, kw_only=True):
+class Resume(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
-class Load(Tagged, frozen=True, kw_only=True):
+class Load(TaggedStruct, frozen=True, kw_only=True):
     """Verify and swap in the weights; the live KV is recomputed under them.
 
     Answered by `Loaded` or `LoadFailed`.
@@ -295,7 +295,7 @@ class Load(Tagged, frozen=True, kw_only=True):
     manifest: WeightManifest
 
 
-class LoadSaved(Tagged, frozen=True, kw_only=True):
+class LoadSaved(TaggedStruct, frozen=True, kw_only=True):
     """The same with what the trainer's checkpoint of step `version` in `directory`
     holds, as it was published: as `dtype`.
     """
@@ -306,11 +306,11 @@ class LoadSaved(Tagged, frozen=True, kw_only=True):
     dtype: str
 
 
-class Stats(Tagged, frozen=True, kw_only=True):
+class Stats(TaggedStruct, frozen=True, kw_only=True):
     """Answered by `Sampled`."""
 
 
-class Shutdown(Tagged, frozen=True, kw_only=True):
+class Shutdown(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
@@ -333,7 +333,7 @@ EngineCommand = (
 # What an engine's loop says.
 
 
-class Ready(Tagged, frozen=True, kw_only=True):
+class Ready(TaggedStruct, frozen=True, kw_only=True):
     """The engine serves. `version` is -1 where no weights have been loaded from a
     manifest yet (it serves its checkpoint).
 
@@ -348,11 +348,11 @@ class Ready(Tagged, frozen=True, kw_only=True):
     profile: tuple[StepTime, ...] = ()
 
 
-class Generated(Tagged, frozen=True, kw_only=True):
+class Generated(TaggedStruct, frozen=True, kw_only=True):
     result: GenerateResult
 
 
-class Piece(Noun, frozen=True, kw_only=True):
+class Piece(Struct, frozen=True, kw_only=True):
     """Of request `id`, the tokens from place `start` of the turn on. `versions` name
     places of the turn, too.
 
@@ -374,7 +374,7 @@ than a thousandth of that.
 """
 
 
-class Progress(Tagged, frozen=True, kw_only=True):
+class Progress(TaggedStruct, frozen=True, kw_only=True):
     """What was sampled since the last `Progress`, for all live requests that stream.
 
     Nothing follows a request's result.
@@ -383,33 +383,33 @@ class Progress(Tagged, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
 
 
-class Suspended(Tagged, frozen=True, kw_only=True):
+class Suspended(TaggedStruct, frozen=True, kw_only=True):
     in_flight: int
 
 
-class Loaded(Tagged, frozen=True, kw_only=True):
+class Loaded(TaggedStruct, frozen=True, kw_only=True):
     version: int
     load_s: float
     recompute_tokens: int
 
 
-class LoadFailed(Tagged, frozen=True, kw_only=True):
+class LoadFailed(TaggedStruct, frozen=True, kw_only=True):
     """The engine stays on the weights that it had."""
 
     version: int
     error: str
 
 
-class Sampled(Tagged, frozen=True, kw_only=True):
+class Sampled(TaggedStruct, frozen=True, kw_only=True):
     stats: EngineStats
 
 
-class KvExported(Tagged, frozen=True, kw_only=True):
+class KvExported(TaggedStruct, frozen=True, kw_only=True):
     id: str
     manifest: KvManifest
 
 
-class KvImported(Tagged, frozen=True, kw_only=True):
+class KvImported(TaggedStruct, frozen=True, kw_only=True):
     """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where
     it had no room for more.
     """
@@ -418,14 +418,14 @@ class KvImported(Tagged, frozen=True, kw_only=True):
     moved_tokens: int
 
 
-class KvRefused(Tagged, frozen=True, kw_only=True):
+class KvRefused(TaggedStruct, frozen=True, kw_only=True):
     """The KV cannot be exported or imported; nothing has changed."""
 
     id: str
     error: str
 
 
-class EngineFatal(Tagged, frozen=True, kw_only=True):
+class EngineFatal(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
@@ -444,7 +444,7 @@ EngineReply = (
 )
 
 
-class EngineSpec(Noun, frozen=True, kw_only=True):
+class EngineSpec(Struct, frozen=True, kw_only=True):
     """How to build one engine. `model` is a checkpoint directory; `deterministic`
     trades speed for bit-equal batches.
 

@@ -2,12 +2,12 @@
 step reports.
 """
 
-from rollweave.schema.base import Noun, Tagged
+from rollweave.schema.base import Struct, TaggedStruct
 from rollweave.schema.weights import WeightManifest
 from rollweave.schema.work import Batch, ScoredGroup
 
 
-class TrainOn(Tagged, frozen=True, kw_only=True):
+class TrainOn(TaggedStruct, frozen=True, kw_only=True):
     """Train on one (mini-)batch: the optimizer steps, the version does not.
 
     Answered by `Trained` or `TrainFailed`.
@@ -16,7 +16,7 @@ class TrainOn(Tagged, frozen=True, kw_only=True):
     batch: Batch
 
 
-class Measure(Tagged, frozen=True, kw_only=True):
+class Measure(TaggedStruct, frozen=True, kw_only=True):
     """How far the current weights are from those that sampled these groups, before
     mini-batch `part` of step `step`.
 
@@ -28,7 +28,7 @@ class Measure(Tagged, frozen=True, kw_only=True):
     groups: tuple[ScoredGroup, ...]
 
 
-class Publish(Tagged, frozen=True, kw_only=True):
+class Publish(TaggedStruct, frozen=True, kw_only=True):
     """Publish the current weights as `version`, and let go of all others but `keep`.
 
     Answered by `Published`.
@@ -39,7 +39,7 @@ class Publish(Tagged, frozen=True, kw_only=True):
     keep: tuple[int, ...] = ()
 
 
-class Save(Tagged, frozen=True, kw_only=True):
+class Save(TaggedStruct, frozen=True, kw_only=True):
     """Write a complete checkpoint of model, optimizer, schedule and RNG to directory
     `path`, atomically.
 
@@ -54,24 +54,24 @@ class Save(Tagged, frozen=True, kw_only=True):
     beside: bool = False
 
 
-class Restore(Tagged, frozen=True, kw_only=True):
+class Restore(TaggedStruct, frozen=True, kw_only=True):
     """Load a checkpoint written by `Save`. Answered by `Restored` or `TrainFailed`."""
 
     path: str
 
 
-class StopTrainer(Tagged, frozen=True, kw_only=True):
+class StopTrainer(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
 TrainerCommand = TrainOn | Measure | Publish | Save | Restore | StopTrainer
 
 
-class TrainerReady(Tagged, frozen=True, kw_only=True):
+class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
     parameters: int
 
 
-class TrainMetrics(Noun, frozen=True, kw_only=True):
+class TrainMetrics(Struct, frozen=True, kw_only=True):
     """Figures of one (mini-)batch: `values` has stable, documented names (see
     `train/metrics.py`).
     """
@@ -81,19 +81,19 @@ class TrainMetrics(Noun, frozen=True, kw_only=True):
     train_s: float
 
 
-class Trained(Tagged, frozen=True, kw_only=True):
+class Trained(TaggedStruct, frozen=True, kw_only=True):
     step: int
     part: int
     metrics: TrainMetrics
 
 
-class Measured(Tagged, frozen=True, kw_only=True):
+class Measured(TaggedStruct, frozen=True, kw_only=True):
     """The mean importance ratio of each group, in their order (`train/ratios.py`)."""
 
     ratios: tuple[float, ...]
 
 
-class TrainFailed(Tagged, frozen=True, kw_only=True):
+class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
     """`nonfinite` marks a NaN or infinite loss: weights and optimizer are as before the
     step. `groups` names the batch.
     """
@@ -103,7 +103,7 @@ class TrainFailed(Tagged, frozen=True, kw_only=True):
     groups: tuple[str, ...] = ()
 
 
-class Published(Tagged, frozen=True, kw_only=True):
+class Published(TaggedStruct, frozen=True, kw_only=True):
     """`gathered`: some rank could not reach the memory of rank 0, so that all had to
     give it their weights.
     """
@@ -113,7 +113,7 @@ class Published(Tagged, frozen=True, kw_only=True):
     gathered: bool = False
 
 
-class Copied(Tagged, frozen=True, kw_only=True):
+class Copied(TaggedStruct, frozen=True, kw_only=True):
     """A copy of the checkpoint is in memory, which took `copy_s` seconds, and is being
     written.
     """
@@ -122,17 +122,17 @@ class Copied(Tagged, frozen=True, kw_only=True):
     copy_s: float
 
 
-class Saved(Tagged, frozen=True, kw_only=True):
+class Saved(TaggedStruct, frozen=True, kw_only=True):
     path: str
     save_s: float
 
 
-class SaveFailed(Tagged, frozen=True, kw_only=True):
+class SaveFailed(TaggedStruct, frozen=True, kw_only=True):
     path: str
     error: str
 
 
-class Restored(Tagged, frozen=True, kw_only=True):
+class Restored(TaggedStruct, frozen=True, kw_only=True):
     step: int
 
 

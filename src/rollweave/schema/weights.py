@@ -9,10 +9,10 @@ and repairing one is to name another source.
 
 from typing import Literal
 
-from rollweave.schema.base import Noun, Tagged
+from rollweave.schema.base import Struct, TaggedStruct
 
 
-class TensorMeta(Noun, frozen=True, kw_only=True):
+class TensorMeta(Struct, frozen=True, kw_only=True):
     """One tensor at bytes `[offset, offset + nbytes)` of the payload.
 
     `dtype` is torch's name without the prefix.
@@ -25,7 +25,7 @@ class TensorMeta(Noun, frozen=True, kw_only=True):
     nbytes: int
 
 
-class WeightManifest(Noun, frozen=True, kw_only=True):
+class WeightManifest(Struct, frozen=True, kw_only=True):
     """A published weight version. `version` counts training steps; `weights_id` is
     never reused, and tags KV and caches.
 
@@ -46,7 +46,7 @@ class WeightManifest(Noun, frozen=True, kw_only=True):
 TransportName = Literal["tcp", "mooncake", "nixl"]
 
 
-class RelayAddress(Noun, frozen=True, kw_only=True):
+class RelayAddress(Struct, frozen=True, kw_only=True):
     """Where a relay, or the trainer, gives versions away.
 
     Who connects must show the secret.
@@ -57,7 +57,7 @@ class RelayAddress(Noun, frozen=True, kw_only=True):
     secret: bytes
 
 
-class RelaySpec(Noun, frozen=True, kw_only=True):
+class RelaySpec(Struct, frozen=True, kw_only=True):
     """How to start a relay. `host` is the address that it listens on."""
 
     id: str
@@ -65,7 +65,7 @@ class RelaySpec(Noun, frozen=True, kw_only=True):
     transport: TransportName = "tcp"
 
 
-class Take(Tagged, frozen=True, kw_only=True):
+class Take(TaggedStruct, frozen=True, kw_only=True):
     """Get a version, from `source`, or (None) from this host's memory at
     `manifest.location`, where the trainer has put it.
 
@@ -83,18 +83,18 @@ class Take(Tagged, frozen=True, kw_only=True):
     chunk_bytes: int = 32 * 2**20
 
 
-class StopRelay(Tagged, frozen=True, kw_only=True):
+class StopRelay(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
 RelayCommand = Take | StopRelay
 
 
-class RelayReady(Tagged, frozen=True, kw_only=True):
+class RelayReady(TaggedStruct, frozen=True, kw_only=True):
     address: RelayAddress
 
 
-class Taken(Tagged, frozen=True, kw_only=True):
+class Taken(TaggedStruct, frozen=True, kw_only=True):
     """The version is here, whole and verified: `manifest.location` is this relay's
     memory. `nbytes` have travelled.
     """
@@ -104,7 +104,7 @@ class Taken(Tagged, frozen=True, kw_only=True):
     seconds: float
 
 
-class Stalled(Tagged, frozen=True, kw_only=True):
+class Stalled(TaggedStruct, frozen=True, kw_only=True):
     """Said again and again while nothing comes from the source of a `Take`, which goes
     on. No answer: another may be better.
     """
@@ -113,7 +113,7 @@ class Stalled(Tagged, frozen=True, kw_only=True):
     source: RelayAddress
 
 
-class TakeFailed(Tagged, frozen=True, kw_only=True):
+class TakeFailed(TaggedStruct, frozen=True, kw_only=True):
     """The version has not come; those that were here are untouched.
 
     Reasons: `source` is gone, silent or does not have it; the `base` is not here, or is
@@ -130,7 +130,7 @@ BEAT_S = 0.2
 """Seconds between two beats of a relay."""
 
 
-class RelayBeat(Tagged, frozen=True, kw_only=True):
+class RelayBeat(TaggedStruct, frozen=True, kw_only=True):
     """Sent every BEAT_S, so that a relay that hangs is told from one that works."""
 
 

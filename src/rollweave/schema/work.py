@@ -5,7 +5,7 @@ on (`Batch`).
 import enum
 import math
 
-from rollweave.schema.base import GroupId, Noun, TaskId, TrajectoryId
+from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
 
 
 class StopReason(enum.StrEnum):
@@ -64,7 +64,7 @@ A failure is never a reward of 0.
 """
 
 
-class Decoding(Noun, frozen=True, kw_only=True):
+class Decoding(Struct, frozen=True, kw_only=True):
     """How turns are sampled, of what whoever asks for a rollout wants otherwise than
     the service has it.
     """
@@ -98,7 +98,7 @@ class Purpose(enum.StrEnum):
     SERVE = "serve"
 
 
-class Limits(Noun, frozen=True, kw_only=True):
+class Limits(Struct, frozen=True, kw_only=True):
     """Bounds of one trajectory.
 
     `time_s` counts active time over init, run and eval (ProRL §3.2), no queueing.
@@ -116,7 +116,7 @@ class Limits(Noun, frozen=True, kw_only=True):
                 raise ValueError(f"limits.{name} must be positive, got {getattr(self, name)}")
 
 
-class Task(Noun, frozen=True, kw_only=True):
+class Task(Struct, frozen=True, kw_only=True):
     """One thing to attempt.
 
     `payload` is JSON that only the environment reads; `tag` is the task domain.
@@ -136,7 +136,7 @@ class SegmentKind(enum.StrEnum):
     OBSERVATION = "observation"
 
 
-class Segment(Noun, frozen=True, kw_only=True):
+class Segment(Struct, frozen=True, kw_only=True):
     """Tokens `[start, end)` of one kind.
 
     `version` is the weight version that sampled an output segment, -1 otherwise.
@@ -148,7 +148,7 @@ class Segment(Noun, frozen=True, kw_only=True):
     version: int = -1
 
 
-class TurnSpan(Noun, frozen=True, kw_only=True):
+class TurnSpan(Struct, frozen=True, kw_only=True):
     """One turn: output tokens `[start, end)`, the reward that the step gave, and a key
     that is equal for equal observations.
 
@@ -164,7 +164,7 @@ class TurnSpan(Noun, frozen=True, kw_only=True):
     finish_reason: str = "stop"
 
 
-class TokenSequence(Noun, frozen=True, kw_only=True):
+class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
     sampled; 0.0 outside output segments.
 
@@ -213,7 +213,7 @@ class TokenSequence(Noun, frozen=True, kw_only=True):
         return (min(found), max(found)) if found else (-1, -1)
 
 
-class Timing(Noun, frozen=True, kw_only=True):
+class Timing(Struct, frozen=True, kw_only=True):
     """Seconds of active time by stage, of queueing before the stages, and of the turn's
     inner phases.
     """
@@ -226,7 +226,7 @@ class Timing(Noun, frozen=True, kw_only=True):
     env_s: float = 0.0
 
 
-class Trajectory(Noun, frozen=True, kw_only=True):
+class Trajectory(Struct, frozen=True, kw_only=True):
     """What came of one attempt at a task. `reward` is None where the stop reason leaves
     nothing to score.
 
@@ -257,7 +257,7 @@ class Trajectory(Noun, frozen=True, kw_only=True):
             )
 
 
-class ScoredGroup(Noun, frozen=True, kw_only=True):
+class ScoredGroup(Struct, frozen=True, kw_only=True):
     """Trajectories of one task with finite rewards: the unit of a group-relative
     advantage.
     """
@@ -267,7 +267,7 @@ class ScoredGroup(Noun, frozen=True, kw_only=True):
     trajectories: tuple[Trajectory, ...]
 
 
-class Batch(Noun, frozen=True, kw_only=True):
+class Batch(Struct, frozen=True, kw_only=True):
     """Mini-batch `part` of `parts` of training step `step`; `version` is the weight
     version that the step starts from.
     """

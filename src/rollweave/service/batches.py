@@ -16,7 +16,7 @@ import msgspec
 
 from rollweave.core.policy.dapo import Account, Dapo, DapoRule
 from rollweave.core.policy.redundancy import Verdict
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.service import RolloutRequest, RolloutStatus
 from rollweave.schema.work import Trajectory
@@ -41,7 +41,7 @@ class TasksOverError(DapoError):
     """There are no more tasks, and what they came to does not fill a batch."""
 
 
-class DapoGroup(Noun, frozen=True, kw_only=True):
+class DapoGroup(Struct, frozen=True, kw_only=True):
     """A group to train on: the trajectories that have a reward, whose rewards are not
     all equal, with their token sequences.
 
@@ -59,7 +59,7 @@ class DapoGroup(Noun, frozen=True, kw_only=True):
         ]
 
 
-class DapoBatch(Noun, frozen=True, kw_only=True):
+class DapoBatch(Struct, frozen=True, kw_only=True):
     """`rule.groups` groups to train on, from weights `version`; those begun first come
     first.
     """

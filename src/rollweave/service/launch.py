@@ -43,7 +43,7 @@ from rollweave.schema.commands import Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ServeConfig
 from rollweave.schema.errors import ConfigError, DiskError, EngineError, RollweaveError
-from rollweave.schema.events import EngineSeat
+from rollweave.schema.events import EngineSlot
 from rollweave.schema.service import EngineRequest
 from rollweave.service import http
 from rollweave.service.jobs import Jobs, group_number
@@ -247,7 +247,7 @@ class _Start:
             version=0,
         )
 
-        def make_engine(seat: EngineSeat, epoch: int) -> EngineBackend:
+        def make_engine(seat: EngineSlot, epoch: int) -> EngineBackend:
             if not is_registered(seat.id):
                 return processes.engine(seat, epoch)
             request = service.address(seat.id)

@@ -26,12 +26,12 @@ from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import CorruptJournalError
 from rollweave.schema.events import (
     EngineRegistered,
-    EngineSeat,
+    EngineSlot,
     EngineWithdrawn,
     Event,
+    RolloutAcknowledged,
     RolloutCancelled,
     RolloutsSubmitted,
-    RolloutTaken,
 )
 from rollweave.schema.packing import as_json
 from rollweave.schema.service import (
@@ -180,7 +180,7 @@ class Service:
         result = self._jobs.done(
             command.trajectory_id, command.attempt, command.stop_reason, entry, keep=keep
         )
-        self._post(RolloutTaken(trajectory_id=command.trajectory_id))
+        self._post(RolloutAcknowledged(trajectory_id=command.trajectory_id))
         if self._store.segment != self._trimmed:
             self._trimmed = self._store.segment
             self._store.discard(self._jobs.segments())
@@ -498,7 +498,7 @@ class Service:
         # no number comes twice in a life
         self._next_engine = max(self._next_engine, int(engine_id.removeprefix("x")) + 1)
         self._offered.add(engine_id)
-        event = EngineRegistered(engine=EngineSeat(id=engine_id))
+        event = EngineRegistered(engine=EngineSlot(id=engine_id))
         self._live.pump.post(event, functools.partial(self._offered.discard, engine_id))
 
     def unreachable(self, engine_id: EngineId, reason: str, tries: int, next_s: float) -> None:

@@ -100,7 +100,7 @@ class Effects:
                 self._trainer.measure(command)
             case c.PublishWeights():
                 self._trainer.publish(command)
-            case c.TakeWeights():
+            case c.FetchWeights():
                 self._relays.take(command)
             case c.SaveCheckpoint():
                 self._trainer.save(command)
@@ -154,7 +154,7 @@ class Effects:
             case c.RecordEvaluation():
                 self._listener.evaluated(command)
             case c.Deliver(trajectory_id=trajectory_id):  # whoever asked for it takes it at once
-                self._post(e.RolloutTaken(trajectory_id=trajectory_id))
+                self._post(e.RolloutAcknowledged(trajectory_id=trajectory_id))
             case c.MarkBest():
                 self._listener.best(command)
             case c.Warn():

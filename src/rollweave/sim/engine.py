@@ -17,14 +17,14 @@ never goes back, and what was due before is done before.
 import math
 from bisect import bisect_left, bisect_right
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.serving import TELL_S
 from rollweave.sim.batch import Batch
 from rollweave.sim.cost import EngineCosts
 from rollweave.sim.kv import KvCounts, Request, Turn
 
 
-class Done(Noun, frozen=True, kw_only=True):
+class Done(Struct, frozen=True, kw_only=True):
     """A turn ended at `at`; the prefix cache gave `cached_tokens` of its context.
     `version_id`: the weights loaded then.
 

@@ -10,10 +10,10 @@ faults are injected, not drawn here.
 
 import math
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 
-class LogNormal(Noun, frozen=True, kw_only=True):
+class LogNormal(Struct, frozen=True, kw_only=True):
     """`exp` of a normal variable with mean `mu` and deviation `sigma`, no more than
     `high`. `mu = -inf` is always 0.
     """
@@ -36,7 +36,7 @@ def averaging(mean: float, *, sigma: float, high: float) -> LogNormal:
 NOTHING = LogNormal(mu=-math.inf, sigma=0.0, high=0.0)
 
 
-class Family(Noun, frozen=True, kw_only=True):
+class Family(Struct, frozen=True, kw_only=True):
     """One kind of task. Lengths are tokens, `turns` the least and the most of a
     trajectory, evenly spread between them.
 

@@ -22,7 +22,7 @@ from rollweave.record.journal import Replay, RunJournal
 from rollweave.record.summary import AccountError, summarize
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import DiskError
 from rollweave.sim.books import Books
@@ -50,7 +50,7 @@ have.
 """
 
 
-class Report(Noun, frozen=True, kw_only=True):
+class Report(Struct, frozen=True, kw_only=True):
     """What a seed came to.
 
     `violation` is empty where all held; `error` is the run's own, where faults were too
@@ -278,7 +278,7 @@ class Chaos:
             group, name = draw.randrange(len(self._config.engines)), next_id(state)
             if name is None:
                 return False
-            seat = e.EngineSeat(id=name, degree=self._config.engines[group].degree, group=group)
+            seat = e.EngineSlot(id=name, degree=self._config.engines[group].degree, group=group)
             self.world.post(e.EngineRegistered(engine=seat))
             return True
         if kind == "engine leaves" and state.engines:

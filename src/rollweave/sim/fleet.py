@@ -87,7 +87,7 @@ class SimFleet:
 
     # The life of an engine.
 
-    def start(self, seats: Sequence[e.EngineSeat]) -> None:
+    def start(self, seats: Sequence[e.EngineSlot]) -> None:
         """Start engines: at once, since a run's own beginning is not what is studied."""
         for seat in seats:
             self.nodes[seat.id] = node = Node(

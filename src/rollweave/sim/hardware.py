@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
 GB = 1e9
@@ -28,7 +28,7 @@ NVIDIA's HGX boards.
 """
 
 
-class Gpu(Noun, frozen=True, kw_only=True):
+class Gpu(Struct, frozen=True, kw_only=True):
     """One accelerator.
 
     `nvlink_bytes_per_s` is as published, both directions together; `relative_cost` is
@@ -44,7 +44,7 @@ class Gpu(Noun, frozen=True, kw_only=True):
     relative_cost: float | None = None
 
 
-class Link(Noun, frozen=True, kw_only=True):
+class Link(Struct, frozen=True, kw_only=True):
     """A way between machines or devices, one direction.
 
     `per_gpu`: every GPU has one of its own; otherwise all share one.

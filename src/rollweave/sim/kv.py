@@ -14,10 +14,10 @@ weights that are loaded.
 
 from collections import OrderedDict
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 
-class Request(Noun, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True):
     """One turn: `context_tokens` of prompt, of which the engine may know a prefix, and
     `output_tokens` to sample.
 

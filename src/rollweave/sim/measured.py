@@ -114,7 +114,7 @@ class _Reader:
                 found.loaded.append(now - self._loading[event.engine_id])
                 if found.ready_at is None:
                     found.ready_at = now
-            case e.CheckpointTaken():
+            case e.CheckpointCopied():
                 found.copied.append(now - self._saving)
             case e.CheckpointSaved():
                 found.saved.append(now - self._saving)

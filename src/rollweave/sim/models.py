@@ -5,14 +5,14 @@ Weights and KV are bf16. Norms, biases and the query and key norms of Qwen3 are 
 out: under 0.1 % of any model here.
 """
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.sim.hardware import named
 
 BF16 = 2
 """Bytes."""
 
 
-class ModelShape(Noun, frozen=True, kw_only=True):
+class ModelShape(Struct, frozen=True, kw_only=True):
     """A decoder with grouped-query attention and gated MLPs; with `experts`, all MLPs
     are mixtures and `ffn` is unused.
 

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.cost import sum_of_line
 
 Array = npt.NDArray[np.float64]
 
 
-class Sample(Noun, frozen=True, kw_only=True):
+class Sample(Struct, frozen=True, kw_only=True):
     """One measured engine step, in the terms of `EngineCosts.step_s`."""
 
     prefill_tokens: int
@@ -30,7 +30,7 @@ class Sample(Noun, frozen=True, kw_only=True):
     seconds: float
 
 
-class Profile(Noun, frozen=True, kw_only=True):
+class Profile(Struct, frozen=True, kw_only=True):
     """A measured engine: the file that `ProfileCost.from_json` reads.
 
     `subject` says what was measured, for people.

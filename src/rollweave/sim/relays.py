@@ -48,7 +48,7 @@ class Node:
     epoch: int
     up: bool = False
     held: dict[int, float] = field(default_factory=dict)  # weights → since when
-    take: c.TakeWeights | None = None
+    take: c.FetchWeights | None = None
     got: float = 0.0  # share
     began: float = 0.0
     since: float = 0.0
@@ -56,7 +56,7 @@ class Node:
     waits: bool = False  # all that its source had has come
     ticket: int = 0
     hangs: bool = False
-    unheard: list[c.TakeWeights] = field(default_factory=list)  # what was said to it meanwhile
+    unheard: list[c.FetchWeights] = field(default_factory=list)  # what was said to it meanwhile
 
 
 class SimRelays:
@@ -131,7 +131,7 @@ class SimRelays:
             elif self._still_hangs(node):
                 node.hangs = False
                 if suspected:
-                    self._post(e.RelayHeard(relay_id=relay_id, epoch=node.epoch))
+                    self._post(e.RelayRecovered(relay_id=relay_id, epoch=node.epoch))
                 self._go_on_after(node)
 
         if suspected:
@@ -160,7 +160,7 @@ class SimRelays:
 
     # Weights.
 
-    def take(self, command: c.TakeWeights) -> None:
+    def take(self, command: c.FetchWeights) -> None:
         node = self.nodes.get(command.relay_id)
         if node is None or not node.up:
             return
@@ -223,7 +223,7 @@ class SimRelays:
     def _still_hangs(self, node: Node) -> bool:
         return node.hangs and self.nodes.get(node.id) is node
 
-    def _whole_s(self, command: c.TakeWeights) -> float:
+    def _whole_s(self, command: c.FetchWeights) -> float:
         """The trainer has handed them to the master already: that is what its
         publication takes.
         """
@@ -277,21 +277,23 @@ class SimRelays:
                 f"{command.source} does not have weights {command.weights_id}",
             )
 
-    def _has(self, node: Node, command: c.TakeWeights) -> None:
+    def _has(self, node: Node, command: c.FetchWeights) -> None:
         node.held[command.weights_id] = self._clock.now
         node.take = None
         if self._trace is not None:
             name = f"take {command.weights_id} from {command.source or 'the trainer'}"
             self._trace.span(RELAYS, node.id, name, node.began, self._clock.now)
-        self._post(e.WeightsHeld(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id))
+        self._post(
+            e.WeightsFetched(relay_id=node.id, epoch=node.epoch, weights_id=command.weights_id)
+        )
         self._let_go_on(node)
 
     def _refuse(
-        self, node: Node, command: c.TakeWeights, reason: e.RefusalReason, error: str
+        self, node: Node, command: c.FetchWeights, reason: e.RefusalReason, error: str
     ) -> None:
         node.take = None
         self._post(
-            e.WeightsRefused(
+            e.FetchFailed(
                 relay_id=node.id,
                 epoch=node.epoch,
                 weights_id=command.weights_id,

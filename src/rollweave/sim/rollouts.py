@@ -43,7 +43,7 @@ class Attempt:
     turn: int = 0
     ticket: int = 0  # of the environment or reward that works now
     engine: EngineId | None = None  # that generates now
-    try_number: int = 0
+    dispatch: int = 0
     done: e.TurnDone | None = None  # the last answer
     waits: bool = False  # for the open turn to be given to an engine
     kept: int = 0  # tokens of the open turn that its engine goes on from, or its next one can
@@ -141,11 +141,11 @@ class Rollouts:
             return
         # its answer was given, and has not arrived
         if command.turn < attempt.turn and attempt.done is not None:
-            self._post(msgspec.structs.replace(attempt.done, try_number=command.try_number))
+            self._post(msgspec.structs.replace(attempt.done, dispatch=command.dispatch))
             if attempt.waits:  # nor has what was asked for since
                 self._ask(attempt)
             return
-        attempt.engine, attempt.try_number, attempt.told = command.engine_id, command.try_number, -1
+        attempt.engine, attempt.dispatch, attempt.told = command.engine_id, command.dispatch, -1
         attempt.waits = False
         if not command.resume:
             attempt.kept = 0
@@ -166,17 +166,17 @@ class Rollouts:
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None and (attempt.engine, attempt.try_number) == (
+        if attempt is not None and (attempt.engine, attempt.dispatch) == (
             command.engine_id,
-            command.try_number,
+            command.dispatch,
         ):
             self._left(attempt, self._fleet.abort(command.engine_id, attempt.key))
 
     def rerank(self, command: c.RerankTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
-        if attempt is not None and (attempt.engine, attempt.try_number) == (
+        if attempt is not None and (attempt.engine, attempt.dispatch) == (
             command.engine_id,
-            command.try_number,
+            command.dispatch,
         ):
             self._fleet.rerank(command.engine_id, attempt.key, command.rank)
 
@@ -284,7 +284,7 @@ class Rollouts:
                         trajectory_id=attempt.start.trajectory_id,
                         attempt=attempt.start.attempt,
                         turn=attempt.turn,
-                        try_number=attempt.try_number,
+                        dispatch=attempt.dispatch,
                         output_tokens=tokens,
                     )
                 )
@@ -331,7 +331,7 @@ class Rollouts:
             trajectory_id=attempt.start.trajectory_id,
             attempt=attempt.start.attempt,
             turn=attempt.turn,
-            try_number=attempt.try_number,
+            dispatch=attempt.dispatch,
             output_tokens=attempt.kept + done.output_tokens,
             cached_tokens=min(done.cached_tokens, attempt.tokens),
             version=version,
@@ -456,6 +456,6 @@ def _failed(command: c.StartTurn, error: str) -> e.TurnFailed:
         trajectory_id=command.trajectory_id,
         attempt=command.attempt,
         turn=command.turn,
-        try_number=command.try_number,
+        dispatch=command.dispatch,
         error=error,
     )

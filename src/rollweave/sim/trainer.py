@@ -127,7 +127,7 @@ class SimTrainer:
             saved = e.CheckpointFailed(
                 epoch=self.epoch, step=command.step, error="the disk is full"
             )
-        taken = e.CheckpointTaken(epoch=self.epoch, step=command.step)
+        taken = e.CheckpointCopied(epoch=self.epoch, step=command.step)
         self._do(
             f"copy {command.step}", self._cost.copy_s(), taken, lambda: self._write(command, saved)
         )

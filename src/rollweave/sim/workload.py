@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.work import TRAINABLE, StopReason
 from rollweave.sim import recording
@@ -31,7 +31,7 @@ ENV_FAILURES = frozenset({StopReason.ENV_ERROR, StopReason.ENV_HANG})
 REWARD_FAILURES = frozenset({StopReason.REWARD_ERROR, StopReason.REWARD_HANG})
 
 
-class TurnPlan(Noun, frozen=True, kw_only=True):
+class TurnPlan(Struct, frozen=True, kw_only=True):
     """The agent says `output_tokens`, then the environment works for `env_s` seconds
     and says `observation_tokens`.
     """
@@ -41,7 +41,7 @@ class TurnPlan(Noun, frozen=True, kw_only=True):
     env_s: float
 
 
-class Plan(Noun, frozen=True, kw_only=True):
+class Plan(Struct, frozen=True, kw_only=True):
     """One attempt. `fails_in` is the stage in which environment or reward fail, with
     reason `stop`; "" where they do not.
 

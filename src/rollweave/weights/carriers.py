@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rollweave.io.extras import how_to_install
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, WireError
 from rollweave.weights.words import Reason, TakeError
 
@@ -33,7 +33,7 @@ link.
 """
 
 
-class _Token(Noun, frozen=True, kw_only=True):
+class _Token(Struct, frozen=True, kw_only=True):
     """Where a body is: `peer` is how the library finds its owner, `about` what it has
     to know of it.
     """

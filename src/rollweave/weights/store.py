@@ -20,7 +20,7 @@ from typing import Self
 import torch
 import xxhash
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import TensorMeta, WeightManifest
 from rollweave.weights.memory import READ_CHUNK, read_payload, seal
@@ -80,7 +80,7 @@ class Publication:
         self.close()
 
 
-class Offer(Noun, frozen=True, kw_only=True):
+class Offer(Struct, frozen=True, kw_only=True):
     """A draft to which other processes of this host may add.
 
     `mark` is in its name, and nowhere else in the world.

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from rollweave.io.wire import decoder_of
-from rollweave.schema.base import Tagged
+from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
 
@@ -25,7 +25,7 @@ class TakeError(WeightsError):
         self.reason: Reason = reason
 
 
-class Base(Tagged, frozen=True, kw_only=True):
+class Base(TaggedStruct, frozen=True, kw_only=True):
     """A version that a change is made from, by what it is as well: two trainers may
     have used one id.
     """
@@ -34,7 +34,7 @@ class Base(Tagged, frozen=True, kw_only=True):
     digest: str
 
 
-class Ask(Tagged, frozen=True, kw_only=True):
+class Ask(TaggedStruct, frozen=True, kw_only=True):
     """To a relay or a store: give me these `ranges` of a version, in order, as they
     come to be there.
 
@@ -51,7 +51,7 @@ class Ask(Tagged, frozen=True, kw_only=True):
     confirm: bool = False
 
 
-class Push(Tagged, frozen=True, kw_only=True):
+class Push(TaggedStruct, frozen=True, kw_only=True):
     """To a store: I shall send these `ranges` of a version, some perhaps as changes
     since `base`. Answered by `Wanted`.
     """
@@ -61,20 +61,20 @@ class Push(Tagged, frozen=True, kw_only=True):
     base: Base | None = None
 
 
-class Wanted(Tagged, frozen=True, kw_only=True):
+class Wanted(TaggedStruct, frozen=True, kw_only=True):
     """What of a push is not here yet."""
 
     ranges: tuple[Range, ...]
 
 
-class Raw(Tagged, frozen=True, kw_only=True):
+class Raw(TaggedStruct, frozen=True, kw_only=True):
     """With a body: bytes `[start, stop)` of the payload."""
 
     start: int
     stop: int
 
 
-class Pieces(Tagged, frozen=True, kw_only=True):
+class Pieces(TaggedStruct, frozen=True, kw_only=True):
     """With a body: these `ranges` of the payload, one after the other.
 
     They are short, and not worth a message each.
@@ -83,7 +83,7 @@ class Pieces(Tagged, frozen=True, kw_only=True):
     ranges: tuple[Range, ...]
 
 
-class Delta(Tagged, frozen=True, kw_only=True):
+class Delta(TaggedStruct, frozen=True, kw_only=True):
     """With a body: weights/delta's blocks, of `sizes` bytes, of bytes `[start, stop)`
     of the payload.
     """
@@ -93,17 +93,17 @@ class Delta(Tagged, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class Alive(Tagged, frozen=True, kw_only=True):
+class Alive(TaggedStruct, frozen=True, kw_only=True):
     """There is nothing to send yet."""
 
 
-class Whole(Tagged, frozen=True, kw_only=True):
+class Whole(TaggedStruct, frozen=True, kw_only=True):
     """The version is there, whole and verified; or, to a store: this is the end of a
     push.
     """
 
 
-class Refused(Tagged, frozen=True, kw_only=True):
+class Refused(TaggedStruct, frozen=True, kw_only=True):
     """There will be nothing. The last word of whoever says it."""
 
     reason: Reason

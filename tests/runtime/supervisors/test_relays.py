@@ -40,7 +40,7 @@ def history(config: RunConfig) -> tuple[list[Event], list[Command]]:
 
 def takes(commands: Sequence[Command], weights_id: int) -> list[tuple[str, str | None]]:
     found = [
-        one for one in commands if isinstance(one, c.TakeWeights) and one.weights_id == weights_id
+        one for one in commands if isinstance(one, c.FetchWeights) and one.weights_id == weights_id
     ]
     return [(one.relay_id, one.source) for one in found]
 
@@ -53,7 +53,9 @@ def test_weights_reach_every_engine_through_its_relay(tmp_path: Path, mode: str)
     assert summary.account.balanced
     events, commands = history(config)
     held = {
-        (event.relay_id, event.weights_id) for event in events if isinstance(event, e.WeightsHeld)
+        (event.relay_id, event.weights_id)
+        for event in events
+        if isinstance(event, e.WeightsFetched)
     }
     loads = [command for command in commands if isinstance(command, c.LoadWeights)]
     assert loads
@@ -87,11 +89,11 @@ def test_a_change_that_does_not_fit_is_followed_by_the_whole(tmp_path: Path) -> 
     fault(config, "base-r0-1")  # whichever of them is not the master
     assert run(config).error == ""
     events, commands = history(config)
-    refused = next(event for event in events if isinstance(event, e.WeightsRefused))
+    refused = next(event for event in events if isinstance(event, e.FetchFailed))
     tries = [
         command
         for command in commands
-        if isinstance(command, c.TakeWeights)
+        if isinstance(command, c.FetchWeights)
         and (command.relay_id, command.weights_id) == (refused.relay_id, 1)
     ]
     assert [command.base_id for command in tries] == [0, None]

@@ -89,7 +89,7 @@ def given(member: str, turn: int) -> c.StartTurn:
         turn=turn,
         engine_id=EngineId("e0"),
         rank=0.0,
-        try_number=0,
+        dispatch=0,
     )
 
 
@@ -98,7 +98,7 @@ def done(member: str, turn: int, *, tokens: int, queue_s: float) -> e.TurnDone:
         trajectory_id=TrajectoryId(member),
         attempt=0,
         turn=turn,
-        try_number=0,
+        dispatch=0,
         output_tokens=tokens,
         cached_tokens=0,
         version=0,
@@ -139,7 +139,7 @@ def test_the_longest_waits_in_the_core_and_on_engines_over_all_its_turns() -> No
 
 def test_engines_are_those_that_are_left() -> None:
     watch = Watch()
-    seats = tuple(e.EngineSeat(id=EngineId(f"e{number}"), degree=1) for number in range(2))
+    seats = tuple(e.EngineSlot(id=EngineId(f"e{number}"), degree=1) for number in range(2))
     watch.append(
         0.0, e.RunStarted(engines=seats), [c.StartEngine(engine_id=EngineId("e2"), degree=4)]
     )

@@ -26,7 +26,7 @@ from rollweave.core.policy.placement import (
     Problem,
     in_order,
 )
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 COOLING, COLDEST = 0.95, 1e-3
 """Of the temperature: kept after each iteration, and the share of the first one at
@@ -38,7 +38,7 @@ Transition = tuple[Counter[int], Counter[int]]
 """Workers of these degrees become workers of those, of the same sum."""
 
 
-class Allocation(Noun, frozen=True, kw_only=True):
+class Allocation(Struct, frozen=True, kw_only=True):
     """`degrees` of the workers, in their order along the list sorted by length, and
     what each of them runs.
     """

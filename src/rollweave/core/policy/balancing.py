@@ -6,7 +6,7 @@ Which engine a rollout's turn goes to is `core/policy/routing`.
 
 from collections.abc import Mapping, Sequence
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 DOWN_AFTER = 3
 """Failed checks in a row that make a server unhealthy: one may be a lost packet, two a
@@ -39,7 +39,7 @@ class Hysteresis:
         return self.healthy
 
 
-class Host(Noun, frozen=True, kw_only=True):
+class Host(Struct, frozen=True, kw_only=True):
     """A server and the host that it runs on, by address."""
 
     server: str

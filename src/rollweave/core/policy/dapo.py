@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 from rollweave.core.policy.redundancy import Verdict, capacity, group_verdict, is_barren, is_spent
 from rollweave.core.policy.staleness import acceptable
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 
-class DapoRule(Noun, frozen=True, kw_only=True):
+class DapoRule(Struct, frozen=True, kw_only=True):
     """What a trainer wants of its batches.
 
     `groups` informative groups make a batch. A group is `group_size` attempts at one

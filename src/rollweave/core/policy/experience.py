@@ -15,13 +15,13 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from rollweave.core.policy.staleness import staleness
-from rollweave.schema.base import GroupId, Noun
+from rollweave.schema.base import GroupId, Struct
 
 STALENESS_WEIGHT = 2.0
 """A group is drawn so many times less likely with each version that it is older."""
 
 
-class Experience(Noun, frozen=True, kw_only=True):
+class Experience(Struct, frozen=True, kw_only=True):
     """A group in the buffer. `arrived` grows with each arrival; `initiated` is the
     oldest version that its members started on.
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 
-from rollweave.schema.base import EngineId, Noun
+from rollweave.schema.base import EngineId, Struct
 
 GAIN = 0.05
 """Of an engine's time, which a move must save: estimates err, and a moved trajectory's
@@ -19,7 +19,7 @@ KV takes room from others'.
 """
 
 
-class Request(Noun, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True):
     """A migration that waits.
 
     `length` is the predicted length, by which requests are served.

@@ -15,7 +15,7 @@ in flight; `bounded` therefore updates at once.
 
 import enum
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.sections import ModeName
 
 
@@ -34,7 +34,7 @@ class Update(enum.Enum):
     ALONE = "alone"
 
 
-class Mode(Noun, frozen=True, kw_only=True):
+class Mode(Struct, frozen=True, kw_only=True):
     window: int | None
     update: Update
     aborts: bool = True

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollweave.core.policy.interference import CostTable, descending
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 Moves = Sequence[Sequence[tuple[int, int]]]
 """Sets of workers as nodes of a graph: from each, the (degree, node) that one more
@@ -51,7 +51,7 @@ ROUNDING = 1e-9
 """More than the relative error of a quotient, where a bound must hold for the product."""
 
 
-class Placement(Noun, frozen=True, kw_only=True):
+class Placement(Struct, frozen=True, kw_only=True):
     """`spans[w]`: worker w runs positions [start, end) of `by_length`'s order. `exact`:
     no partition has a lesser makespan.
 
@@ -86,7 +86,7 @@ class Groups(Protocol):
         """
 
 
-class Path(Noun, frozen=True, kw_only=True):
+class Path(Struct, frozen=True, kw_only=True):
     """Workers in their order along the sorted list, and where each one's span ends."""
 
     degrees: tuple[int, ...]

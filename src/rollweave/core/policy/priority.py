@@ -12,7 +12,7 @@ each slot outranks everything that is not overdue too.
 import math
 from collections.abc import Callable, Mapping
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 RATIO = 1.5
 """Between two levels of a predicted length: predictions err by more than that (Heddle
@@ -38,7 +38,7 @@ OVERDUE = 1e12
 """Rank of an overdue turn, less its arrival: above all others, the oldest first."""
 
 
-class TurnView(Noun, frozen=True, kw_only=True):
+class TurnView(Struct, frozen=True, kw_only=True):
     """A turn as priorities see it.
 
     `arrival` numbers turns as they came, `level` is of the trajectory's predicted

@@ -12,7 +12,7 @@ A chain is the ids of its relays, each once, the master first.
 import math
 from collections.abc import Sequence
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 CHUNK_BYTES = 32 * 2**20
 """At most so much at once: Laminar's chunk (§7).
@@ -44,7 +44,7 @@ def sources(order: Sequence[str]) -> dict[str, str | None]:
     return dict(zip(order, (None, *order[:-1]), strict=True)) if order else {}
 
 
-class Repair(Noun, frozen=True, kw_only=True):
+class Repair(Struct, frozen=True, kw_only=True):
     """A chain without one relay. `relay` is the only one that takes from another
     `source` than before (None is the trainer).
 

@@ -16,7 +16,7 @@ with all that it has; no target is a source; after all moves each target holds a
 from collections.abc import Sequence
 
 from rollweave.core.policy.interference import step_times
-from rollweave.schema.base import EngineId, Noun
+from rollweave.schema.base import EngineId, Struct
 from rollweave.schema.events import StepTime
 
 KV_MAX = 0.99
@@ -31,7 +31,7 @@ alone give about 250.)
 """
 
 
-class Replica(Noun, frozen=True, kw_only=True):
+class Replica(Struct, frozen=True, kw_only=True):
     """An engine with trajectories under way, of the weights `weights_id`.
 
     `requests` are all its trajectories, those at their tools or waiting too. `kv_used`
@@ -50,7 +50,7 @@ class Replica(Noun, frozen=True, kw_only=True):
     slots: int
 
 
-class Move(Noun, frozen=True, kw_only=True):
+class Move(Struct, frozen=True, kw_only=True):
     """All trajectories of `source` go to `target`; `source` is then free to take new
     weights.
     """

@@ -15,7 +15,7 @@ differ too much; both count turns.
 import math
 from collections.abc import Mapping, Sequence
 
-from rollweave.schema.base import EngineId, Noun
+from rollweave.schema.base import EngineId, Struct
 
 SKEW = 32.0
 """Greatest load over least, beyond which `hybrid` turns to the least loaded engine
@@ -23,7 +23,7 @@ SKEW = 32.0
 """
 
 
-class EngineLoad(Noun, frozen=True, kw_only=True):
+class EngineLoad(Struct, frozen=True, kw_only=True):
     """An engine that may take a turn: `active` turns, of which `slots` run, the lowest
     of these at rank `lowest`.
 

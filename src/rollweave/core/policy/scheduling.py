@@ -2,7 +2,7 @@
 may also mix (Heddle §4, §5).
 """
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.sections import ModeName, RolloutConfig
 
 PRESETS = {
@@ -12,7 +12,7 @@ PRESETS = {
 """Priority, placement and migration by the name of the preset."""
 
 
-class Scheduling(Noun, frozen=True, kw_only=True):
+class Scheduling(Struct, frozen=True, kw_only=True):
     """What follows from the three choices."""
 
     priority: str

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime
 
 
-class Rate(Noun, frozen=True, kw_only=True):
+class Rate(Struct, frozen=True, kw_only=True):
     """An engine: a step takes `fixed_s`, `sequence_s` for each of its sequences,
     `context_s` for each token of their contexts.
 

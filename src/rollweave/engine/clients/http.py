@@ -33,7 +33,7 @@ from rollweave.engine.clients.probe import (
 from rollweave.engine.clients.resuming import begun, joined, rest_of
 from rollweave.engine.clients.transport import BODY_S, BusyError, Failed, Transport
 from rollweave.schema.address import Hosts, parse_address
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import EngineError, EngineLostError, KvError, WeightsError
 from rollweave.schema.serving import (
     DialectName,
@@ -62,7 +62,7 @@ hang up.
 """
 
 
-class HttpSpec(Noun, frozen=True, kw_only=True):
+class HttpSpec(Struct, frozen=True, kw_only=True):
     """Where an engine is, and what cannot be asked of it.
 
     `vocab` is the size of the model's vocabulary. `slots` bounds the requests under

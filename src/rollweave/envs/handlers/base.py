@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from rollweave.envs.base import Score
 from rollweave.envs.handlers.sandboxes import Sandboxes
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.work import StopReason, Task
@@ -56,7 +56,7 @@ class Job:
     sandboxes: Sandboxes
 
 
-class Endpoint(Noun, frozen=True, kw_only=True):
+class Endpoint(Struct, frozen=True, kw_only=True):
     """Where a program finds the agent: `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
 
     `sandbox/relay.py` brings it into a sandbox.

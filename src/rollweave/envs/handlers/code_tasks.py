@@ -15,14 +15,14 @@ from typing import Any
 
 from rollweave.envs.base import mix
 from rollweave.envs.handlers import code_solutions as right
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 Params = dict[str, Any]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-class Family(Noun, frozen=True, kw_only=True):
+class Family(Struct, frozen=True, kw_only=True):
     """`about` is what the program has to do, with the parameters in braces; `case`
     makes an input of about `size` lines.
     """
@@ -33,7 +33,7 @@ class Family(Noun, frozen=True, kw_only=True):
     solve: Callable[..., str]
 
 
-class Problem(Noun, frozen=True, kw_only=True):
+class Problem(Struct, frozen=True, kw_only=True):
     """One task: a family with parameters."""
 
     family: str

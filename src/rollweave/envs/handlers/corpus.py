@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollweave.io.extras import from_extra
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
 with from_extra("search"):
@@ -26,7 +26,7 @@ MOST_BYTES = 256 * 2**20
 """Of a corpus: its index is kept in memory."""
 
 
-class Document(Noun, frozen=True, kw_only=True):
+class Document(Struct, frozen=True, kw_only=True):
     """A title and a text; what a search finds are passages of it."""
 
     title: str

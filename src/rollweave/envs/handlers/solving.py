@@ -17,7 +17,7 @@ from rollweave.envs.handlers.toolbox import check_positive, toolbox
 from rollweave.envs.handlers.tools import Calls, converse, told_in_text
 from rollweave.envs.records import drawn, records
 from rollweave.sandbox.base import MIB, Limits, SandboxSpec
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Task
@@ -36,7 +36,7 @@ SHOWN = 200
 """Characters of an answer that a result keeps."""
 
 
-class Question(Noun, frozen=True, kw_only=True):
+class Question(Struct, frozen=True, kw_only=True):
     """What is asked, and the right answer."""
 
     question: str

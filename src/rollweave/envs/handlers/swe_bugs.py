@@ -17,7 +17,7 @@ from pathlib import Path
 from rollweave.envs.base import Split, mix, split_of
 from rollweave.envs.handlers.probes import names_in, without
 from rollweave.package import DIRECTORY
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 FOLDER = (
     next(path for path in (DIRECTORY / "assets", DIRECTORY.parents[1] / "assets") if path.is_dir())
@@ -31,7 +31,7 @@ TESTS = "tests/"
 """Where a repository has its tests: what an agent writes there is not taken over."""
 
 
-class Edit(Noun, frozen=True, kw_only=True):
+class Edit(Struct, frozen=True, kw_only=True):
     """`old`, which is in the file at `path` exactly once, becomes `new`."""
 
     path: str
@@ -39,7 +39,7 @@ class Edit(Noun, frozen=True, kw_only=True):
     new: str
 
 
-class Bug(Noun, frozen=True, kw_only=True):
+class Bug(Struct, frozen=True, kw_only=True):
     """One way to break a repository.
 
     `fails`: the tests that then fail, `module.Class.method`.

@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn, Protocol
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import ToolCall
 
 
-class Speech(Noun, frozen=True, kw_only=True):
+class Speech(Struct, frozen=True, kw_only=True):
     """A turn as read: the words outside of calls, and the calls (without ids) in order."""
 
     content: str

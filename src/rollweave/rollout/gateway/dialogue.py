@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollweave.io.http.fields import refused_field
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, Role, ToolCall
 from rollweave.schema.errors import RollweaveError
 
@@ -44,7 +44,7 @@ class RequestError(RollweaveError):
         }
 
 
-class Ask(Noun, frozen=True, kw_only=True):
+class Ask(Struct, frozen=True, kw_only=True):
     """A request in our words. None means that the client leaves it to us. `tools` are
     JSON, one declaration each.
 

@@ -10,14 +10,14 @@ from typing import Any
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import Speech, ToolFormat
 from rollweave.rollout.gateway.dialogue import Ask
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import Finish, GenerateResult, finish_word
 
 Json = dict[str, Any]
 
 
-class Piece(Noun, frozen=True, kw_only=True):
+class Piece(Struct, frozen=True, kw_only=True):
     """Text that one or several tokens show, the smallest of whole characters.
 
     `entries` are their `(text, log-prob)`.
@@ -27,7 +27,7 @@ class Piece(Noun, frozen=True, kw_only=True):
     entries: tuple[tuple[str, float], ...]
 
 
-class Reply(Noun, frozen=True, kw_only=True):
+class Reply(Struct, frozen=True, kw_only=True):
     """What the client sees of a turn. `created` is in seconds of Unix time."""
 
     id: str

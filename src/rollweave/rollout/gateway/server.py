@@ -31,7 +31,7 @@ from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.dialogue import Ask, RequestError, parse_chat
 from rollweave.rollout.gateway.replies import Json, Reply, chunks, finish_reason, pieces_of, whole
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits, Turn
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
 
@@ -51,7 +51,7 @@ about 30.
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-class Access(Noun, frozen=True, kw_only=True):
+class Access(Struct, frozen=True, kw_only=True):
     """What an agent program is given: `OPENAI_BASE_URL` ends with `path`,
     `OPENAI_API_KEY` is `token`.
     """
@@ -60,7 +60,7 @@ class Access(Noun, frozen=True, kw_only=True):
     token: str
 
 
-class Recorded(Noun, frozen=True, kw_only=True):
+class Recorded(Struct, frozen=True, kw_only=True):
     """What came of a session.
 
     `undelivered_tokens` were sampled for answers that never arrived: no sequence has

@@ -21,7 +21,7 @@ from rollweave.rollout.chat.tools import ToolFormat
 from rollweave.rollout.gateway.dialogue import OWN, Ask, RequestError
 from rollweave.rollout.gateway.recorder import Call, CallState, SessionRecorder
 from rollweave.rollout.gateway.replies import read_turn
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import EngineError
 from rollweave.schema.serving import Finish, GenerateResult, Sampling
@@ -41,7 +41,7 @@ meanwhile.
 """
 
 
-class SessionLimits(Noun, frozen=True, kw_only=True):
+class SessionLimits(Struct, frozen=True, kw_only=True):
     """Bounds of one session.
 
     `context` and `tokens` count tokens: of prompt and turn together, and of all turns'

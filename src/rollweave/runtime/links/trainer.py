@@ -20,7 +20,7 @@ import msgspec
 
 from rollweave.io.child import Child, spawn
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import NonFiniteLossError, RollweaveError, TrainerError
 from rollweave.schema.training import (
     Copied,
@@ -54,7 +54,7 @@ class TrainerRefusedError(TrainerLostError):
     """
 
 
-class TrainerSpec(Noun, frozen=True, kw_only=True):
+class TrainerSpec(Struct, frozen=True, kw_only=True):
     """How to build one rank of the trainer. `config` is a `RunConfig` as JSON;
     `warm_up` asks for the supervised warm-up.
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class Status(enum.StrEnum):
     FAIL = "fail"
 
 
-class Check(Noun, frozen=True, kw_only=True):
+class Check(Struct, frozen=True, kw_only=True):
     """One thing that was looked at.
 
     `detail` says what was found, and for a failure the field, the rule and the value.

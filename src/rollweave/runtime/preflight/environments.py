@@ -20,7 +20,7 @@ from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.handled import declared
 from rollweave.runtime.preflight.checks import Check, fail, ok
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import FaultsConfig, TaskConfig
@@ -42,7 +42,7 @@ They are random, so one that does not fit may still appear later.
 """
 
 
-class Domain(Noun, frozen=True, kw_only=True):
+class Domain(Struct, frozen=True, kw_only=True):
     """What the model must know about a task domain that was found to be in order."""
 
     name: str

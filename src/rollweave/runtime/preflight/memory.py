@@ -7,7 +7,7 @@ fixed share for each interpreter with its libraries.
 """
 
 from rollweave.core.seats import first_seats
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import ScratchModel
 from rollweave.weights.checkpoint import ModelShape
@@ -34,7 +34,7 @@ STORED_TOKEN_BYTES = 16
 """One token in the trajectory store: id, log-prob, and its share of the segments."""
 
 
-class Need(Noun, frozen=True, kw_only=True):
+class Need(Struct, frozen=True, kw_only=True):
     """One thing that takes memory.
 
     `count` of them exist, `each` in bytes; `on_device` is GPU memory where there is a

@@ -28,7 +28,7 @@ from rollweave.schema.errors import EngineError, KvError, WeightsError
 from rollweave.schema.events import (
     EngineJoined,
     EngineLost,
-    EngineSeat,
+    EngineSlot,
     EngineSuspended,
     Event,
     MigrationDone,
@@ -85,7 +85,7 @@ class Fleet:
     def __init__(
         self,
         *,
-        make: Callable[[EngineSeat, int], EngineBackend],
+        make: Callable[[EngineSlot, int], EngineBackend],
         tasks: Tasks,
         post: Callable[[Event], None],
         clock: Callable[[], float],
@@ -116,7 +116,7 @@ class Fleet:
         self._seats: dict[EngineId, Seat] = {}
         self._manifests, self._saved = manifests or Manifests(), saved
 
-    def start(self, seats: Iterable[EngineSeat]) -> None:
+    def start(self, seats: Iterable[EngineSlot]) -> None:
         """Start epoch 0 of each: a world begins."""
         for seat in seats:
             self._begin(seat.id, Seat(epoch=0, degree=seat.degree, group=seat.group), None)
@@ -199,7 +199,7 @@ class Fleet:
             started = self._clock()
             try:
                 seat.backend = self._make(
-                    EngineSeat(id=engine_id, degree=seat.degree, group=seat.group), seat.epoch
+                    EngineSlot(id=engine_id, degree=seat.degree, group=seat.group), seat.epoch
                 )
                 ready = await seat.backend.ready()
             except (EngineError, OSError) as error:

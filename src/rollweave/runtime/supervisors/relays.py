@@ -19,19 +19,19 @@ from rollweave.record.trace import RELAYS, Trace
 from rollweave.runtime.links.relay import OpenRelay, RelayLink
 from rollweave.runtime.manifests import Manifests
 from rollweave.runtime.tasks import Tasks
-from rollweave.schema.commands import RemoveRelay, RestartRelay, TakeWeights
+from rollweave.schema.commands import FetchWeights, RemoveRelay, RestartRelay
 from rollweave.schema.config.sections import WeightsConfig
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.events import (
     Event,
+    FetchFailed,
+    FetchStalled,
     RefusalReason,
-    RelayHeard,
     RelayJoined,
     RelayLost,
+    RelayRecovered,
     RelaySuspected,
-    WeightsHeld,
-    WeightsRefused,
-    WeightsStalled,
+    WeightsFetched,
 )
 from rollweave.schema.weights import (
     RelayAddress,
@@ -126,7 +126,7 @@ class Relays:
         for machine in range(self._count):
             self._begin(f"r{machine}", Seat(machine=machine, epoch=0), None)
 
-    def take(self, command: TakeWeights) -> None:
+    def take(self, command: FetchWeights) -> None:
         seat = self._seats.get(command.relay_id)
         if seat is None or seat.link is None:
             return  # its loss is on its way
@@ -213,7 +213,7 @@ class Relays:
             self._trace.instant(
                 RELAYS, relay_id, "suspected" if silent else "heard again", self._clock()
             )
-            kind = RelaySuspected if silent else RelayHeard
+            kind = RelaySuspected if silent else RelayRecovered
             self._post(kind(relay_id=relay_id, epoch=seat.epoch))
 
     def _stalled(self, relay_id: str, seat: Seat, word: Stalled) -> None:
@@ -221,7 +221,7 @@ class Relays:
             (other for other, its in self._seats.items() if its.address == word.source), None
         )
         if not seat.ours and source is not None:
-            event = WeightsStalled(
+            event = FetchStalled(
                 relay_id=relay_id, epoch=seat.epoch, weights_id=word.weights_id, source=source
             )
             self._post(event)
@@ -232,7 +232,7 @@ class Relays:
             self._trace.instant(RELAYS, relay_id, "lost", self._clock())
             self._post(RelayLost(relay_id=relay_id, epoch=seat.epoch, error=error))
 
-    def _origin(self, command: TakeWeights) -> tuple[WeightManifest, RelayAddress | None]:
+    def _origin(self, command: FetchWeights) -> tuple[WeightManifest, RelayAddress | None]:
         """What is to be taken, and from where. Raises WeightsError."""
         found = self._manifests.of_trainer if command.source is None else self._manifests.anywhere
         manifest = found(command.weights_id)
@@ -246,7 +246,7 @@ class Relays:
         return manifest, source.address
 
     async def _taken(
-        self, command: TakeWeights, seat: Seat, answer: "asyncio.Future[Taken | TakeFailed | None]"
+        self, command: FetchWeights, seat: Seat, answer: "asyncio.Future[Taken | TakeFailed | None]"
     ) -> None:
         started = self._clock()
         found = await answer
@@ -273,14 +273,14 @@ class Relays:
             self._byte_s = found.seconds / found.nbytes
         if not seat.ours:
             self._manifests.hold(seat.machine, found.manifest)
-        held = WeightsHeld(
+        held = WeightsFetched(
             relay_id=command.relay_id, epoch=seat.epoch, weights_id=command.weights_id
         )
         self._post(held)
 
 
-def _refused(command: TakeWeights, seat: Seat, reason: RefusalReason, error: str) -> WeightsRefused:
-    return WeightsRefused(
+def _refused(command: FetchWeights, seat: Seat, reason: RefusalReason, error: str) -> FetchFailed:
+    return FetchFailed(
         relay_id=command.relay_id,
         epoch=seat.epoch,
         weights_id=command.weights_id,

@@ -25,9 +25,9 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.errors import RollweaveError
 from rollweave.schema.events import (
+    CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
-    CheckpointTaken,
     Event,
     GroupRatio,
     RatiosMeasured,
@@ -324,7 +324,7 @@ class TrainerSeat:
             return
         if isinstance(reply, Copied):
             self._trace.span(TRAINER, "trainer", f"copy {step}", started, self._clock())
-            self._post(CheckpointTaken(epoch=epoch, step=step))
+            self._post(CheckpointCopied(epoch=epoch, step=step))
             try:
                 reply = await backend.written()
             except TrainerLostError:

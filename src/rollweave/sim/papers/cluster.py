@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import RollweaveError
 from rollweave.sim.families import INIT_TIMEOUT_S
@@ -39,7 +39,7 @@ class ExperimentError(RollweaveError):
     """A simulated run did not come to its end."""
 
 
-class Setup(Noun, frozen=True, kw_only=True):
+class Setup(Struct, frozen=True, kw_only=True):
     """A cluster and what it trains. GPUs are counted, `tp` is an engine's share of
     them; `batch` is trajectories of a step.
 
@@ -134,7 +134,7 @@ class Setup(Noun, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, **changes)
 
 
-class Pace(Noun, frozen=True, kw_only=True):
+class Pace(Struct, frozen=True, kw_only=True):
     """What a run keeps up: seconds of a step, and tokens of trained trajectories a
     second, prompts included (RollArt §7.1).
     """

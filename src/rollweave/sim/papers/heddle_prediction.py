@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollweave.core.policy.predict import ProgressivePredictor, pearson, recall_of_longest
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.prediction import LengthContext
 from rollweave.sim.papers.rows import Experiment, Row
 from rollweave.sim.workload import Plan, workload
@@ -44,7 +44,7 @@ so that every row judges the same.
 """
 
 
-class Batches(Noun, frozen=True, kw_only=True):
+class Batches(Struct, frozen=True, kw_only=True):
     """`count` batches of `groups` groups. Every batch but the first is predicted."""
 
     count: int
@@ -67,7 +67,7 @@ class Trajectory(NamedTuple):
     tokens: int
 
 
-class Quality(Noun, frozen=True, kw_only=True):
+class Quality(Struct, frozen=True, kw_only=True):
     """Of predicted whole lengths, mean over batches."""
 
     recall: float

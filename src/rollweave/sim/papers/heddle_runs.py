@@ -18,7 +18,7 @@ import msgspec
 
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
-from rollweave.schema.base import EngineId, Noun, TrajectoryId
+from rollweave.schema.base import EngineId, Struct, TrajectoryId
 from rollweave.sim.families import FAMILIES
 from rollweave.sim.papers.cluster import Setup, SlowStarts, mean_of, steps_of
 
@@ -47,7 +47,7 @@ them open; up to those of a machine.
 """
 
 
-class System(Noun, frozen=True, kw_only=True):
+class System(Struct, frozen=True, kw_only=True):
     """The knobs of [rollout] that Heddle's systems differ in."""
 
     priority: str
@@ -72,7 +72,7 @@ those of a new plan are started first. Taken off again.
 """
 
 
-class Rollout(Noun, frozen=True, kw_only=True):
+class Rollout(Struct, frozen=True, kw_only=True):
     """Means over the measured steps: seconds, sampled tokens a second of the whole
     cluster, seconds that the longest trajectory waited for a slot. `fleet` are the
     engines at the end, by degree.
@@ -131,7 +131,7 @@ class Watch:
         return self.queued[step][max(tokens, key=lambda one: (tokens[one], one))]
 
 
-class Case(Noun, frozen=True, kw_only=True):
+class Case(Struct, frozen=True, kw_only=True):
     """A run: one of `parts` parts of the cluster with its part of the batch, `steps`
     steps, of which the first is not measured.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollweave.core.state import EngineStatus
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.sim.cost import EngineCost, EngineCosts, TrainerCost
 from rollweave.sim.hardware import Link, gpu, link
@@ -101,7 +101,7 @@ QUICK_PROMPTS = 16
 """Of a step, in quick forms that do not take a smaller share."""
 
 
-class Point(Noun, frozen=True, kw_only=True):
+class Point(Struct, frozen=True, kw_only=True):
     """Throughput of a system on so many GPUs: tokens of trained trajectories a second,
     prompts included (Laminar §8).
 
@@ -117,7 +117,7 @@ class Point(Noun, frozen=True, kw_only=True):
     trainer_busy: float
 
 
-class Recovery(Noun, frozen=True, kw_only=True):
+class Recovery(Struct, frozen=True, kw_only=True):
     """`seconds` until every engine serves again; `slowdown` of the steps, None where it
     was not looked at.
     """
@@ -126,7 +126,7 @@ class Recovery(Noun, frozen=True, kw_only=True):
     slowdown: float | None
 
 
-class Repacking(Noun, frozen=True, kw_only=True):
+class Repacking(Struct, frozen=True, kw_only=True):
     """Tokens of trained trajectories a second, the mean share of the KV in use, and how
     often repack freed an engine.
     """

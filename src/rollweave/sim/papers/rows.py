@@ -7,12 +7,12 @@ these numbers; a miss stays in the table with its reason in `note`.
 
 from collections.abc import Callable
 
-from rollweave.schema.base import Noun
+from rollweave.schema.base import Struct
 
 Published = float | tuple[float, float] | None
 
 
-class Row(Noun, frozen=True, kw_only=True):
+class Row(Struct, frozen=True, kw_only=True):
     """`ours` is None where the row is missing: `note` then says what has to be built
     for it. `own` marks our own variants.
     """
@@ -37,7 +37,7 @@ class Row(Noun, frozen=True, kw_only=True):
         return self.ours / self.published if self.published else None
 
 
-class Experiment(Noun, frozen=True, kw_only=True):
+class Experiment(Struct, frozen=True, kw_only=True):
     """`run(quick)` gives the rows; quick ones are smaller or fewer, and say so in their
     notes.
     """
