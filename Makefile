@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow lint format clean
+.PHONY: demo test test-slow coverage lint format clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -23,6 +23,10 @@ test-slow: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest $(PARALLEL) -m "hypothesis and not slow" --hypothesis-profile thorough
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m slow --hypothesis-profile thorough --timeout 1200
 	$(BIN)/rollweave reproduce --quick > /dev/null
+
+coverage: .venv/ready-test
+	$(TORCH_THREADS) $(BIN)/coverage run -m pytest -p no:randomly -m "not slow" tests/core tests/schema
+	$(BIN)/coverage report
 
 lint: .venv/ready-test
 	$(BIN)/ruff check src tests benchmarks examples
@@ -46,4 +50,4 @@ format: .venv/ready-test
 	touch $@
 
 clean:
-	rm -rf .venv runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
