@@ -131,6 +131,7 @@ def test_it_has_no_seeds() -> None:
         bench("soak", as_json=False, quick=True, seeds=1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_killed_in_every_way_and_nothing_is_lost() -> None:
     said: list[str] = []

@@ -602,7 +602,7 @@ class Watched:
         return getattr(self.engine, name)
 
 
-@pytest.mark.parametrize("end", ["killed", "aborted"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("aborted", marks=pytest.mark.slow)])
 async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
     engine_of: Callable[[str], EngineClient], end: str
 ) -> None:

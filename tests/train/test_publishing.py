@@ -58,6 +58,7 @@ def finished(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
             rank.kill()
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_the_failures(tmp_path: Path) -> None:
     """Heads are so small that chunks are uneven, and the last of three ranks has
     nothing of some tensors.
@@ -80,6 +81,7 @@ def can_hide() -> bool:
 
 
 @pytest.mark.skipif(not can_hide(), reason="needs a user namespace")
+@pytest.mark.slow
 def test_a_rank_that_cannot_reach_the_memory_makes_all_gather(tmp_path: Path) -> None:
     ranks = finished(start("far", tmp_path, world=2, prefix=("unshare", "-Urpf", "--mount-proc")))
     assert [status for status, _, _ in ranks] == [0, 0], ranks

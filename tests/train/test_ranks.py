@@ -59,7 +59,8 @@ def start_all(kind: str, model_dir: Path, out: Path) -> None:
             rank.kill()
 
 
-@pytest.mark.parametrize("kind", ["torchrun", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torchrun", "processes"])
 def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
     model_dir = make_model(tmp_path / "m")
     alone = run(model_dir, tmp_path / "alone", rank=0, world=1)
