@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contract import Figure, Result
-from rollweave.core.policy.allocation import Allocation, allocate, anneal
+from benchmarks.heddle_baselines import anneal, place_dp
+from rollweave.core.policy.allocation import Allocation, allocate
 from rollweave.core.policy.interference import CostTable, Sample, simulated_s, tabulate
 from rollweave.core.policy.placement import (
     ByTable,
@@ -27,7 +28,6 @@ from rollweave.core.policy.placement import (
     by_length,
     in_order,
     place,
-    place_dp,
 )
 from rollweave.schema.base import Struct
 from rollweave.schema.events import StepTime

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.relay_net import Network
-from rollweave.core.policy import relay as policy
 from rollweave.runtime.links.relay import ProcessRelay, in_process
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
@@ -117,13 +116,8 @@ def checked(relay: int, answer: Taken | TakeFailed | None) -> Taken:
 
 
 def chain(relays: int) -> list[int | None]:
-    """Whom each takes from, as the controller has it (Laminar §4.2)."""
-    order = [f"r{number}" for number in range(relays)]
-    found = policy.sources(policy.chain(order, order[0]))
-    return [
-        order.index(source) if source is not None else None
-        for source in (found[relay] for relay in order)
-    ]
+    """Return the source of each relay in a chain (Laminar §4.2); None is the trainer."""
+    return [None, *range(relays - 1)]
 
 
 def star(relays: int) -> list[int | None]:

@@ -19,6 +19,7 @@ import msgspec
 
 from benchmarks.contract import Figure, Result
 from benchmarks.harness import ProcessHarness
+from benchmarks.measured import MeasuredTrainer, Timings, read_timings
 from benchmarks.profile import FIT_CONDITIONS, Grid, fit_figures, measure_profile, spec_of, spinning
 from benchmarks.runs import Measured, conditions_of, example, recorded, shares
 from rollweave.envs.tasks import TaskSource
@@ -31,7 +32,6 @@ from rollweave.schema.base import Struct
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import SimConfig
 from rollweave.schema.serving import EngineSpec, GenerateRequest, Sampling
-from rollweave.sim.measured import MeasuredTrainer, Timings, read_timings
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.profile import ProfileCost
 from rollweave.sim.workload import Plan, Recorded, Workload, read_run

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.core.core import Core
-from rollweave.core.policy.relay import repair, sources
+from rollweave.core.policy.relay import repair
 from rollweave.core.state import EngineStatus, Relay, RelayStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -143,7 +143,9 @@ def loads(commands: list[c.Command]) -> list[tuple[str, int]]:
 def test_published_weights_go_along_the_chain_at_once(relays: int) -> None:
     desk = Desk(relays).up()
     found = desk.publish()
-    assert ways(found) == sources([f"r{number}" for number in range(relays)])
+    assert ways(found) == {
+        f"r{number}": f"r{number - 1}" if number else None for number in range(relays)
+    }
     assert set(bases(found).values()) == {None}, "nobody has anything to begin from"
 
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.policy.allocation import Allocation, allocate, anneal
+from benchmarks.heddle_baselines import anneal, place_dp
+from rollweave.core.policy.allocation import Allocation, allocate
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
     ByTable,
@@ -20,7 +21,6 @@ from rollweave.core.policy.placement import (
     by_length,
     in_order,
     place,
-    place_dp,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.heddle_baselines import place_dp
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
     EXACT_STATES,
@@ -20,7 +21,6 @@ from rollweave.core.policy.placement import (
     by_length,
     in_order,
     place,
-    place_dp,
 )
 from tests.core.policy.tables import LENGTHS, best_of_all, seconds, tables
 from tests.support.properties import examples

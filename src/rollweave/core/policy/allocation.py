@@ -5,16 +5,11 @@ The paper anneals over degrees with a placement inside. Under its own cost model
 joint problem has an exact answer that costs no more than one placement: let reach[g] be
 how far `g` GPUs get along the sorted list within a makespan, then reach[g] = max over d
 of extend_d(reach[g - d]), because a worker never reaches less far from a later start
-(`core/policy/placement`, whose search this is). `anneal` is the paper's way, to compare
-with.
+(`core/policy/placement`, whose search this is). `benchmarks/heddle_baselines` has the
+paper's way.
 """
 
-import itertools
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from rollweave.core.policy.interference import CostTable
 from rollweave.core.policy.placement import (
@@ -24,18 +19,8 @@ from rollweave.core.policy.placement import (
     Path,
     Placement,
     Problem,
-    in_order,
 )
 from rollweave.schema.base import Struct
-
-COOLING, COLDEST = 0.95, 1e-3
-"""Of the temperature: kept after each iteration, and the share of the first one at
-which annealing ends. The paper's values are not in our copy; these make 135 iterations,
-as many as its placements of 0.037 s fit into its 5.0 s (Heddle Table 2).
-"""
-
-Transition = tuple[Counter[int], Counter[int]]
-"""Workers of these degrees become workers of those, of the same sum."""
 
 
 class Allocation(Struct, frozen=True, kw_only=True):
@@ -67,7 +52,7 @@ def allocate(
 def allocate_groups(groups: Groups, gpus: int, degrees: Sequence[int]) -> Allocation:
     """As `allocate`, for any cost; exact among partitions into contiguous groups."""
     problem = Problem(groups)
-    return _allocation(problem.level(problem.least(by_budget(gpus, degrees))), exact=True)
+    return to_allocation(problem.level(problem.least(by_budget(gpus, degrees))), exact=True)
 
 
 def by_budget(gpus: int, degrees: Sequence[int]) -> Moves:
@@ -107,98 +92,8 @@ def _sums(gpus: int, degrees: Sequence[int]) -> set[int]:
     return sums
 
 
-def _allocation(path: Path, *, exact: bool) -> Allocation:
+def to_allocation(path: Path, *, exact: bool) -> Allocation:
     return Allocation(
         degrees=path.degrees,
         placement=Placement(spans=path.spans, makespan_s=path.makespan_s, exact=exact),
     )
-
-
-def anneal(
-    lengths: Sequence[float],
-    gpus: int,
-    degrees: Sequence[int],
-    cost: CostTable,
-    rng: np.random.Generator,
-    *,
-    placing: Callable[[Sequence[int]], Placement] | None = None,
-) -> Allocation:
-    """The paper's sort-initialised simulated annealing (Alg. 2, of which our copy has
-    the prose of §6.2 only).
-
-    Workers start with random degrees and take the sorted list in descending degree.
-    Each iteration redistributes, splits or merges; a faster allocation is always taken,
-    a slower one with probability exp(-more / temperature); the temperature starts at
-    the first makespan. `placing` places on workers in the order given: our fast search
-    over that order where None. Errors as `allocate`.
-    """
-    moves = by_budget(gpus, degrees)
-    transitions = _transitions(sorted(set(degrees)))
-    problem = Problem(ByTable(lengths, cost))
-    placing = placing or (
-        lambda workers: _allocation(problem.least(in_order(workers)), exact=False).placement
-    )
-    now = _random_start(moves, rng)
-    best = at = placing(now)
-    fleet = now
-    temperature = at.makespan_s
-    coldest = COLDEST * temperature
-    while temperature > coldest:
-        proposed = _perturbed(now, transitions, rng)
-        found = placing(proposed) if proposed != now else at
-        more = found.makespan_s - at.makespan_s
-        if more < 0 or rng.random() < math.exp(-more / temperature):
-            now, at = proposed, found
-        if at.makespan_s < best.makespan_s:
-            best, fleet = at, now
-        temperature *= COOLING
-    return Allocation(degrees=tuple(fleet), placement=best)
-
-
-def _random_start(moves: Moves, rng: np.random.Generator) -> list[int]:
-    """Degrees drawn one after another until all GPUs are used, in descending order."""
-    drawn: list[int] = []
-    used = 0
-    while moves[used]:
-        degree, used = moves[used][int(rng.integers(len(moves[used])))]
-        drawn.append(degree)
-    return sorted(drawn, reverse=True)
-
-
-def _transitions(kinds: Sequence[int]) -> list[list[Transition]]:
-    """All there are of each sort: redistribution, split, merge.
-
-    Three workers redistribute their GPUs, because two powers of two have a sum of their
-    own.
-    """
-    found: list[list[Transition]] = []
-    for takes, gives in ((3, 3), (1, 2), (2, 1)):
-        sides = itertools.product(
-            itertools.combinations_with_replacement(kinds, takes),
-            itertools.combinations_with_replacement(kinds, gives),
-        )
-        found.append(
-            [
-                (Counter(taken), Counter(given))
-                for taken, given in sides
-                if taken != given and sum(taken) == sum(given)
-            ]
-        )
-    return found
-
-
-def _perturbed(
-    now: list[int], transitions: list[list[Transition]], rng: np.random.Generator
-) -> list[int]:
-    """After a random transition of a random sort, of those that `now` has workers for;
-    `now` itself where there are none.
-    """
-    workers = Counter(now)
-    possible = [
-        some for sort in transitions if (some := [one for one in sort if one[0] <= workers])
-    ]
-    if not possible:
-        return now
-    sort = possible[int(rng.integers(len(possible)))]
-    taken, given = sort[int(rng.integers(len(sort)))]
-    return sorted((workers - taken + given).elements(), reverse=True)

@@ -26,24 +26,6 @@ App. C's start-up latency counts.
 """
 
 
-def chain(relays: Sequence[str], master: str) -> list[str]:
-    """All relays from the master on, the others in the order given, so that who joins
-    last stands last.
-
-    Raises ValueError for a master that is not among them, and for a relay named twice.
-    """
-    if master not in relays:
-        raise ValueError(f"master must be one of the relays {list(relays)}, got {master}")
-    if len(set(relays)) < len(relays):
-        raise ValueError(f"relays must each be named once, got {list(relays)}")
-    return [master, *(relay for relay in relays if relay != master)]
-
-
-def sources(order: Sequence[str]) -> dict[str, str | None]:
-    """Whom each relay of a chain takes from; None is the trainer."""
-    return dict(zip(order, (None, *order[:-1]), strict=True)) if order else {}
-
-
 class Repair(Struct, frozen=True, kw_only=True):
     """A chain without one relay. `relay` is the only one that takes from another
     `source` than before (None is the trainer).

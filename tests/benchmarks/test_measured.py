@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.measured import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.record.journal import RunJournal
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.sim.measured import MeasuredTrainer, Timings, fit_line, read_timings
 from rollweave.sim.metrics import SimMetrics
 from rollweave.sim.world import World
 from tests.core.test_core import config as core_config
