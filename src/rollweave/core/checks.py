@@ -54,6 +54,8 @@ def _check_indices(run: Run) -> None:
         Stage.EVAL: state.in_eval,
         Stage.CLOSING: state.closing,
     }
+    assert not run.over, f"{run.over} are not settled"
+    assert all(one.stage is not Stage.OVER for one in state.trajectories.values()), "OVER lasts"
     found: dict[Stage, set[str]] = {stage: set() for stage in indices}
     for trajectory in state.trajectories.values():
         if trajectory.stage in found:

@@ -6,7 +6,7 @@ events at the same times give the same commands, in a live run, in its replay fr
 journal, and in simulation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import assert_never
 
 import msgspec
@@ -18,8 +18,7 @@ from rollweave.core import (
     evaluation,
     groups,
     idle,
-    lengths,
-    migration,
+    lifecycle,
     recovery,
     relays,
     serving,
@@ -83,6 +82,7 @@ class Core:
         if self.finished and not isinstance(event, e.WorldLost):
             return []
         _route(run, event)
+        lifecycle.settle(run)
         if isinstance(event, e.TurnsProgressed):
             pass  # nobody becomes free by it
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
@@ -106,24 +106,31 @@ class Core:
         check(self._run)
 
 
+STEPS: tuple[Callable[[Run], None], ...] = (
+    engines.let_go,
+    ending.advance,
+    groups.sweep_doomed,
+    relays.advance,
+    engines.update,
+    training.take_batch,
+    groups.sweep_doomed,
+    evaluation.advance,
+    allocation.advance,
+    groups.launch,
+    trajectories.start_inits,
+    trajectories.start_evals,
+    turns.dispatch,
+    ending.advance,
+)
+"""What an event may make possible, in the order in which one thing enables the next."""
+
+
 def _use_what_is_possible(run: Run) -> None:
-    """What an event makes possible, in the order in which one thing enables the next."""
-    engines.let_go(run)
-    ending.advance(run)
-    if run.state.phase is Phase.FINISHED:
-        return
-    groups.sweep_doomed(run)
-    relays.advance(run)
-    engines.update(run)
-    training.take_batch(run)
-    groups.sweep_doomed(run)
-    evaluation.advance(run)
-    allocation.advance(run)
-    groups.launch(run)
-    trajectories.start_inits(run)
-    trajectories.start_evals(run)
-    turns.dispatch(run)
-    ending.advance(run)
+    for step in STEPS:
+        step(run)
+        lifecycle.settle(run)
+        if run.state.phase is Phase.FINISHED:
+            return
 
 
 def _route(run: Run, event: Event) -> None:
@@ -141,7 +148,7 @@ def _route(run: Run, event: Event) -> None:
         case e.EnvReady():
             trajectories.on_env_ready(run, event)
         case e.PredictionReady():
-            lengths.on_prediction(run, event)
+            turns.on_prediction(run, event)
         case e.TrajectoryEnded():
             trajectories.on_ended(run, event)
         case e.RewardReady():
@@ -157,7 +164,7 @@ def _route(run: Run, event: Event) -> None:
         case e.RolloutAcknowledged():
             serving.on_taken(run, event)
         case e.MigrationDone():
-            migration.on_done(run, event)
+            turns.on_migration_done(run, event)
         case e.TimerFired():
             watchdog.look(run)
         case e.StepTrained():

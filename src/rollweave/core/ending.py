@@ -3,7 +3,7 @@
 An error takes the short way and still accounts.
 """
 
-from rollweave.core import evaluation, groups, serving, training, trajectories
+from rollweave.core import evaluation, groups, lifecycle, serving, training, trajectories
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, TrainerStatus
 from rollweave.schema.commands import Finish
@@ -143,6 +143,7 @@ def _finish_with_error(run: Run) -> None:
     for trajectory_id in list(state.closing):
         trajectory = state.trajectories[trajectory_id]
         trajectories.close(run, trajectory, trajectory.closing or StopReason.CANCELLED)
+    lifecycle.settle(run)
     run.emit(Finish(error=state.error))
 
 

@@ -7,7 +7,18 @@ that is being evaluated. In mode decoupled each engine updates by itself, and
 `core/pace` says when and to what.
 """
 
-from rollweave.core import costs, evaluation, pace, placing, seats, turns, weights
+from collections.abc import Mapping
+
+from rollweave.core import (
+    costs,
+    evaluation,
+    pace,
+    placing,
+    seats,
+    trajectories,
+    turns,
+    weights,
+)
 from rollweave.core.policy.modes import update_now
 from rollweave.core.policy.relay import repair
 from rollweave.core.policy.retry import Failover, failover
@@ -33,6 +44,26 @@ from rollweave.schema.events import (
     WeightsLoaded,
     WeightsLoadFailed,
 )
+from rollweave.schema.work import StopReason
+
+LEGAL: Mapping[EngineStatus, frozenset[EngineStatus]] = {
+    EngineStatus.STARTING: frozenset(
+        {EngineStatus.STALE, EngineStatus.SERVING, EngineStatus.STARTING}
+    ),
+    EngineStatus.STALE: frozenset(
+        {EngineStatus.LOADING, EngineStatus.SERVING, EngineStatus.STALE, EngineStatus.STARTING}
+    ),
+    EngineStatus.SERVING: frozenset({EngineStatus.SUSPENDING, EngineStatus.STARTING}),
+    EngineStatus.SUSPENDING: frozenset(
+        {EngineStatus.LOADING, EngineStatus.SERVING, EngineStatus.STALE, EngineStatus.STARTING}
+    ),
+    EngineStatus.LOADING: frozenset(
+        {EngineStatus.LOADING, EngineStatus.SERVING, EngineStatus.STALE, EngineStatus.STARTING}
+    ),
+}
+"""Legal transitions of an engine. A restart makes any engine STARTING; an engine that
+can load nothing is STALE, unless its own weights still serve.
+"""
 
 LOAD_TRIES = 2
 """Loads of the same weights that may fail on one engine before it is restarted."""
@@ -112,7 +143,7 @@ def on_loaded(run: Run, event: WeightsLoaded) -> None:
     _enter(run, engine, EngineStatus.SERVING)
     run.emit(ResumeEngine(engine_id=engine.id))
     if run.alone:
-        pace.settle(run)
+        _reassign(run)
 
 
 def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
@@ -138,9 +169,17 @@ def on_load_failed(run: Run, event: WeightsLoadFailed) -> None:
         if event.weights_id != run.state.published_id:
             run.state.kept.pop(event.weights_id, None)  # older ones are not sent again
         _set_aside(run, engine)
-        pace.settle(run)
+        _reassign(run)
     else:
         _load(run, engine, weights.newest(run, engine))
+
+
+def _reassign(run: Run) -> None:
+    """Reassign unassigned trajectories, and restart those whose version can no longer be
+    loaded anywhere.
+    """
+    for trajectory in pace.settle(run):
+        trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
 
 
 def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
@@ -154,7 +193,7 @@ def _unreadable(run: Run, engine: Engine, step: int, error: str) -> None:
     )
     weights.uncover(run, but={*run.state.saved.values()} - {step})
     _set_aside(run, engine)
-    pace.settle(run)
+    _reassign(run)
 
 
 def on_lost(run: Run, event: EngineLost) -> None:
@@ -468,5 +507,6 @@ def _set_aside(run: Run, engine: Engine) -> None:
 
 def _enter(run: Run, engine: Engine, status: EngineStatus) -> None:
     """Callers change the engine's version and weights before."""
+    assert status in LEGAL[engine.status], f"{engine.id}: {engine.status} → {status}"
     engine.status, engine.since = status, run.now
     run.fleet_changed()

@@ -135,26 +135,38 @@ def advance(run: Run) -> None:
         _conclude(run, evaluation)
 
 
+def wants_members(run: Run, group: Group) -> bool:
+    """True while another attempt at the group's episode could still be of use."""
+    return group.status is GroupStatus.ACTIVE
+
+
 def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
+    """Record the episode's reward, unless its evaluation was abandoned."""
     evaluation = run.state.evaluation
     run.state.counters.eval_scored += 1
-    if evaluation is None or evaluation.pending.pop(group.id, 0) is not None:
-        return
-    assert trajectory.reward is not None, "a scored trajectory has a reward"
-    evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
-    evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
-        trajectory.success
-    )
+    if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
+        assert trajectory.reward is not None, "a scored trajectory has a reward"
+        evaluation.rewards.setdefault(group.name, []).append(trajectory.reward)
+        evaluation.successes[group.name] = evaluation.successes.get(group.name, 0) + bool(
+            trajectory.success
+        )
+    groups.forget(run, group)
 
 
-def member_failed(run: Run, group: Group) -> None:
-    """The episode could not be run.
+def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
+    """The episode could not be run to its end."""
+    run.state.counters.eval_dropped += trajectory.started
+    give_up(run, group)
 
-    It is reported as failed, and is neither a success nor a miss of the agent.
+
+def give_up(run: Run, group: Group) -> None:
+    """Do without the episode: it is reported as failed, and is neither a success nor a
+    miss of the agent.
     """
     evaluation = run.state.evaluation
     if evaluation is not None and evaluation.pending.pop(group.id, 0) is None:
         evaluation.failed[group.name] = evaluation.failed.get(group.name, 0) + 1
+    groups.forget(run, group)
 
 
 def _conclude(run: Run, evaluation: Evaluation) -> None:

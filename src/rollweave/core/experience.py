@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from rollweave.core import groups, pace
+from rollweave.core import pace
 from rollweave.core.policy.experience import Experience, evict, sample
 from rollweave.core.run import Run
 from rollweave.core.state import Group
@@ -58,28 +58,21 @@ def ratio(run: Run, group: Group) -> float | None:
     return group.ratio if group.ratio_id == run.state.published_id else None
 
 
-def arrived(run: Run, group: Group) -> None:
-    """The group is complete, and in the buffer unless it was dropped."""
-    if group.id in run.state.buffer:
-        make_room(run)
-
-
-def make_room(run: Run) -> None:
-    """Evict what is one too many, and what a function of the user's names."""
+def surplus(run: Run) -> list[GroupId]:
+    """The buffered groups that have no place: those beyond the limit, and those that
+    the user's function names.
+    """
     state, name = run.state, run.config.buffer.evict
     if not run.alone or not state.buffer:
-        return
+        return []
     most = pace.most(run)
     if len(state.buffer) <= most and FUNCTION not in name:
-        return
-    gone = _by(
+        return []
+    return _by(
         run,
         name,
         lambda rule: evict(_views(run), strategy=rule, version=run.next_version(), max_groups=most),
     )
-    for group_id in gone:
-        state.counters.evicted += 1
-        groups.drop(run, state.groups[group_id], "evicted")
 
 
 def _by(run: Run, name: str, choose: Callable[[Any], list[GroupId]]) -> list[GroupId]:

@@ -6,7 +6,7 @@ for a named reason, cancelled, buffered or in flight. Only scored members of com
 groups enter the buffer; a dropped group takes all its members with it.
 """
 
-from rollweave.core import evaluation, experience, lengths, pace, serving, trajectories
+from rollweave.core import attempts, experience, lengths, pace, trajectories
 from rollweave.core.policy.mixture import next_domain
 from rollweave.core.policy.redundancy import (
     Verdict,
@@ -137,11 +137,7 @@ def on_draw_failed(run: Run, event: DrawFailed) -> None:
 
 def give_up_drawing(run: Run, group: Group) -> None:
     """The task has not come: do without the group. Another is drawn in its place."""
-    if group.purpose is Purpose.EVAL:
-        evaluation.member_failed(run, group)
-        forget(run, group)
-    else:
-        drop(run, group, "draw_hang")
+    drop(run, group, "draw_hang")
 
 
 # Members come to an end.
@@ -149,35 +145,17 @@ def give_up_drawing(run: Run, group: Group) -> None:
 
 def wants_members(run: Run, group: Group) -> bool:
     """True while another attempt at a member could still be of use."""
-    if group.purpose is Purpose.SERVE:
-        return run.state.phase is Phase.SERVING
-    return group.status is GroupStatus.ACTIVE and (run.training or group.purpose is Purpose.EVAL)
+    return group.status is GroupStatus.ACTIVE and run.training
 
 
-def member_scored(run: Run, trajectory: Trajectory) -> None:
-    group = run.state.groups[trajectory.group_id]
-    if group.purpose is Purpose.SERVE:
-        serving.member_over(run, trajectory, trajectory.stop or StopReason.FINISHED)
-        return
-    if group.purpose is Purpose.EVAL:
-        evaluation.member_scored(run, group, trajectory)
-        forget(run, group)
-        return
+def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
+    """Choose the member, and see whether the group is complete."""
     group.chosen.append(trajectory.id)
     settle(run, group)
 
 
-def member_ended(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
     """The trajectory will never be trained on."""
-    group, counters = run.state.groups[trajectory.group_id], run.state.counters
-    if group.purpose is Purpose.SERVE:
-        serving.member_over(run, trajectory, reason)
-        return
-    if group.purpose is Purpose.EVAL:
-        counters.eval_dropped += trajectory.started
-        evaluation.member_failed(run, group)
-        forget(run, group)
-        return
     if trajectory.started:
         trajectory.started = False  # counted here, once
         _count_end(run, reason, 1)
@@ -211,7 +189,8 @@ def settle(run: Run, group: Group) -> None:
                 trajectories.cancel(run, member, StopReason.SURPLUS)
         if not run.mode.aborts and not _fresh(run, group, run.next_version()):
             drop(run, group, StopReason.STALE)  # it was let run to its end
-        experience.arrived(run, group)
+        if group.id in run.state.buffer:
+            make_room(run)
     else:
         drop(run, group, "filtered" if verdict is Verdict.FILTERED else "incomplete_group")
     _watch_yield(run, verdict, scored=bool(rewards))
@@ -265,7 +244,7 @@ def drop(run: Run, group: Group, reason: str) -> None:
         run.emit(Evict(trajectory_ids=tuple(member.id for member in scored), reason=reason))
     for member in scored:
         member.started = False  # counted
-        trajectories.move(run, member, Stage.ENDED)
+        attempts.move(run, member, Stage.ENDED)
     for member in members:
         trajectories.cancel(run, member, stop)
     forget_if_over(run, group)
@@ -293,7 +272,7 @@ def _fresh(run: Run, group: Group, version: int) -> bool:
     """True if every member that is or may be chosen would be accepted at `version`."""
     for member_id in group.chosen if group.status is GroupStatus.BUFFERED else group.members:
         member = run.state.trajectories[member_id]
-        if member.stage in (Stage.QUEUED, Stage.CLOSING, Stage.ENDED):
+        if member.stage in (Stage.QUEUED, Stage.CLOSING, Stage.OVER, Stage.ENDED):
             continue  # not launched yet, or no longer of interest
         if not acceptable(member.initiated, version, run.mode.window):
             return False
@@ -319,7 +298,14 @@ def return_to_buffer(run: Run, group_ids: list[GroupId], *, trained: bool) -> No
         if group.lost:
             drop(run, group, StopReason.WORLD_LOST)
     run.state.swept_at = -1
-    experience.make_room(run)
+    make_room(run)
+
+
+def make_room(run: Run) -> None:
+    """Evict the buffered groups that have no place."""
+    for group_id in experience.surplus(run):
+        run.state.counters.evicted += 1
+        drop(run, run.state.groups[group_id], "evicted")
 
 
 def _count_end(run: Run, reason: str, trajectories_ended: int) -> None:

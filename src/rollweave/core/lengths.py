@@ -8,7 +8,6 @@ fails or is gone changes nothing but how good the estimates are (Heddle §4.1).
 
 import math
 
-from rollweave.core import migration, ranks, trajectories, turns
 from rollweave.core.policy.priority import UNKNOWN, level_of
 from rollweave.core.policy.work import occupied
 from rollweave.core.run import Run
@@ -77,10 +76,7 @@ def on_requested(run: Run, trajectory: Trajectory, context_tokens: int) -> None:
 
 
 def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float) -> None:
-    """A turn is over, after `turn_s` in a slot.
-
-    While the environment works the trajectory may move.
-    """
+    """Learn from a turn that is over, after `turn_s` in a slot."""
     name = run.state.groups[trajectory.group_id].name
     _mix(run.state.turn_s, name, turn_s)
     _mix(run.state.turn_tokens, name, output_tokens)
@@ -89,44 +85,33 @@ def on_done(run: Run, trajectory: Trajectory, output_tokens: int, turn_s: float)
     trajectory.context_tokens += output_tokens
     _believe(run, trajectory, trajectory.estimate - output_tokens)
     run.state.counters.scheduling.predictions_late += trajectory.predicts > trajectory.predicted
-    if trajectory.predicted >= 0:
-        migration.consider(run, trajectory)
 
 
-def on_prediction(run: Run, event: PredictionReady) -> None:
-    """Take the estimate, unless the trajectory has gone on meanwhile."""
-    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
-    if trajectory is None or trajectory.stage is not Stage.RUN or event.turn != trajectory.predicts:
-        return
+def learn(run: Run, trajectory: Trajectory, event: PredictionReady) -> bool:
+    """Take the estimate; False if it is late, repeated or not a number."""
+    if trajectory.stage is not Stage.RUN or event.turn != trajectory.predicts:
+        return False
     if trajectory.predicted >= event.turn or not math.isfinite(event.remaining_tokens):
-        return
+        return False
     trajectory.predicted = event.turn
     _believe(run, trajectory, event.remaining_tokens)
     run.state.partition.predictions += 1
     name = run.state.groups[trajectory.group_id].name
     _mix(run.state.first_lengths, name, trajectory.output_tokens + trajectory.estimate)
-    run.touched.append(trajectory.home)  # its place in the KV of that engine may have changed
-    if trajectory.id in run.state.turn_queue:
-        if trajectory.asked <= 1 and not run.alone:
-            trajectory.home = None  # nothing of it is anywhere yet
-            run.order_changed(trajectory)
-        turns.requeue(run, trajectory)
-    elif trajectory.turn is None:
-        migration.consider(run, trajectory)
-    else:
-        ranks.rerank(run, trajectory)
+    return True
 
 
-def look(run: Run) -> None:
-    """Who has been at a turn for longer than was believed of all its turns is believed
-    to be half done with it.
+def revise_outrun(run: Run) -> list[Trajectory]:
+    """If a turn has already outrun the trajectory's whole estimate, assume that it is
+    half done. Return the trajectories whose estimate has changed.
 
-    Turns have a long tail themselves, and nobody tells how far they are: a domain's
-    mean speed has to do. What a turn waits on its engine counts too, which helps those
-    that were taken for short wrongly and wait behind others.
+    Turns have a long tail themselves and do not report how far they are, so the mean
+    speed of the task domain stands in. The time that a turn waits on its engine counts
+    too, which helps those that were wrongly taken for short and wait behind others.
     """
     if not run.scheduling.predicts:
-        return
+        return []
+    revised = []
     speeds = {
         name: run.state.turn_tokens.get(name, 0.0) / seconds
         for name, seconds in run.state.turn_s.items()
@@ -142,7 +127,8 @@ def look(run: Run) -> None:
         )
         if sampled > trajectory.estimate:
             _believe(run, trajectory, 2 * sampled)
-            ranks.rerank(run, trajectory)
+            revised.append(trajectory)
+    return revised
 
 
 def over(run: Run, trajectory: Trajectory, *, finished: bool) -> None:

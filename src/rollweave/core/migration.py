@@ -5,10 +5,10 @@ Invariants: a trajectory has at most one migration, and an engine is in at most 
 transfer; a turn that is asked for during a transfer waits for its end (that time is
 what migration exposes), one that is asked for before it begins cancels it. Whatever
 fails leaves the trajectory with an engine: where its KV is, or where it will be
-computed again.
+computed again. A turn whose wait is over is returned, and `core/turns` queues it.
 """
 
-from rollweave.core import placing, trajectories, turns
+from rollweave.core import attempts, placing
 from rollweave.core.costs import rate_of
 from rollweave.core.order import Load
 from rollweave.core.policy.migration import Request, transfer_epoch, worth_it
@@ -32,20 +32,22 @@ contexts need over a slow link.
 """
 
 
-def consider(run: Run, trajectory: Trajectory) -> None:
-    """The trajectory's estimate has changed in a tool interval: should it be elsewhere?"""
+def consider(run: Run, trajectory: Trajectory) -> list[Trajectory]:
+    """Decide whether the trajectory, whose estimate has changed in a tool interval,
+    should move. Return the trajectories whose turns wait no longer, as `begin` does.
+    """
     if (
         run.scheduling.migration == "never"
         or trajectory.migration is not None
         or trajectory.home is None
     ):
-        return
+        return []
     if not placing.is_usable(run, trajectory.home):
-        return
+        return []
     source = run.state.engines[trajectory.home]
     target = _target(run, trajectory, source)
     if target is None:
-        return
+        return []
     state = run.state
     trajectory.migration = state.next_migration
     state.migrations[trajectory.migration] = Migration(
@@ -56,7 +58,7 @@ def consider(run: Run, trajectory: Trajectory) -> None:
         target=target.id,
     )
     state.next_migration += 1
-    _start(run)
+    return begin(run)
 
 
 def _target(run: Run, trajectory: Trajectory, source: Engine) -> Engine | None:
@@ -121,16 +123,19 @@ def _seconds(engine: Engine, *loads: tuple[int, int, int]) -> tuple[float, float
     return before, after
 
 
-def _start(run: Run) -> None:
-    """Begin the transfers whose engines are in no other one."""
+def begin(run: Run) -> list[Trajectory]:
+    """Begin the transfers whose engines are in no other one.
+
+    Return the trajectories whose transfer was given up: their turns wait no longer.
+    """
     migrations = run.state.migrations
     for m in [m for m in migrations.values() if m.since is None]:
         source, target = run.state.engines.get(m.source), run.state.engines.get(m.target)
         # it has changed while the wish waited
         if source is None or target is None or not _can_take(source, target):
             if m.frees:
-                _end(run, m, 0, "an engine has changed")
-                return  # which has looked at the others
+                # _end begins with the others
+                return _end(run, m, 0, "an engine has changed")
             forget(run, run.state.trajectories[m.trajectory_id])
     busy = [end for m in migrations.values() if m.since is not None for end in (m.source, m.target)]
     waiting = [
@@ -155,17 +160,17 @@ def _start(run: Run) -> None:
                 target=m.target,
             )
         )
+    return []
 
 
 def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) -> None:
-    """The trajectory goes on at the target: its open turn waits for its KV.
+    """Move the trajectory to the target for good: its open turn, which no engine has,
+    waits for its KV.
 
-    `begin` follows, when all are told that leave.
+    The caller calls `begin` when it has done so for all that leave.
     """
     state = run.state
     forget(run, trajectory)
-    if trajectory.turn is not None:
-        turns.recall(run, trajectory)
     number = trajectory.migration = state.next_migration
     state.next_migration += 1
     state.migrations[number] = Migration(
@@ -176,11 +181,6 @@ def leave(run: Run, trajectory: Trajectory, source: EngineId, target: EngineId) 
         target=target,
         frees=True,
     )
-
-
-def begin(run: Run) -> None:
-    """Begin the transfers that can."""
-    _start(run)
 
 
 def holds(run: Run, trajectory: Trajectory) -> bool:
@@ -205,20 +205,26 @@ def forget(run: Run, trajectory: Trajectory) -> None:
         run.state.counters.scheduling.migrations_dropped += 1
 
 
-def on_done(run: Run, event: MigrationDone) -> None:
+def complete(run: Run, event: MigrationDone) -> list[Trajectory]:
+    """A transfer is over. Return the trajectories whose turns wait no longer."""
     m = run.state.migrations.get(event.number)
-    if m is not None and m.since is not None:
-        _end(run, m, event.moved_tokens, event.error)
+    if m is None or m.since is None:
+        return []
+    return _end(run, m, event.moved_tokens, event.error)
 
 
-def give_up_late(run: Run) -> None:
-    """The watchdog's look at transfers that nobody has answered for."""
+def give_up_late(run: Run) -> list[Trajectory]:
+    """Give up transfers that have taken too long. Return the trajectories whose turns
+    wait no longer.
+    """
+    released = []
     for m in list(run.state.migrations.values()):
         if m.since is not None and run.now - m.since > TRANSFER_S:
-            _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
+            released += _end(run, m, 0, f"no answer within {TRANSFER_S:g} s")
+    return released
 
 
-def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
+def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> list[Trajectory]:
     state, counted = run.state, run.state.counters.scheduling
     del state.migrations[m.number]
     if error:
@@ -236,7 +242,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
             state.migration_token_s += (MEMORY if state.migration_token_s else 1.0) * (
                 token_s - state.migration_token_s
             )
-    trajectory = trajectories.find(run, m.trajectory_id, m.attempt)
+    released = []
+    trajectory = attempts.find(run, m.trajectory_id, m.attempt)
     if trajectory is not None and trajectory.migration == m.number:
         trajectory.migration = None
         trajectory.home = _home_after(run, m, moved=not error)
@@ -246,8 +253,8 @@ def _end(run: Run, m: Migration, moved_tokens: int, error: str) -> None:
             placing.lane_of(run, trajectory, ())
         if trajectory.turn is not None:
             counted.exposed_s += run.now - trajectory.turn.since
-            turns.enqueue(run, trajectory)
-    _start(run)
+            released.append(trajectory)
+    return released + begin(run)
 
 
 def _home_after(run: Run, m: Migration, *, moved: bool) -> EngineId | None:

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rollweave.core import trajectories, weights
+from rollweave.core import weights
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.run import Run
 from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory
 from rollweave.schema.base import EngineId
-from rollweave.schema.work import Purpose, StopReason
+from rollweave.schema.work import Purpose
 
 BATCH_PER_SLOT = 2
 """Trajectories of one engine by its slots, unless set: while the environments of half
@@ -292,17 +292,19 @@ def left(run: Run, engine: Engine) -> None:
         find_home(run, run.state.trajectories[trajectory_id])
 
 
-def settle(run: Run) -> None:
-    """Whoever has no home finds one, where an engine has his weights now; who can find
-    none any more is begun anew.
+def settle(run: Run) -> list[Trajectory]:
+    """Reassign unassigned trajectories to engines that now serve their version. Return
+    those whose version can no longer be loaded anywhere.
     """
+    stranded = []
     for trajectory in _homeless(run) if run.state.homeless else ():
         find_home(run, trajectory)
         lost = not weights.anywhere(run, trajectory.weights_id) and not somewhere(
             run, trajectory.weights_id
         )
         if trajectory.home is None and lost:
-            trajectories.cancel(run, trajectory, StopReason.ENGINE_FAILURE)
+            stranded.append(trajectory)
+    return stranded
 
 
 def checkpoints(run: Run) -> set[int]:

@@ -5,6 +5,7 @@ from rollweave.core import (
     engines,
     evaluation,
     groups,
+    lifecycle,
     relays,
     serving,
     training,
@@ -86,6 +87,7 @@ def _serve_again(run: Run, event: WorldLost) -> None:
         state.trajectories[member] for member in event.missing if member in state.trajectories
     ]:
         trajectories.close(run, trajectory, StopReason.WORLD_LOST)
+    lifecycle.settle(run)
     serving.begin(run)
     watchdog.look(run)
 
@@ -110,6 +112,7 @@ def _lose_world(run: Run, event: WorldLost, *, killed: bool) -> None:
             if killed and trajectory.stage in ALIVE:
                 _suspect(run, trajectory)
             trajectories.close(run, trajectory, trajectory.closing or StopReason.WORLD_LOST)
+    lifecycle.settle(run)
 
 
 def _suspect(run: Run, trajectory: Trajectory) -> None:

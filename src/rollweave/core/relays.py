@@ -17,6 +17,7 @@ left for ever again.
 """
 
 from bisect import insort
+from collections.abc import Mapping
 
 from rollweave.core import engines, pace, weights
 from rollweave.core.policy.relay import repair, sends_changes
@@ -33,6 +34,13 @@ from rollweave.schema.events import (
     RelaySuspected,
     WeightsFetched,
 )
+
+LEGAL: Mapping[RelayStatus, frozenset[RelayStatus]] = {
+    RelayStatus.STARTING: frozenset({RelayStatus.READY}),
+    RelayStatus.READY: frozenset({RelayStatus.TAKING}),
+    RelayStatus.TAKING: frozenset({RelayStatus.READY}),
+}
+"""Legal transitions of a relay. A restart replaces the record by a STARTING one."""
 
 
 def start(run: Run, count: int) -> None:
@@ -355,4 +363,5 @@ def _find(run: Run, relay_id: str, epoch: int) -> Relay | None:
 
 
 def _enter(run: Run, relay: Relay, status: RelayStatus) -> None:
+    assert status in LEGAL[relay.status], f"{relay.id}: {relay.status} → {status}"
     relay.status, relay.since = status, run.now

@@ -53,7 +53,7 @@ def now(run: Run) -> None:
         _apply(run, move)
     if moves:
         state.counters.scheduling.released += len(moves)
-        migration.begin(run)
+        turns.enqueue_all(run, migration.begin(run))
 
 
 def _replica(run: Run, engine: Engine, held: int, before: int) -> Replica:
@@ -101,6 +101,8 @@ def _apply(run: Run, move: Move) -> None:
     for trajectory in _residents(run, move.source):
         run.state.counters.scheduling.repacked += 1
         if trajectory.stage is Stage.RUN and trajectory.resident:
+            if trajectory.turn is not None:
+                turns.recall(run, trajectory)
             migration.leave(run, trajectory, move.source, move.target)
         else:  # nothing of it is there yet
             trajectory.home, trajectory.resident = move.target, False

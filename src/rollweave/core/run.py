@@ -2,7 +2,9 @@
 gathered for this event.
 """
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rollweave.core.fleet import Fleet
 from rollweave.core.lanes import Lanes
@@ -12,10 +14,21 @@ from rollweave.core.policy.modes import Mode, preset
 from rollweave.core.policy.scheduling import Scheduling, scheduling
 from rollweave.core.policy.staleness import acceptable
 from rollweave.core.state import Phase, State, TrainerStatus, Trajectory
-from rollweave.schema.base import EngineId
+from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import Command, Warn
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.config.sections import TaskConfig
+from rollweave.schema.work import StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptOver:
+    """The fact that an attempt is over: scored, or ended for `reason`."""
+
+    trajectory_id: TrajectoryId
+    reason: StopReason
+    scored: bool = False
+    repeated: bool = False
 
 
 class Run:
@@ -32,6 +45,8 @@ class Run:
         self._lanes: Lanes | None = None
         self._order: Order | None = None
         self.out: list[Command] = []
+        # facts on which core/lifecycle acts before the event is over
+        self.over: deque[AttemptOver] = deque()
         # lanes in which this event may have made a turn possible
         self.touched: list[EngineId | None] = []
         self.mode: Mode = preset(config.rollout.mode, config.rollout.alpha, config.buffer.max_age)

@@ -77,8 +77,18 @@ def on_taken(run: Run, event: RolloutAcknowledged) -> None:
         del state.groups[group.id]
 
 
-def member_over(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """It is scored, or has failed or was cancelled for good."""
+def wants_members(run: Run, group: Group) -> bool:
+    """True while another attempt at a rollout could still be of use."""
+    return run.state.phase is Phase.SERVING
+
+
+def member_scored(run: Run, group: Group, trajectory: Trajectory) -> None:
+    """The rollout has its reward."""
+    member_ended(run, group, trajectory, trajectory.stop or StopReason.FINISHED)
+
+
+def member_ended(run: Run, group: Group, trajectory: Trajectory, reason: StopReason) -> None:
+    """The rollout is over: scored, failed or cancelled for good."""
     delivered = run.state.counters.delivered
     delivered[reason] = delivered.get(reason, 0) + 1
     trajectory.stop = reason

@@ -3,7 +3,7 @@ back.
 
 Tables are dicts and keep insertion order, so that every walk over them is
 deterministic; ids come from counters. Indices beside the tables (`in_init`, `in_run`,
-…) are kept by `core/trajectories.move` alone and verified by `core/checks`.
+…) are kept by `core/attempts.move` alone and verified by `core/checks`.
 """
 
 import enum
@@ -25,6 +25,7 @@ class Stage(enum.StrEnum):
     EVAL_QUEUED = "eval_queued"  # rolled out, environment freed, waits for an EVAL slot
     EVAL = "eval"
     CLOSING = "closing"  # cancelled, the world has not yet said that it stopped
+    OVER = "over"  # the attempt is over, and core/lifecycle has not settled what follows
     SCORED = "scored"
     ENDED = "ended"
 

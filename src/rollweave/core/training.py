@@ -7,7 +7,16 @@ their groups back (docs/decisions/0007), even where the last checkpoint turns ou
 damaged. A version is published once its step is whole.
 """
 
-from rollweave.core import allocation, evaluation, experience, groups, pace, repacking, weights
+from rollweave.core import (
+    allocation,
+    evaluation,
+    experience,
+    groups,
+    lifecycle,
+    pace,
+    repacking,
+    weights,
+)
 from rollweave.core.policy.checkpoints import checkpoint_is_due
 from rollweave.core.policy.staleness import acceptable, staleness
 from rollweave.core.run import Run
@@ -66,6 +75,7 @@ def on_ready(run: Run, event: TrainerReady) -> None:
     for step in [step for step in state.lineage if step >= event.step]:
         groups.return_to_buffer(run, state.lineage.pop(step), trained=True)
     groups.sweep_doomed(run)
+    lifecycle.settle(run)  # so that all that is dropped by now is counted
     dropped = _given_up(run) - before
     text = (
         f"{lost} later steps are trained again, {dropped} rollouts do not fit its weights and are "

@@ -6,14 +6,13 @@ world has said that the stage is over. A cancelled attempt keeps its slot while 
 closes, so what the world holds is never more than the pools allow.
 """
 
-from rollweave.core import groups, lengths, migration, pace
-from rollweave.core.policy.retry import try_again
+from rollweave.core import attempts, lengths, migration, pace
+from rollweave.core.attempts import find, move, release_turn
 from rollweave.core.policy.staleness import staleness
 from rollweave.core.run import Run
 from rollweave.core.state import ALIVE, Stage, Trajectory
 from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import (
-    AbortTurn,
     CancelTrajectory,
     Evict,
     StartEval,
@@ -22,36 +21,6 @@ from rollweave.schema.commands import (
 )
 from rollweave.schema.events import EnvReady, RewardFailed, RewardReady, TrajectoryEnded
 from rollweave.schema.work import TRAINABLE, Purpose, StopReason
-
-
-def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
-    """The trajectory, unless it is gone or already in another attempt: then the event
-    is late and is ignored.
-    """
-    trajectory = run.state.trajectories.get(trajectory_id)
-    return trajectory if trajectory is not None and trajectory.attempt == attempt else None
-
-
-def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
-    """Change stage and every index that depends on it."""
-    state = run.state
-    index_of = {
-        Stage.QUEUED: state.init_queue,
-        Stage.INIT: state.in_init,
-        Stage.RUN: state.in_run,
-        Stage.EVAL_QUEUED: state.eval_queue,
-        Stage.EVAL: state.in_eval,
-        Stage.CLOSING: state.closing,
-    }
-    before, after = index_of.get(trajectory.stage), index_of.get(stage)
-    if before is not None:
-        before.pop(trajectory.id, None)
-    if after is not None:
-        after[trajectory.id] = None
-    trajectory.stage = stage
-    trajectory.since = run.now
-    run.order_changed(trajectory)
-
 
 # What the world reports.
 
@@ -99,9 +68,7 @@ def on_reward_ready(run: Run, event: RewardReady) -> None:
     if event.success is not None:
         run.state.defines_success[run.state.groups[trajectory.group_id].name] = None
     assert trajectory.stop is not None, "a trajectory is scored after it was rolled out"
-    _count_stop(run, trajectory, trajectory.stop)
-    move(run, trajectory, Stage.SCORED)
-    groups.member_scored(run, trajectory)
+    attempts.score(run, trajectory, trajectory.stop)
 
 
 def on_reward_failed(run: Run, event: RewardFailed) -> None:
@@ -119,7 +86,7 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
     What the world holds is closed first; the rest ends at once.
     """
-    if trajectory.stage in (Stage.CLOSING, Stage.ENDED):
+    if trajectory.stage in (Stage.CLOSING, Stage.OVER, Stage.ENDED):
         # A doomed trajectory that is already closing for a retryable reason must not
         # come back.
         if trajectory.closing is not None:
@@ -137,69 +104,35 @@ def cancel(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
 
 
 def close(run: Run, trajectory: Trajectory, reason: StopReason, *, failure: str = "") -> None:
-    """Retry or end the trajectory: its attempt is over for `reason`, and the world
-    holds nothing for it.
+    """End the attempt for `reason`: the world holds nothing for it. Whether another
+    one follows is settled by `core/lifecycle`.
 
     `failure` is the world's description of the failure, if there is one; it names the
     stage.
     """
     repeated = bool(failure) and failure == trajectory.failure
     trajectory.failure = failure
-    trajectory.closing = None
-    trajectory.turn = None
     migration.forget(run, trajectory)
     lengths.over(run, trajectory, finished=False)
-    _count_stop(run, trajectory, reason)
-    group = run.state.groups[trajectory.group_id]
-    retries = run.config.rollout.retries
-    again = try_again(
-        reason,
-        attempt=trajectory.attempt,
-        retries=retries,
-        worlds=trajectory.worlds,
-        repeated=repeated,
-    )
-    if groups.wants_members(run, group) and again:
-        retried = run.state.counters.retried
-        retried[reason] = retried.get(reason, 0) + 1
-        trajectory.attempt += 1
-        trajectory.asked = 0
-        trajectory.stop = None
-        trajectory.engine = trajectory.home = None
-        trajectory.weights_id = -1
-        lengths.begin(run, trajectory)
-        move(run, trajectory, Stage.QUEUED)
-        return
-    move(run, trajectory, Stage.ENDED)
-    groups.member_ended(run, trajectory, reason)
+    attempts.end(run, trajectory, reason, repeated=repeated)
 
 
-def release_turn(run: Run, trajectory: Trajectory) -> None:
-    """Take the open turn, if any, from the queue or from its engine."""
-    turn = trajectory.turn
-    run.state.turn_queue.pop(trajectory.id, None)
-    engine = (
-        run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
-    )
-    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn):
-        run.emit(
-            AbortTurn(
-                trajectory_id=trajectory.id,
-                attempt=trajectory.attempt,
-                turn=turn.number,
-                engine_id=engine.id,
-                dispatch=turn.dispatch,
-            )
-        )
-    trajectory.turn = None
+def retry(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """Queue another attempt after one that ended for `reason`."""
+    retried = run.state.counters.retried
+    retried[reason] = retried.get(reason, 0) + 1
+    trajectory.attempt += 1
+    trajectory.asked = 0
+    trajectory.stop = None
+    trajectory.engine = trajectory.home = None
+    trajectory.weights_id = -1
+    lengths.begin(run, trajectory)
+    attempts.move(run, trajectory, Stage.QUEUED)
 
 
-def _count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
-    """Count the end of the attempt, once, if it was launched."""
-    if trajectory.launched:
-        trajectory.launched = False
-        reasons = run.state.counters.stop_reasons
-        reasons[reason] = reasons.get(reason, 0) + 1
+def finish(run: Run, trajectory: Trajectory) -> None:
+    """No other attempt follows."""
+    attempts.move(run, trajectory, Stage.ENDED)
 
 
 # What is started next.

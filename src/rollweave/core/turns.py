@@ -7,7 +7,7 @@ given more turns than it has slots only by one that preempts (Heddle Alg. 1): of
 was given, the engine runs the highest ranks.
 """
 
-from rollweave.core import lengths, migration, placing, ranks, trajectories
+from rollweave.core import attempts, lengths, migration, placing, ranks, trajectories
 from rollweave.core.lanes import Lane
 from rollweave.core.policy.priority import is_overdue, overdue_rank
 from rollweave.core.policy.routing import choose
@@ -16,6 +16,8 @@ from rollweave.core.state import Engine, EngineStatus, Stage, Trajectory, Turn
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import AbortTurn, StartTurn
 from rollweave.schema.events import (
+    MigrationDone,
+    PredictionReady,
     TurnDone,
     TurnFailed,
     TurnProgress,
@@ -27,7 +29,7 @@ from rollweave.schema.work import StopReason
 
 
 def on_requested(run: Run, event: TurnRequested) -> None:
-    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
+    trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     if trajectory is None or trajectory.stage is not Stage.RUN or trajectory.turn is not None:
         return
     if event.turn != trajectory.asked:
@@ -63,6 +65,9 @@ def on_done(run: Run, event: TurnDone) -> None:
     counters.context_tokens += turn.context_tokens
     counters.scheduling.queue_s += event.queue_s
     lengths.on_done(run, trajectory, event.output_tokens, run.now - turn.since - event.queue_s)
+    if trajectory.predicted >= 0:
+        # while the environment works the trajectory may move
+        enqueue_all(run, migration.consider(run, trajectory))
 
 
 def on_failed(run: Run, event: TurnFailed) -> None:
@@ -72,13 +77,13 @@ def on_failed(run: Run, event: TurnFailed) -> None:
 
 
 def on_withdrawn(run: Run, event: TurnWithdrawn) -> None:
-    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
+    trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     if (
         trajectory is not None
         and trajectory.turn is not None
         and trajectory.turn.number == event.turn
     ):
-        trajectories.release_turn(run, trajectory)
+        attempts.release_turn(run, trajectory)
         trajectory.since = run.now
 
 
@@ -89,11 +94,40 @@ def on_progressed(run: Run, event: TurnsProgressed) -> None:
             turn.sampled = told.output_tokens
 
 
+def on_prediction(run: Run, event: PredictionReady) -> None:
+    """Act on the trajectory's new estimate wherever its turn is."""
+    trajectory = attempts.find(run, event.trajectory_id, event.attempt)
+    if trajectory is None or not lengths.learn(run, trajectory, event):
+        return
+    run.touched.append(trajectory.home)  # its place in the KV of that engine may have changed
+    if trajectory.id in run.state.turn_queue:
+        if trajectory.asked <= 1 and not run.alone:
+            trajectory.home = None  # nothing of it is anywhere yet
+            run.order_changed(trajectory)
+        requeue(run, trajectory)
+    elif trajectory.turn is None:
+        enqueue_all(run, migration.consider(run, trajectory))
+    else:
+        ranks.rerank(run, trajectory)
+
+
+def on_migration_done(run: Run, event: MigrationDone) -> None:
+    """Queue the turns that have waited for the transfer."""
+    enqueue_all(run, migration.complete(run, event))
+
+
+def give_up_late_migrations(run: Run) -> None:
+    """Give up transfers that have taken too long, and queue the turns that have waited
+    for them.
+    """
+    enqueue_all(run, migration.give_up_late(run))
+
+
 def _open_turn(
     run: Run, event: TurnDone | TurnFailed | TurnProgress
 ) -> tuple[Trajectory | None, Turn | None]:
     """The turn that the event answers, or (None, None) if the answer is late."""
-    trajectory = trajectories.find(run, event.trajectory_id, event.attempt)
+    trajectory = attempts.find(run, event.trajectory_id, event.attempt)
     turn = trajectory.turn if trajectory is not None else None
     if (
         turn is None
@@ -199,6 +233,12 @@ def enqueue(run: Run, trajectory: Trajectory) -> None:
     state.turn_queue[trajectory.id] = turn.arrival
     run.lanes.add(trajectory)
     run.touched.append(turn.lane)
+
+
+def enqueue_all(run: Run, released: list[Trajectory]) -> None:
+    """Queue the turns that have waited for transfers of KV."""
+    for trajectory in released:
+        enqueue(run, trajectory)
 
 
 def requeue(run: Run, trajectory: Trajectory) -> None:

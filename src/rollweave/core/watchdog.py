@@ -7,9 +7,9 @@ backstops behind it, so they are wider.
 
 from rollweave.core import (
     engines,
+    evaluation,
     groups,
     lengths,
-    migration,
     ranks,
     relays,
     repacking,
@@ -29,7 +29,7 @@ from rollweave.core.state import (
     Trajectory,
 )
 from rollweave.schema.commands import SetTimer
-from rollweave.schema.work import StopReason
+from rollweave.schema.work import Purpose, StopReason
 
 PERIOD_S = 1.0
 """Least seconds between two looks at the deadlines."""
@@ -63,10 +63,11 @@ def look(run: Run) -> None:
             _check_trajectory(run, trajectory)
     _check_draws(run)
     _check_trainer(run)
-    migration.give_up_late(run)
+    turns.give_up_late_migrations(run)
     repacking.look(run)
     ranks.promote_overdue(run)
-    lengths.look(run)
+    for trajectory in lengths.revise_outrun(run):
+        ranks.rerank(run, trajectory)
     run.emit(SetTimer(at=run.now + _period_s(run)))
 
 
@@ -160,7 +161,10 @@ def _check_draws(run: Run) -> None:
                 f"task {group.index} was not drawn within {DRAW_S:g} s; given up",
                 count="draw_hang",
             )
-            groups.give_up_drawing(run, group)
+            if group.purpose is Purpose.EVAL:
+                evaluation.give_up(run, group)
+            else:
+                groups.give_up_drawing(run, group)
 
 
 def _check_trainer(run: Run) -> None:

@@ -69,6 +69,16 @@ def fig11b(quick: bool) -> list[Row]:
     return rows
 
 
+def _judging_s(seed: int, *, groups: int, members: int) -> float:
+    """Seconds that one judging GPU needs for all verdicts of a batch."""
+    plans = workload("gem-math")
+    return sum(
+        plans.plan(index=index, member=member, attempt=0, seed=seed).reward_s
+        for index in range(groups)
+        for member in range(members)
+    )
+
+
 def fig12(quick: bool) -> list[Row]:
     """§7.3, R3: mathematical tasks with Qwen3-8B/16K on 16 H800, eight of them for
     training; batch 84.
@@ -104,15 +114,7 @@ def fig12(quick: bool) -> list[Row]:
         for name, found in outcomes.items()
     }
     seconds = {name: statistics.fmean(found) for name, found in times.items()}
-    plans = workload("gem-math")
-    judging = [
-        sum(
-            plans.plan(index=index, member=member, attempt=0, seed=seed).reward_s
-            for index in range(groups)
-            for member in range(members)
-        )
-        for seed in range(steps)
-    ]
+    judging = [_judging_s(seed, groups=groups, members=members) for seed in range(steps)]
     used = statistics.fmean(
         judged / (JUDGES * took) for judged, took in zip(judging, times["local"], strict=True)
     )

@@ -1,0 +1,122 @@
+"""An attempt at a trajectory: finding it, its legal stages, its open turn, its end.
+
+Everything else in the core stands above this module. It touches the state and the
+indices, and it emits commands; it decides nothing. The attempt's stages:
+
+    QUEUED → INIT → RUN → EVAL_QUEUED → EVAL → SCORED → ENDED (only if dropped)
+      ↑      any of these → CLOSING (while the world stops it) → OVER
+      └────────────── OVER, if the trajectory is tried again; else → ENDED
+
+`OVER` lasts from the end of an attempt until `core/lifecycle` has settled its
+consequences, within the same event.
+"""
+
+from collections.abc import Mapping
+
+from rollweave.core.run import AttemptOver, Run
+from rollweave.core.state import Stage, State, Trajectory
+from rollweave.schema.base import TrajectoryId
+from rollweave.schema.commands import AbortTurn
+from rollweave.schema.work import StopReason
+
+LEGAL: Mapping[Stage, frozenset[Stage]] = {
+    Stage.QUEUED: frozenset({Stage.INIT, Stage.OVER}),
+    Stage.INIT: frozenset({Stage.RUN, Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
+    Stage.RUN: frozenset({Stage.EVAL_QUEUED, Stage.CLOSING, Stage.OVER}),
+    Stage.EVAL_QUEUED: frozenset({Stage.EVAL, Stage.OVER}),
+    Stage.EVAL: frozenset({Stage.SCORED, Stage.CLOSING, Stage.OVER}),
+    Stage.CLOSING: frozenset({Stage.OVER}),
+    Stage.OVER: frozenset({Stage.QUEUED, Stage.ENDED}),
+    # A scored member of a dropped group ends. A service tries a trajectory again whose
+    # stored tokens were lost before they were delivered.
+    Stage.SCORED: frozenset({Stage.ENDED, Stage.OVER}),
+    Stage.ENDED: frozenset({Stage.OVER}),
+}
+"""Legal transitions between the stages of an attempt."""
+
+
+def index_of(state: State, stage: Stage) -> dict[TrajectoryId, None] | None:
+    """The index of the trajectories in this stage; None if the stage has no index."""
+    match stage:
+        case Stage.QUEUED:
+            return state.init_queue
+        case Stage.INIT:
+            return state.in_init
+        case Stage.RUN:
+            return state.in_run
+        case Stage.EVAL_QUEUED:
+            return state.eval_queue
+        case Stage.EVAL:
+            return state.in_eval
+        case Stage.CLOSING:
+            return state.closing
+        case Stage.OVER | Stage.SCORED | Stage.ENDED:
+            return None
+
+
+def find(run: Run, trajectory_id: TrajectoryId, attempt: int) -> Trajectory | None:
+    """The trajectory, or None if it is gone or already in another attempt: then the
+    event is late and is ignored.
+    """
+    trajectory = run.state.trajectories.get(trajectory_id)
+    return trajectory if trajectory is not None and trajectory.attempt == attempt else None
+
+
+def move(run: Run, trajectory: Trajectory, stage: Stage) -> None:
+    """Change the stage and every index that depends on it."""
+    assert stage in LEGAL[trajectory.stage], f"{trajectory.id}: {trajectory.stage} → {stage}"
+    before, after = index_of(run.state, trajectory.stage), index_of(run.state, stage)
+    if before is not None:
+        before.pop(trajectory.id, None)
+    if after is not None:
+        after[trajectory.id] = None
+    trajectory.stage = stage
+    trajectory.since = run.now
+    run.order_changed(trajectory)
+
+
+def release_turn(run: Run, trajectory: Trajectory) -> None:
+    """Take the open turn, if any, from the queue or from its engine."""
+    turn = trajectory.turn
+    run.state.turn_queue.pop(trajectory.id, None)
+    engine = (
+        run.state.engines.get(turn.engine) if turn is not None and turn.engine is not None else None
+    )
+    if turn is not None and engine is not None and run.fleet.vacate(engine, trajectory.id, turn):
+        run.emit(
+            AbortTurn(
+                trajectory_id=trajectory.id,
+                attempt=trajectory.attempt,
+                turn=turn.number,
+                engine_id=engine.id,
+                dispatch=turn.dispatch,
+            )
+        )
+    trajectory.turn = None
+
+
+def count_stop(run: Run, trajectory: Trajectory, reason: StopReason) -> None:
+    """Count the end of the attempt, once, if it was launched."""
+    if trajectory.launched:
+        trajectory.launched = False
+        reasons = run.state.counters.stop_reasons
+        reasons[reason] = reasons.get(reason, 0) + 1
+
+
+def score(run: Run, trajectory: Trajectory, stop: StopReason) -> None:
+    """The attempt is scored: record it, and post the fact."""
+    count_stop(run, trajectory, stop)
+    move(run, trajectory, Stage.SCORED)
+    run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=stop, scored=True))
+
+
+def end(run: Run, trajectory: Trajectory, reason: StopReason, *, repeated: bool) -> None:
+    """The attempt is over without a score, and the world holds nothing for it: record
+    it, and post the fact. `repeated` marks a failure equal to that of the attempt
+    before.
+    """
+    trajectory.closing = None
+    trajectory.turn = None
+    count_stop(run, trajectory, reason)
+    move(run, trajectory, Stage.OVER)
+    run.over.append(AttemptOver(trajectory_id=trajectory.id, reason=reason, repeated=repeated))

@@ -1,0 +1,114 @@
+"""The shape of the code: packages import downward, no two modules import each other in
+a circle, and functions stay short.
+"""
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+LONGEST_FUNCTION = 80
+"""Maximum number of lines of a function."""
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("rollweave", cache_dir=None)
+
+
+def layers() -> list[set[str]]:
+    """The packages in the order of pyproject's contract, the highest layer first."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (contract,) = [contract for contract in contracts if contract["type"] == "layers"]
+    return [{name.strip() for name in layer.split("|")} for layer in contract["layers"]]
+
+
+def test_no_modules_import_each_other_in_a_circle(graph: grimp.ImportGraph) -> None:
+    assert (
+        circles({name: graph.find_modules_directly_imported_by(name) for name in graph.modules})
+        == []
+    )
+
+
+def test_a_circle_is_found() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
+    assert circles(imports) == [{"b", "c"}]
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """The strongly connected components of more than one module (Tarjan)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+    for start in sorted(imports):
+        if start in number:
+            continue
+        number[start] = lowest[start] = len(number)
+        stack.append(start)
+        work = [(start, iter(sorted(imports[start])))]
+        while work:
+            module, following = work[-1]
+            for other in following:
+                if other not in number:
+                    number[other] = lowest[other] = len(number)
+                    stack.append(other)
+                    work.append((other, iter(sorted(imports.get(other, ())))))
+                    break
+                if other in stack:
+                    lowest[module] = min(lowest[module], number[other])
+            else:
+                work.pop()
+                if work:
+                    lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[module])
+                if lowest[module] == number[module]:
+                    component = set(stack[stack.index(module) :])
+                    del stack[stack.index(module) :]
+                    if len(component) > 1:
+                        found.append(component)
+    return found
+
+
+def test_every_package_has_a_layer(graph: grimp.ImportGraph) -> None:
+    packages = {name for name in graph.find_children("rollweave") if graph.find_children(name)}
+    assert packages == {name for layer in layers() for name in layer}
+
+
+def test_packages_import_downward(graph: grimp.ImportGraph) -> None:
+    depth = {name: number for number, layer in enumerate(layers()) for name in layer}
+    upward = [
+        f"{importer} → {imported}"
+        for importer in sorted(graph.modules)
+        for imported in sorted(graph.find_modules_directly_imported_by(importer))
+        for above, below in [(package(imported), package(importer))]
+        if above != below and above in depth and below in depth and depth[above] <= depth[below]
+    ]
+    assert upward == []
+
+
+def package(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Each function of the file, with its number of lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def test_functions_are_short() -> None:
+    too_long = [
+        f"{path.relative_to(ROOT)}: {name} has {lines} lines"
+        for path in SOURCES
+        for name, lines in functions(path)
+        if lines > LONGEST_FUNCTION
+    ]
+    assert too_long == []
