@@ -227,3 +227,12 @@ def test_what_needs_an_extra_names_it(
     assert line in done.stderr
     assert f"[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "simulate.toml"
+    arguments = ["rollweave", "simulate", str(path), "--set", "rollout.scheduling=trajectory"]
+    code = f"{BLOCKED}\nsys.argv = {arguments!r}\nfrom rollweave.cli.entry import main\nmain()"
+    done = python(code, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "rollout.predictor: sklearn must be installed (pip install" in done.stderr

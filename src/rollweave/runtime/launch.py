@@ -22,7 +22,7 @@ from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
 from rollweave.envs.rules import named
 from rollweave.envs.tasks import TaskSource
-from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.extras import how_to_install
 from rollweave.record.identity import Identity, model_digests, write_identity
 from rollweave.record.journal import RunJournal
 from rollweave.record.rundir import RunDir
@@ -56,6 +56,7 @@ from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec
+from rollweave.train.lengths.registry import check_installed
 
 BACKSTOP = 2.0
 """Our own limits on a silent child, as a multiple of the core's: the core acts first,
@@ -95,11 +96,7 @@ def train(
         raise ConfigError(
             f"weights.transport {extra} must be installed ({how_to_install(extra)}), got none"
         )
-    if scheduling(config.rollout).predicts and (missing := missing_from("predict")):
-        raise ConfigError(
-            f"rollout.predictor: {missing[0]} must be installed "
-            f"({how_to_install('predict')}), got none"
-        )
+    check_installed(config.rollout)
     with contextlib.chdir("."):  # back to where we were, wherever the user's modules go
         source = TaskSource(config)
     with RunDir.claim(config, resume=resume) as run:

@@ -34,6 +34,7 @@ from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Serverless
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workload import Workload, workload
+from rollweave.train.lengths.registry import check_installed
 
 
 class StuckError(RollweaveError):
@@ -119,6 +120,7 @@ class World:
             trace=trace,
         )
         self.fleet.checkpoints = lambda: self.trainer.checkpoints
+        check_installed(config.rollout)
         self.predictor = SimPredictor(
             clock=self.clock, post=self.post, name=config.rollout.predictor
         )

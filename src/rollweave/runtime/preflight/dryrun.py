@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollweave.core.policy.scheduling import scheduling
 from rollweave.core.seats import first_seats
 from rollweave.envs.rules import named, rule
-from rollweave.io.extras import how_to_install, missing_from
+from rollweave.io.extras import how_to_install
 from rollweave.record.rundir import RunDir
 from rollweave.runtime.preflight.checks import Check, fail, ok, warn
 from rollweave.runtime.preflight.environments import Domain, examine_domain
@@ -27,6 +26,7 @@ from rollweave.runtime.supervisors.relays import host_of, missing_extra
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
+from rollweave.train.lengths.registry import check_installed
 
 UNUSED = "no effect"
 """Name of the checks for settings without effect, which a real run shows, too."""
@@ -152,11 +152,11 @@ def _sinks(config: RunConfig) -> Iterator[Check]:
 
 
 def _predictor(config: RunConfig) -> Iterator[Check]:
-    if scheduling(config.rollout).predicts and (missing := missing_from("predict")):
-        yield fail(
-            "rollout.predictor",
-            f"{missing[0]} must be installed ({how_to_install('predict')}), got none",
-        )
+    try:
+        check_installed(config.rollout)
+    except ConfigError as error:
+        field, _, problem = str(error).partition(": ")
+        yield fail(field, problem)
 
 
 def _relays(config: RunConfig) -> Iterator[Check]:

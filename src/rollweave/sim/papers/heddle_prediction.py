@@ -21,7 +21,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.prediction import LengthContext
 from rollweave.sim.papers.rows import Experiment, Row
 from rollweave.sim.workload import Plan, workload
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths.registry import build, check_installed
 
 NAME = "heddle-fig13"
 
@@ -78,6 +78,7 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
     """Of `history`, `prompt`, and of `regressor` by turns: `after 0`, `after 1`, `after
     2`.
     """
+    check_installed()
     ways: dict[str, tuple[str, Callable[[Trajectory], Sequence[LengthContext]]]] = {
         "history": ("history", lambda one: [one.recalled]),
         "prompt": ("prompt", lambda one: one.contexts[:1]),

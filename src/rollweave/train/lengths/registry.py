@@ -4,9 +4,27 @@ What a regressor needs is imported when it is built.
 """
 
 from rollweave.core.policy.predict import Regressor
+from rollweave.core.policy.scheduling import scheduling
+from rollweave.io.extras import how_to_install, missing_from
+from rollweave.schema.config.sections import RolloutConfig
 from rollweave.schema.errors import ConfigError
 
 NAMES = ("ridge", "boosted", "lm", "prompt", "history")
+
+
+def check_installed(rollout: RolloutConfig | None = None) -> None:
+    """Raise ConfigError if lengths are predicted and a package for that is missing.
+
+    A predictor survives regressors that fail, so that a missing package would only make
+    its predictions worse. Without `rollout`, lengths are predicted in any case.
+    """
+    if rollout is not None and not scheduling(rollout).predicts:
+        return
+    if missing := missing_from("predict"):
+        raise ConfigError(
+            f"rollout.predictor: {missing[0]} must be installed "
+            f"({how_to_install('predict')}), got none"
+        )
 
 
 def build(name: str, *, checkpoint: str | None = None) -> Regressor:
