@@ -9,7 +9,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile
 # Without compiled modules, each process that a test starts would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow coverage lint format clean
+.PHONY: demo test test-slow coverage lint format figures clean
 
 demo: .venv/ready
 	$(BIN)/rollweave doctor
@@ -51,3 +51,6 @@ format: .venv/ready-test
 
 clean:
 	rm -rf .venv runs .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+figures: .venv/ready-test
+	$(BIN)/python docs/figures/packages.py src docs/figures/packages.svg
