@@ -1,4 +1,4 @@
-"""The base of every noun: frozen, closed to unknown fields.
+"""The base of all values: frozen, closed to unknown fields.
 
 Subclasses repeat `frozen` and `kw_only` for msgspec and mypy.
 """
@@ -14,8 +14,8 @@ EngineId = NewType("EngineId", str)
 
 
 class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value. Two nouns with the same fields are the same noun."""
+    """An immutable value. Two values with the same fields are equal."""
 
 
 class TaggedStruct(Struct, frozen=True, kw_only=True, tag=True):
-    """A noun that travels in a union: the wire carries its class name."""
+    """A value that travels in a union; its encoding carries the class name."""

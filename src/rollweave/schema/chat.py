@@ -1,6 +1,5 @@
-"""Words between the agent and its environment.
-
-What the tokens are is a matter of `rollout/chat/codec.py`.
+"""Messages between the agent and its environment. `rollout/chat/codec.py` turns them
+into tokens.
 """
 
 from typing import Literal
@@ -11,9 +10,9 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
-    """The agent asks for tool `name`.
+    """The agent calls tool `name`.
 
-    `arguments` is JSON, an object; `id` is what the tool's answer refers to.
+    `arguments` is a JSON object; `id` is what the tool's answer refers to.
     """
 
     id: str = ""
@@ -22,8 +21,8 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One message of a conversation. `tool_calls` are an assistant's; `tool_call_id`
-    and perhaps `name` are a tool's.
+    """One message of a conversation. `tool_calls` belong to an assistant's message,
+    `tool_call_id` and optionally `name` to a tool's.
 
     `finish_reason` is "length" if a token limit cut what the agent sampled, else "".
     Chat templates do not see it.

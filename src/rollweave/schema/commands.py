@@ -1,8 +1,8 @@
-"""What to do: every output of the core. A world executes each command and reports what
-came of it as events.
+"""Commands: every output of the core. A world executes each command and reports the
+outcome as events.
 
-The comment of each command names the events that may answer it. A command never fails
-silently: what cannot be executed is answered by the failing event.
+The docstring of each command names the events that may answer it. No command fails
+silently: a command that cannot be executed is answered by the failing event.
 """
 
 from rollweave.schema.base import EngineId, GroupId, Struct, TaggedStruct, TrajectoryId
@@ -22,8 +22,8 @@ class DrawTask(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartInit(TaggedStruct, frozen=True, kw_only=True):
-    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (environment
-    failed to start)
+    """Start the environment of an attempt. → EnvReady | TrajectoryEnded (if the
+    environment failed to start)
     """
 
     trajectory_id: TrajectoryId
@@ -37,19 +37,19 @@ class StartInit(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartRun(TaggedStruct, frozen=True, kw_only=True):
-    """Let the episode go. → TurnRequested … TrajectoryEnded"""
+    """Start the episode. → TurnRequested … TrajectoryEnded"""
 
     trajectory_id: TrajectoryId
     attempt: int
 
 
 class StartTurn(TaggedStruct, frozen=True, kw_only=True):
-    """Answer the episode's open turn with this engine; `dispatch` fences late
-    answers. → TurnDone | TurnFailed
+    """Run the episode's open turn on this engine. `dispatch` fences late answers. →
+    TurnDone | TurnFailed
 
-    With `resume` it goes on from what the tries before have sampled of it, as far as
-    that is known: to be asked for only of an engine with the weights that sampled it.
-    Without, it begins again, and what was sampled is forgotten.
+    With `resume`, the turn continues after the tokens that earlier dispatches sampled,
+    as far as they are known; the core asks for this only on an engine with the weights
+    that sampled them. Without it, the turn starts over and those tokens are discarded.
     """
 
     trajectory_id: TrajectoryId
@@ -62,8 +62,8 @@ class StartTurn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class AbortTurn(TaggedStruct, frozen=True, kw_only=True):
-    """Stop the generation on this engine; the episode goes on waiting, and `StartTurn`
-    may resume. No answer is owed.
+    """Stop the generation on this engine. The episode keeps waiting, and `StartTurn`
+    may resume the turn. No answer is owed.
     """
 
     trajectory_id: TrajectoryId
@@ -87,7 +87,7 @@ class RerankTurn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartEval(TaggedStruct, frozen=True, kw_only=True):
-    """Score the ended trajectory (its environment is already freed). → RewardReady |
+    """Score the ended trajectory, whose environment is already closed. → RewardReady |
     RewardFailed
     """
 
@@ -96,7 +96,7 @@ class StartEval(TaggedStruct, frozen=True, kw_only=True):
 
 
 class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
-    """Stop generation, environment and timers of the attempt, in whatever stage. →
+    """Stop generation, environment and timers of the attempt, whatever its stage. →
     TrajectoryEnded with `reason`
     """
 
@@ -106,7 +106,7 @@ class CancelTrajectory(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Evict(TaggedStruct, frozen=True, kw_only=True):
-    """These scored trajectories will not be trained on (again); the store may forget
+    """These scored trajectories will not be trained on again; the store may discard
     their tokens. No answer is owed.
     """
 
@@ -115,10 +115,11 @@ class Evict(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Deliver(TaggedStruct, frozen=True, kw_only=True):
-    """A trajectory that was asked for is over, whatever came of it. `attempt` is in the
-    store if it was `started`.
+    """Announce to the requester that its trajectory is over, whatever the outcome. If
+    `started`, the store has its `attempt`.
 
-    → RolloutAcknowledged. It is said again after a restart, until that comes.
+    → RolloutAcknowledged. The command is repeated after a restart until that event
+    comes.
     """
 
     trajectory_id: TrajectoryId
@@ -131,11 +132,10 @@ class Deliver(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Predict(TaggedStruct, frozen=True, kw_only=True):
-    """Predict how many tokens the attempt will yet sample, while turn `turn`, the next
-    one, waits and runs.
+    """Predict how many more tokens the attempt will sample, from its next turn `turn`
+    on.
 
-    → PredictionReady. No answer is owed: where none comes, or too late, the last
-      estimate holds.
+    → PredictionReady. No answer is owed: without a timely one, the last estimate stays.
     """
 
     trajectory_id: TrajectoryId
@@ -145,10 +145,11 @@ class Predict(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Harvest(TaggedStruct, frozen=True, kw_only=True):
-    """The attempt is over after `output_tokens` sampled ones: the predictor may learn
-    from what it was asked about it.
+    """The attempt is over after `output_tokens` sampled tokens: label the samples that
+    the predictor collected from it.
 
-    None: it was cut off, and teaches nothing. No answer is owed.
+    `output_tokens` is None for an attempt that was cut off, whose samples are
+    discarded. No answer is owed.
     """
 
     trajectory_id: TrajectoryId
@@ -157,21 +158,19 @@ class Harvest(TaggedStruct, frozen=True, kw_only=True):
 
 
 class FitPredictor(TaggedStruct, frozen=True, kw_only=True):
-    """A step is trained: fit the predictor to what it has harvested.
-
-    No answer is owed.
+    """Step `step` is trained: fit the predictor to the samples collected so far. No
+    answer is owed.
     """
 
     step: int
 
 
 class Migrate(TaggedStruct, frozen=True, kw_only=True):
-    """Copy the KV of the attempt's context from engine to engine, while its environment
+    """Copy the KV of the attempt's context from engine to engine while its environment
     works (Heddle §5.3).
 
-    Or while its open turn is with no engine: then what is known of that belongs to the
-    context. `number` is unique in the run.
-    → MigrationDone
+    The copy may also happen while its open turn is on no engine; the known tokens of
+    that turn then belong to the context. `number` is unique in the run. → MigrationDone
     """
 
     number: int
@@ -185,8 +184,8 @@ class Migrate(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StartEngine(TaggedStruct, frozen=True, kw_only=True):
-    """Start an engine of parallel degree `degree`, like those of its group, epoch 0. →
-    EngineJoined | EngineLost
+    """Start an engine of parallel degree `degree` with the settings of its group, as
+    epoch 0. → EngineJoined | EngineLost
     """
 
     engine_id: EngineId
@@ -195,7 +194,7 @@ class StartEngine(TaggedStruct, frozen=True, kw_only=True):
 
 
 class SuspendEngine(TaggedStruct, frozen=True, kw_only=True):
-    """→ EngineSuspended | EngineLost"""
+    """Let the engine take no further steps. → EngineSuspended | EngineLost"""
 
     engine_id: EngineId
 
@@ -214,7 +213,7 @@ class LoadWeights(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ResumeEngine(TaggedStruct, frozen=True, kw_only=True):
-    """No answer is owed."""
+    """Let the engine take steps again. No answer is owed."""
 
     engine_id: EngineId
 
@@ -242,12 +241,13 @@ class RemoveEngine(TaggedStruct, frozen=True, kw_only=True):
 
 
 class FetchWeights(TaggedStruct, frozen=True, kw_only=True):
-    """Have the relay get these weights from the relay `source`, or (None) from the
-    trainer, whole or as a change of `base_id`.
+    """Let the relay fetch these weights from the relay `source`, or from the trainer
+    (None), in full or as a delta on `base_id`.
 
-    A source may still be taking them itself. Said again of the same weights, it goes on
-    where it stood, and only the last `try_number` is answered. Weights that are neither
-    in `keep` nor the base may go. → WeightsFetched | FetchFailed | RelayLost
+    The source may itself still be fetching them. A repeated command for the same
+    weights continues where the fetch stood, and only the last `try_number` is answered.
+    Weights that are neither in `keep` nor the base may be dropped. → WeightsFetched |
+    FetchFailed | RelayLost
     """
 
     relay_id: str
@@ -269,7 +269,7 @@ class RestartRelay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RemoveRelay(TaggedStruct, frozen=True, kw_only=True):
-    """Kill the process for good: its machine is given up. No answer is owed."""
+    """Kill the process for good, because its machine is given up. No answer is owed."""
 
     relay_id: str
     reason: str
@@ -279,14 +279,16 @@ class RemoveRelay(TaggedStruct, frozen=True, kw_only=True):
 
 
 class GroupRef(Struct, frozen=True, kw_only=True):
+    """A buffered group, and the trajectories of it that are trained on."""
+
     id: GroupId
     name: str
     trajectory_ids: tuple[TrajectoryId, ...]
 
 
 class TrainStep(TaggedStruct, frozen=True, kw_only=True):
-    """Train mini-batch `part` of `parts` of step `step`: the weights are at version
-    `step`.
+    """Train mini-batch `part` of `parts` of step `step`, which starts from the weights
+    of version `step`.
 
     → StepTrained | TrainFailed | TrainerLost
     """
@@ -298,8 +300,8 @@ class TrainStep(TaggedStruct, frozen=True, kw_only=True):
 
 
 class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
-    """How far the trainer's weights, before mini-batch `part` of step `step`, are from
-    those that sampled these groups.
+    """Measure how far the trainer's weights, before mini-batch `part` of step `step`,
+    are from those that sampled these groups.
 
     → RatiosMeasured | TrainFailed | TrainerLost
     """
@@ -310,8 +312,8 @@ class MeasureRatios(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
-    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` where
-    given. Others than `keep` may go.
+    """Publish the trainer's weights, after restoring checkpoint `from_checkpoint` if
+    given. Versions other than `keep` may be dropped.
 
     → WeightsPublished | TrainerLost
     """
@@ -323,11 +325,11 @@ class PublishWeights(TaggedStruct, frozen=True, kw_only=True):
 
 
 class SaveCheckpoint(TaggedStruct, frozen=True, kw_only=True):
-    """Save model and optimizer, atomically; keep the steps `keep` too and prune all
-    others.
+    """Save model and optimizer atomically, keep the checkpoints of the steps `keep`,
+    and prune all others.
 
-    The trainer copies them and may then train on while the copy is written.
-    → CheckpointCopied?, then CheckpointSaved | CheckpointFailed | TrainerLost
+    The trainer copies its state and may then train on while the copy is written. →
+    CheckpointCopied (optional), then CheckpointSaved | CheckpointFailed | TrainerLost
     """
 
     step: int
@@ -336,11 +338,11 @@ class SaveCheckpoint(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
-    """Kill what is left of the trainer, start it as `epoch` and restore checkpoint
-    `step` (None: start afresh).
+    """Kill what is left of the trainer, start it as `epoch` and restore the checkpoint
+    of step `step`, or start fresh (None).
 
-    Where that one is damaged, `fallback` is restored, if there is one. → TrainerReady |
-    TrainerLost
+    If that checkpoint is damaged, the one of step `fallback` is restored, if there is
+    one. → TrainerReady | TrainerLost
     """
 
     epoch: int
@@ -353,11 +355,11 @@ class RestartTrainer(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
-    """An evaluation of weight version `version` is complete. Rates are by task domain,
-    over `episodes` scored episodes each.
+    """Record the complete evaluation of weight version `version`. Rates are per task
+    domain, over `episodes` scored episodes each.
 
-    `success` has the domains whose environment defines success. `target_reached`: it
-    reached `eval.stop_at`; training ends.
+    `success` has the domains whose environment defines success. With `target_reached`,
+    the evaluation reached `eval.stop_at` and training ends. No answer is owed.
     """
 
     version: int
@@ -370,26 +372,30 @@ class RecordEvaluation(TaggedStruct, frozen=True, kw_only=True):
 
 
 class MarkBest(TaggedStruct, frozen=True, kw_only=True):
-    """Checkpoint `step` has the best evaluation so far. No answer is owed."""
+    """Record that the checkpoint of step `step` has the best evaluation so far. No
+    answer is owed.
+    """
 
     step: int
 
 
 class SetTimer(TaggedStruct, frozen=True, kw_only=True):
-    """Send `TimerFired` at time `at`; replaces the timer set before."""
+    """Send `TimerFired` at time `at`. This replaces the timer set before. → TimerFired"""
 
     at: float
 
 
 class Warn(TaggedStruct, frozen=True, kw_only=True):
-    """Tell the user: which component, and what was done about it."""
+    """Show the user a warning: the component, and what was done about it. No answer is
+    owed.
+    """
 
     component: str
     message: str
 
 
 class Finish(TaggedStruct, frozen=True, kw_only=True):
-    """The run is over; `error` is empty when all went well. Nothing follows."""
+    """The run is over. `error` is empty if all went well. Nothing follows."""
 
     error: str
 

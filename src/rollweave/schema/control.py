@@ -1,5 +1,5 @@
-"""What a run that goes on is asked for through its control socket, and its answer: a
-line of JSON each (`runtime/control`).
+"""Requests to a live run over its control socket, and replies: one line of JSON each
+(`runtime/control`).
 """
 
 from typing import Annotated
@@ -9,16 +9,16 @@ import msgspec
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
 
 MOST_ENGINES = 64
-"""Engines that one request may ask for."""
+"""Maximum number of engines that one request may add."""
 
 
 class ListEngines(TaggedStruct, frozen=True, kw_only=True):
-    """Which engines are there?"""
+    """List the engines."""
 
 
 class AddEngines(TaggedStruct, frozen=True, kw_only=True):
-    """Start so many more, each as the configuration's group of engines number `group`,
-    from 0, has them.
+    """Start `count` more engines with the settings of the group number `group` of the
+    configuration, from 0.
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_ENGINES)] = 1
@@ -26,8 +26,8 @@ class AddEngines(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WithdrawEngine(TaggedStruct, frozen=True, kw_only=True):
-    """Do without this one: when what it began is over (`drain`), or now, and it goes on
-    elsewhere.
+    """Remove this engine: once its trajectories are over (`drain`), or now, and they
+    continue elsewhere.
     """
 
     engine_id: EngineId
@@ -38,9 +38,10 @@ ControlRequest = ListEngines | AddEngines | WithdrawEngine
 
 
 class EngineLine(Struct, frozen=True, kw_only=True):
-    """An engine as the core knows it.
+    """The state of an engine.
 
-    `version` is -1 before it has weights; `machine` is that of its relay, None without.
+    `version` is -1 before it has weights. `machine` is that of its relay, or None
+    without relays.
     """
 
     id: EngineId
@@ -55,10 +56,10 @@ class EngineLine(Struct, frozen=True, kw_only=True):
 
 
 class ControlReply(Struct, frozen=True, kw_only=True):
-    """`added` are starting.
+    """The engines `added` are starting.
 
-    `error` says why what was asked for was not done, or no more of it than `added`; ""
-    if it was.
+    `error` says why the request failed, or why no more engines than `added` were
+    started; it is "" on success.
     """
 
     engines: tuple[EngineLine, ...] = ()

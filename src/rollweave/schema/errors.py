@@ -1,22 +1,20 @@
-"""The exception tree.
+"""The exception hierarchy.
 
-A failure is attributed once, where it happens; from there on it is data (`StopReason`,
+A failure is attributed once, where it happens. From there on it is data (`StopReason`,
 `Blame`).
 """
 
 
 class RollweaveError(Exception):
-    """Base of all our exceptions."""
+    """The base of all exceptions of this package."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user ends the run while code blocks the event loop, so that the run cannot
-    react. Nothing may catch this.
-    """
+    """The user ends the run while code blocks the event loop. No code may catch this."""
 
 
 class ConfigError(RollweaveError, ValueError):
-    """The user's input breaks a rule.
+    """User input violates a rule.
 
     The message names field, rule and value; the CLI exits with code 2.
     """
@@ -43,27 +41,27 @@ class TrainerError(RollweaveError):
 
 
 class NonFiniteLossError(TrainerError):
-    """Loss or gradient norm is NaN or infinite; the weights were left as before the
+    """The loss or the gradient norm is NaN or infinite. The weights are as before the
     step.
     """
 
 
 class WeightsError(RollweaveError):
-    """Weights do not match their manifest; the receiver keeps the version it had."""
+    """Weights do not match their manifest. The receiver keeps the version that it had."""
 
 
 class DeltaError(WeightsError):
-    """A delta is torn, damaged or made from another base; nothing was written."""
+    """A delta is torn, damaged, or based on other weights. Nothing was written."""
 
 
 class KvError(RollweaveError):
-    """KV cannot be moved; engines and their caches are as they were."""
+    """The KV cannot be moved. Engines and their caches are unchanged."""
 
 
 class CorruptJournalError(RollweaveError):
-    """One of the run's files is damaged before its torn tail.
+    """A file of the run is damaged before its torn tail.
 
-    `problem` says where, `remedy` what a user can do.
+    `problem` says where, and `remedy` what the user can do.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -72,9 +70,9 @@ class CorruptJournalError(RollweaveError):
 
 
 class DiskError(RollweaveError, OSError):
-    """The run's own files cannot be written: no space, say.
+    """A file of the run cannot be written, for example because the disk is full.
 
-    What was written before is whole, and the run can be resumed.
+    What was written before is complete, and the run can be resumed.
     """
 
     def __str__(self) -> str:
@@ -82,7 +80,7 @@ class DiskError(RollweaveError, OSError):
 
 
 class WireError(RollweaveError):
-    """A peer sent bytes that are not a frame of ours."""
+    """A peer sent bytes that are not a valid frame."""
 
 
 class SandboxError(RollweaveError):
@@ -90,7 +88,7 @@ class SandboxError(RollweaveError):
 
 
 class SandboxLostError(SandboxError):
-    """The sandbox's process or connection is gone, or sent what it never would: nothing
+    """The sandbox's process or connection is gone, or it violated the protocol. Nothing
     more comes from it.
     """
 
@@ -104,8 +102,8 @@ class SandboxSpoiledError(SandboxLostError):
 
 
 class SandboxTimeoutError(SandboxError):
-    """The sandbox did not answer in time. It may still be there."""
+    """The sandbox did not answer in time. It may still be alive."""
 
 
 class SandboxRefusedError(SandboxError):
-    """The sandbox is well but refused what was asked: the message names the rule."""
+    """The sandbox is healthy but rejected the request; the message names the rule."""

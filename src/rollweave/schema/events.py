@@ -1,9 +1,10 @@
-"""What happened: every input of the core. A journal is the list of `(now, event)`;
-replaying it rebuilds the core.
+"""Events: every input of the core. A journal is the list of `(now, event)`; replaying
+it rebuilds the core.
 
-Events about a trajectory carry its `attempt`, events about an engine or trainer its
-`epoch` (the how-manieth process): what comes late from an earlier life is ignored. Text
-in events is for people; decisions never read it.
+Events about a trajectory carry its `attempt`, and events about an engine, a relay or
+the trainer carry the `epoch` of the process, its generation counted from 0. The core
+ignores events of an earlier attempt or epoch. Text in events is for people; no decision
+reads it.
 """
 
 from typing import Literal
@@ -13,10 +14,10 @@ from rollweave.schema.work import Decoding, StopReason, Task
 
 
 class EngineSlot(Struct, frozen=True, kw_only=True):
-    """An engine that the world starts, and its parallel degree: CPU threads, or GPUs
-    that share every layer.
+    """An engine that the world starts. `degree` is its parallel degree: CPU threads, or
+    GPUs that share every layer.
 
-    `group`: which one of the configuration's groups of engines, from 0, it is of.
+    `group` is the index of its group of engines in the configuration, from 0.
     """
 
     id: EngineId
@@ -25,13 +26,12 @@ class EngineSlot(Struct, frozen=True, kw_only=True):
 
 
 class RunStarted(TaggedStruct, frozen=True, kw_only=True):
-    """The world is up for the first time. `engines` are the engines that the world is
-    starting.
+    """The world is up for the first time, and starts the engines `engines`.
 
-    `serving`: it has no trainer, and runs what it is asked for. `relays`: it starts so
-    many of them too, r0, r1, …: one a machine; engine number k is on machine k modulo
-    their number. `run_id` identifies the run, so that its journal cannot be mistaken
-    for another run's.
+    A world with `serving` has no trainer and runs the rollouts that clients submit.
+    `relays` is the number of relays that it starts, r0, r1, …, one per machine; engine
+    k is on machine k modulo that number. `run_id` identifies the run, so that its
+    journal cannot be mistaken for that of another run.
     """
 
     engines: tuple[EngineSlot, ...]
@@ -41,10 +41,10 @@ class RunStarted(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WorldLost(TaggedStruct, frozen=True, kw_only=True):
-    """The controller was restarted: every process of the old world is gone
+    """The controller was restarted, and every process of the former world is gone
     (docs/decisions/0007).
 
-    In-flight trajectories start again as new attempts; scored ones survive, except
+    Trajectories in flight start again as new attempts. Scored ones survive, except
     `missing`, which the store lacks.
     """
 
@@ -57,28 +57,28 @@ class StopRequested(TaggedStruct, frozen=True, kw_only=True):
     """The user asks for an orderly end: cancel what is in flight, save a checkpoint,
     finish.
 
-    `drain`: what a service was asked for is done first.
+    With `drain`, a service first completes the rollouts that were submitted.
     """
 
     drain: bool = False
 
 
 class TimerFired(TaggedStruct, frozen=True, kw_only=True):
-    """The watchdog's timer that `SetTimer` asked for."""
+    """The timer that `SetTimer` requested has fired."""
 
 
 # Work.
 
 
 class GroupSubmitted(TaggedStruct, frozen=True, kw_only=True):
-    """The task that `DrawTask` asked for."""
+    """The task that `DrawTask` requested has been drawn."""
 
     group_id: GroupId
     task: Task
 
 
 class DrawFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The task source raised: the environment's code is wrong, and the run ends with
+    """The task source raised. The environment's code is wrong, and the run ends with
     this error.
     """
 
@@ -87,9 +87,9 @@ class DrawFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RolloutsSubmitted(TaggedStruct, frozen=True, kw_only=True):
-    """Somebody asks for `members` attempts at a task of domain `name`.
+    """A client submits `members` attempts at a task of domain `name`.
 
-    A group that is known is not begun twice.
+    A group that is already known is not started twice.
     """
 
     group_id: GroupId
@@ -100,19 +100,19 @@ class RolloutsSubmitted(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RolloutCancelled(TaggedStruct, frozen=True, kw_only=True):
-    """Nobody wants this trajectory any more."""
+    """The client cancelled this trajectory."""
 
     trajectory_id: TrajectoryId
 
 
 class RolloutAcknowledged(TaggedStruct, frozen=True, kw_only=True):
-    """Whoever asked for it has what `Deliver` spoke of, safely."""
+    """The requester has durably stored the result announced by `Deliver`."""
 
     trajectory_id: TrajectoryId
 
 
 class EnvReady(TaggedStruct, frozen=True, kw_only=True):
-    """The environment has begun its task; the first turn's prompt has `prompt_tokens`
+    """The environment has started its task; the first prompt has `prompt_tokens`
     tokens.
     """
 
@@ -122,7 +122,7 @@ class EnvReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
-    """The episode wants the agent's next message.
+    """The episode needs the agent's next message.
 
     `context_tokens` is the length of the prompt so far.
     """
@@ -134,12 +134,12 @@ class TurnRequested(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnDone(TaggedStruct, frozen=True, kw_only=True):
-    """The engine answered; the environment works now, until the next `TurnRequested` or
-    `TrajectoryEnded`.
+    """The engine has completed the turn. The environment works until the next
+    `TurnRequested` or `TrajectoryEnded`.
 
-    `queue_s` of the time since `StartTurn` the turn waited on the engine, for its first
-    slot or after it was preempted. `cut`: the turn ended at the task's
-    `max_turn_tokens`, not because the agent was done.
+    `queue_s` is the part of the time since `StartTurn` that the turn waited on the
+    engine, before its first slot and while preempted. `cut` is true if the turn ended
+    at the task's `max_turn_tokens`, and not because the agent was done.
     """
 
     trajectory_id: TrajectoryId
@@ -154,7 +154,8 @@ class TurnDone(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The engine failed to answer (lost, aborted by us, or an error).
+    """The engine did not complete the turn: it was lost, the turn was aborted, or the
+    engine reported an error.
 
     The episode still waits for the turn.
     """
@@ -167,8 +168,8 @@ class TurnFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnWithdrawn(TaggedStruct, frozen=True, kw_only=True):
-    """Nobody waits for this turn any more, and the attempt goes on: an agent program
-    has given up a call.
+    """The agent program gave up this call. The turn is no longer needed, and the
+    attempt continues.
     """
 
     trajectory_id: TrajectoryId
@@ -177,7 +178,9 @@ class TurnWithdrawn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TurnProgress(Struct, frozen=True, kw_only=True):
-    """`output_tokens` of the open turn are sampled, what this try resumed among them."""
+    """`output_tokens` of the open turn have been sampled, including those that this
+    dispatch resumed.
+    """
 
     trajectory_id: TrajectoryId
     attempt: int
@@ -187,9 +190,7 @@ class TurnProgress(Struct, frozen=True, kw_only=True):
 
 
 class TurnsProgressed(TaggedStruct, frozen=True, kw_only=True):
-    """How far turns have come that engines are long at: now and then, and only where
-    unfinished turns are kept.
-    """
+    """A periodic report on long turns, sent only where unfinished turns are kept."""
 
     turns: tuple[TurnProgress, ...]
 
@@ -197,7 +198,7 @@ class TurnsProgressed(TaggedStruct, frozen=True, kw_only=True):
 class TrajectoryEnded(TaggedStruct, frozen=True, kw_only=True):
     """INIT or RUN is over and the environment is closed.
 
-    Also the answer to `CancelTrajectory`.
+    This event also answers `CancelTrajectory`.
     """
 
     trajectory_id: TrajectoryId
@@ -218,6 +219,8 @@ class RewardReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
+    """EVAL failed: the reward function raised, returned garbage, or hung."""
+
     trajectory_id: TrajectoryId
     attempt: int
     stop_reason: StopReason
@@ -228,8 +231,8 @@ class RewardFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class PredictionReady(TaggedStruct, frozen=True, kw_only=True):
-    """The attempt will probably sample `remaining_tokens` more, as seen before turn
-    `turn`.
+    """As seen before turn `turn`, the attempt will sample about `remaining_tokens` more
+    tokens.
     """
 
     trajectory_id: TrajectoryId
@@ -239,8 +242,9 @@ class PredictionReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class MigrationDone(TaggedStruct, frozen=True, kw_only=True):
-    """The target holds the KV of the first `moved_tokens` tokens of the context; of
-    none where `error` says why.
+    """The target holds the KV of the first `moved_tokens` tokens of the context.
+
+    If the migration failed, `moved_tokens` is 0 and `error` says why.
     """
 
     number: int
@@ -254,8 +258,8 @@ class MigrationDone(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StepTime(Struct, frozen=True, kw_only=True):
-    """Measured: a step in which `batch` sequences, each with `context` tokens, decode a
-    token each takes `seconds`.
+    """A measurement: one decode step of `batch` sequences with `context` tokens each
+    takes `seconds`.
     """
 
     batch: int
@@ -264,10 +268,11 @@ class StepTime(Struct, frozen=True, kw_only=True):
 
 
 class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
-    """The process is ready. It is stale until it has loaded weights. `profile` is what
-    it measured of itself, if it did.
+    """The process is ready, and stale until it has loaded weights. `profile` holds the
+    step times that it measured, if it was told to.
 
-    `version`: of the weights that it serves already, in a service, which has no others.
+    `version` is the version of the weights that it serves already; only engines of a
+    service have one.
     """
 
     engine_id: EngineId
@@ -279,16 +284,14 @@ class EngineJoined(TaggedStruct, frozen=True, kw_only=True):
 
 
 class EngineRegistered(TaggedStruct, frozen=True, kw_only=True):
-    """There is to be one more engine: somebody offers it to a service, or asks a
-    training run to start it.
-    """
+    """A new engine is offered to a service, or a training run is asked to start one."""
 
     engine: EngineSlot
 
 
 class EngineWithdrawn(TaggedStruct, frozen=True, kw_only=True):
-    """The engine is not to be used any more: when its turns are done (`drain`), or now,
-    and they go elsewhere.
+    """The engine is to leave: once its turns are done (`drain`), or now, and its turns
+    are requeued.
     """
 
     engine_id: EngineId
@@ -296,11 +299,15 @@ class EngineWithdrawn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class EngineSuspended(TaggedStruct, frozen=True, kw_only=True):
+    """The engine takes no steps until it is resumed."""
+
     engine_id: EngineId
     epoch: int
 
 
 class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
+    """The engine serves these weights."""
+
     engine_id: EngineId
     epoch: int
     version: int
@@ -308,7 +315,7 @@ class WeightsLoaded(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The engine refused the weights and stays on those that it had."""
+    """The engine rejected the weights and still serves the former ones."""
 
     engine_id: EngineId
     epoch: int
@@ -317,7 +324,7 @@ class WeightsLoadFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class EngineLost(TaggedStruct, frozen=True, kw_only=True):
-    """The process or its connection is gone; this one event fails all turns that it
+    """The process or its connection is gone. This one event fails all turns that it
     served.
     """
 
@@ -330,6 +337,7 @@ class EngineLost(TaggedStruct, frozen=True, kw_only=True):
 
 
 RefusalReason = Literal["source", "base", "broken", "room"]
+"""Why a fetch failed; see `FetchFailed`."""
 
 
 class RelayJoined(TaggedStruct, frozen=True, kw_only=True):
@@ -340,7 +348,7 @@ class RelayJoined(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RelayLost(TaggedStruct, frozen=True, kw_only=True):
-    """The process is gone, or says nothing any more, and the weights that it held with
+    """The process is gone or unresponsive, and the weights that it held are gone with
     it.
     """
 
@@ -350,8 +358,8 @@ class RelayLost(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RelaySuspected(TaggedStruct, frozen=True, kw_only=True):
-    """Nothing has been heard of it for a moment: perhaps it hangs, perhaps its machine
-    is busy. → RelayRecovered | RelayLost
+    """The relay has missed heartbeats: it may hang, or its machine may be busy. →
+    RelayRecovered | RelayLost
     """
 
     relay_id: str
@@ -359,15 +367,15 @@ class RelaySuspected(TaggedStruct, frozen=True, kw_only=True):
 
 
 class RelayRecovered(TaggedStruct, frozen=True, kw_only=True):
-    """A suspected relay speaks again."""
+    """A suspected relay sends heartbeats again."""
 
     relay_id: str
     epoch: int
 
 
 class WeightsFetched(TaggedStruct, frozen=True, kw_only=True):
-    """The relay has these weights, whole and verified: engines on its machine may load
-    them.
+    """The relay has these weights, complete and verified. Engines on its machine may
+    load them.
     """
 
     relay_id: str
@@ -376,9 +384,9 @@ class WeightsFetched(TaggedStruct, frozen=True, kw_only=True):
 
 
 class FetchStalled(TaggedStruct, frozen=True, kw_only=True):
-    """Nothing has come of them from the relay `source` for a moment.
+    """No bytes have arrived from the relay `source` for a while.
 
-    The take goes on.
+    The fetch continues.
     """
 
     relay_id: str
@@ -388,10 +396,11 @@ class FetchStalled(TaggedStruct, frozen=True, kw_only=True):
 
 
 class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
-    """They have not come; what the relay held it still holds.
+    """The relay could not fetch these weights. It keeps the versions that it had.
 
-    Reasons: the `source` is gone, silent or lacks them; the `base` is not here, or not
-    what the change was made from; what came is `broken`; there is no `room` in memory.
+    Reasons: "source": the source is gone, silent, or lacks them; "base": the base of
+    the delta is missing or differs; "broken": the data is corrupt; "room": there is not
+    enough memory.
     """
 
     relay_id: str
@@ -406,10 +415,10 @@ class FetchFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
-    """A trainer process is up at training step `step`: 0 when fresh, a checkpoint's
-    step when restored.
+    """A trainer process is up at training step `step`: 0 for a fresh one, else the step
+    of the restored checkpoint.
 
-    `note` says why it is not the checkpoint that was asked for first.
+    `note` says why this is not the checkpoint that was requested first.
     """
 
     epoch: int
@@ -418,20 +427,22 @@ class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class StepTrained(TaggedStruct, frozen=True, kw_only=True):
+    """Mini-batch `part` of step `step` is trained."""
+
     epoch: int
     step: int
     part: int
 
 
 class GroupRatio(Struct, frozen=True, kw_only=True):
-    """The mean importance ratio of a group: above 0 and finite (`train/ratios.py`)."""
+    """The mean importance ratio of a group, positive and finite (`train/ratios.py`)."""
 
     id: GroupId
     ratio: float
 
 
 class RatiosMeasured(TaggedStruct, frozen=True, kw_only=True):
-    """Of every group that `MeasureRatios` named, in its order."""
+    """The ratios of all groups that `MeasureRatios` named, in its order."""
 
     epoch: int
     step: int
@@ -440,9 +451,10 @@ class RatiosMeasured(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The step, or the measurement before it, left weights and optimizer as they were.
+    """The step, or the measurement before it, failed. Weights and optimizer are
+    unchanged.
 
-    `nonfinite`: the loss, the gradient or a log-prob was NaN or infinite.
+    `nonfinite` is true if the loss, the gradient or a log-prob was NaN or infinite.
     """
 
     epoch: int
@@ -452,14 +464,16 @@ class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class WeightsPublished(TaggedStruct, frozen=True, kw_only=True):
+    """The weights of this version can be fetched and loaded."""
+
     epoch: int
     version: int
     weights_id: int
 
 
 class CheckpointCopied(TaggedStruct, frozen=True, kw_only=True):
-    """A copy of the checkpoint is in memory: training may continue while it is written.
-    `CheckpointSaved` or `CheckpointFailed` follows.
+    """A copy of the checkpoint is in memory. Training may continue while the copy is
+    written. `CheckpointSaved` or `CheckpointFailed` follows.
     """
 
     epoch: int
@@ -467,12 +481,16 @@ class CheckpointCopied(TaggedStruct, frozen=True, kw_only=True):
 
 
 class CheckpointSaved(TaggedStruct, frozen=True, kw_only=True):
+    """The checkpoint of step `step` is complete on disk."""
+
     epoch: int
     step: int
 
 
 class CheckpointFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The disk is full, say. The checkpoints before it are untouched."""
+    """The checkpoint could not be written, for example because the disk is full.
+    Earlier checkpoints are intact.
+    """
 
     epoch: int
     step: int
@@ -480,8 +498,10 @@ class CheckpointFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TrainerLost(TaggedStruct, frozen=True, kw_only=True):
-    """`hopeless`: another trainer would fail in the same way, since no checkpoint can
-    be read, or it cannot start.
+    """The trainer process is gone.
+
+    `hopeless` is true if another trainer would fail in the same way, because no
+    checkpoint can be read or the trainer cannot start.
     """
 
     epoch: int

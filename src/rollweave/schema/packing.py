@@ -1,10 +1,10 @@
-"""Encode nouns as MessagePack or JSON, whatever values they hold: the last defense of
-what is stored and sent.
+"""Encode values as MessagePack or JSON, whatever they hold: the last defense of what is
+stored and sent.
 
 Text is made valid where it enters (`schema/text.py`). A value that slips through must
-not end the process that stores or sends it. So a value that the encoder refuses is
-encoded again after replacement: a surrogate by U+FFFD, an integer beyond 64 bits by the
-nearest one within.
+not end the process that stores or sends it. So a value that the encoder rejects is
+repaired and encoded again: a surrogate becomes U+FFFD, and an integer beyond 64 bits
+the nearest one within.
 """
 
 from typing import Any

@@ -1,6 +1,4 @@
-"""What a rollout service is asked for, and what it answers (`service/`): the nouns of
-`/v1`, as JSON.
-"""
+"""Requests and answers of a rollout service (`service/`): the JSON of `/v1`."""
 
 import math
 from typing import Any
@@ -19,9 +17,7 @@ TOKEN_LENGTH = 4096
 
 
 class AskedLimits(Struct, frozen=True, kw_only=True):
-    """Bounds that a rollout shall have otherwise than its handler has them; never above
-    these.
-    """
+    """Limits of a rollout that override those of its handler; they never exceed them."""
 
     max_turns: int | None = None
     max_tokens: int | None = None
@@ -37,10 +33,10 @@ class AskedLimits(Struct, frozen=True, kw_only=True):
 
 class RolloutRequest(Struct, frozen=True, kw_only=True):
     """`members` attempts at one task of `handler`: number `index` of its tasks, or the
-    one with `payload` and `seed`.
+    task with `payload` and `seed`.
 
-    `id` is the asker's own, and makes asking twice harmless; without it the service
-    chooses one.
+    `id` is chosen by the client and makes a repeated request harmless. Without it the
+    service chooses one.
     """
 
     handler: str
@@ -70,7 +66,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """Several requests, taken all or none."""
+    """Several requests that are accepted all or none."""
 
     rollouts: tuple[RolloutRequest, ...]
 
@@ -80,9 +76,10 @@ class Batch(Struct, frozen=True, kw_only=True):
 
 
 class MemberStatus(Struct, frozen=True, kw_only=True):
-    """`stage` is queued, init, run, eval, or done.
+    """The state of one member. `stage` is queued, init, run, eval, or done.
 
-    `result` is there, where asked for, once it is done, if it ever began.
+    `result` is set if it was requested, the member is done, and the attempt had
+    started.
     """
 
     id: TrajectoryId
@@ -93,9 +90,10 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
 
 
 class RolloutStatus(Struct, frozen=True, kw_only=True):
-    """`state` is queued, running, or done once all members are.
+    """The state of a rollout. `state` is queued or running, and done once all members
+    are.
 
-    `waits_for` says why it waits where no engine serves.
+    `waits_for` says why the rollout waits if no engine serves.
     """
 
     id: str
@@ -106,7 +104,9 @@ class RolloutStatus(Struct, frozen=True, kw_only=True):
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """The `number`th member to be done in this service's life."""
+    """Member number `number`, counted in the order of completion in this service's
+    lifetime.
+    """
 
     number: int
     rollout: str
@@ -115,12 +115,12 @@ class Completion(Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
-    """An engine at `address` (http://host:port) that speaks `dialect`, for `slots`
-    turns at once.
+    """Register an engine at `address` (http://host:port) that speaks `dialect` and
+    serves `slots` turns at once.
 
-    `token` is its bearer token, if it requires one; no answer of the service contains
-    it. `text_only` admits an engine that gives no token ids: its text is no output, so
-    nothing is trained on it.
+    `token` is its bearer token, if it requires one; no response of the service contains
+    it. `text_only` admits an engine that returns no token ids; its text is never
+    trained on.
     """
 
     address: str
@@ -150,8 +150,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 
 class EngineStatus(Struct, frozen=True, kw_only=True):
-    """`reason` says why it does not serve, as far as known; "" for an engine that
-    serves.
+    """The state of a registered engine. `reason` says why it does not serve, as far as
+    known; it is "" for an engine that serves.
     """
 
     id: str

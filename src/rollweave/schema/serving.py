@@ -1,8 +1,8 @@
-"""The words between whoever wants tokens and an engine: requests, results, and the
-commands of the engine's loop.
+"""Messages between clients and an engine: requests, results, and the commands of the
+engine's loop.
 
-An engine's loop takes these commands between two steps (RollArt §6.1), so adding or
-aborting one request never stalls another.
+An engine's loop takes commands between two steps (RollArt §6.1), so adding or aborting
+one request never stalls another.
 """
 
 import enum
@@ -13,16 +13,16 @@ from rollweave.schema.events import StepTime
 from rollweave.schema.weights import WeightManifest
 
 DialectName = Literal["rollweave", "vllm", "completions", "sglang", "prorl"]
-"""How an engine behind HTTP is spoken to (`engine/clients/dialects.py`)."""
+"""The API of an engine behind HTTP (`engine/clients/dialects.py`)."""
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How to sample. `logprobs` are always those of the sampled token at `temperature`
-    before top-k and top-p cut.
+    """Sampling parameters. `logprobs` are always those of the sampled token at
+    `temperature`, before top-k and top-p.
 
-    `temperature` 0 is greedy (log-probs then are those at temperature 1). `allowed`
-    restricts sampling to these token ids (empty: no restriction). Randomness is keyed
-    by `(seed, position)`, so a request's tokens do not depend on its neighbours.
+    `temperature` 0 is greedy, with log-probs at temperature 1. `allowed` restricts
+    sampling to these token ids; empty means no restriction. Randomness is keyed by
+    `(seed, position)`, so a request's tokens do not depend on the rest of the batch.
     """
 
     temperature: float = 1.0
@@ -46,6 +46,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
 
 
 class Finish(enum.StrEnum):
+    """Why a generation ended."""
+
     STOP = "stop"  # a stop token or a stop string; the stop token is part of `tokens`
     LENGTH = "length"
     TIME = "time"  # `budget_s` was used up
@@ -54,8 +56,8 @@ class Finish(enum.StrEnum):
 
 
 def finish_word(finish: Finish) -> str:
-    """How a turn that counts has ended, in the terms of OpenAI's API: "stop", or
-    "length" if a limit cut it.
+    """Return the finish reason in the terms of OpenAI's API: "stop", or "length" if a
+    limit cut the turn.
     """
     return "stop" if finish is Finish.STOP else "length"
 
@@ -69,8 +71,8 @@ class VersionSpan(Struct, frozen=True, kw_only=True):
 
 
 class Partial(Struct, frozen=True, kw_only=True):
-    """The beginning of a turn, as engines have sampled it in `generate_s` seconds of a
-    slot: at least one token.
+    """The first tokens of a turn, at least one, which engines sampled in `generate_s`
+    seconds of a slot.
     """
 
     tokens: tuple[int, ...]
@@ -94,8 +96,8 @@ class Partial(Struct, frozen=True, kw_only=True):
 
 
 def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
-    """Whether the spans name one version for each of the tokens `[start, end)`, in
-    order.
+    """Return whether the spans name one version for each of the tokens `[start, end)`,
+    in order.
     """
     for span in spans:
         if span.start != start or span.end <= start:
@@ -105,13 +107,13 @@ def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
-    """Continue `tokens`. Higher `rank` runs first; among equals the earlier arrival.
-    `id` is unique among live requests.
+    """Continue `tokens`. A higher `rank` runs first, and equals run in the order of
+    arrival. `id` is unique among live requests.
 
-    `budget_s` bounds the seconds that it has a slot (0: no bound), not those that it
-    waits, or that the engine is suspended. With `resumed`, the turn goes on after these
-    tokens (Laminar §3.3): they count for `max_tokens`, stop strings and `budget_s`, and
-    are part of the result. Nothing is sampled where they end the turn already.
+    `budget_s` bounds the seconds in a slot (0 means no bound); waiting and suspension
+    do not count. With `resumed`, the turn continues after these tokens (Laminar §3.3):
+    they count for `max_tokens`, stop strings and `budget_s`, and are part of the
+    result. If they already end the turn, nothing is sampled.
     """
 
     id: str
@@ -126,11 +128,11 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
     """The continuation, token-exact. `cached_tokens` of the prompt came from the prefix
     cache.
 
-    `queue_s` it had no slot: before the first, and while preempted. `generate_s` it had
-    one and the engine was not suspended. `resumed_tokens` of the tokens were in the
-    request: none where an engine that cannot go on has begun the turn again.
-    `text_only`: the engine gave text alone. Its tokens are ours, encoded from the text,
-    its log-probs 0: never trained on.
+    `queue_s` is the time without a slot, before the first one and while preempted;
+    `generate_s` is the time in a slot while the engine was not suspended.
+    `resumed_tokens` of the tokens were in the request; it is 0 if an engine that cannot
+    resume started the turn over. With `text_only` the engine returned text alone: the
+    tokens are encoded from it, the log-probs are 0, and it is never trained on.
     """
 
     id: str
@@ -151,15 +153,17 @@ class GenerateResult(Struct, frozen=True, kw_only=True):
 
 
 class KvMemory(TaggedStruct, frozen=True, kw_only=True):
-    """A sealed memory file that any process on the host can open while the engine that
-    made it lives.
+    """A sealed memory file, which any process on the host can open while the exporting
+    engine lives.
     """
 
     path: str
 
 
 class KvPort(TaggedStruct, frozen=True, kw_only=True):
-    """Who connects here and shows the secret gets the payload, once."""
+    """A TCP listener that sends the payload once, to the first peer that presents the
+    secret.
+    """
 
     host: str
     port: int
@@ -167,16 +171,17 @@ class KvPort(TaggedStruct, frozen=True, kw_only=True):
 
 
 KvOver = Literal["shm", "tcp"]
+"""The transport of a KV migration."""
 
 
 class KvManifest(Struct, frozen=True, kw_only=True):
     """The KV of the first `tokens` tokens of a context, in whole blocks, as an engine
     exported it under `id`.
 
-    `key` is that of the last block: a digest of all these tokens and the weights
-    (engine/planner/blocks.py). `layout` names the order of the payload's bytes, `model`
-    is a digest of what else the numbers depend on. `digests` are the xxh3-64 of the
-    payload's chunks, each of `chunk_blocks` blocks but the last.
+    `key` is the key of the last block: a digest of all these tokens and the weights
+    (engine/planner/blocks.py). `layout` names the order of the payload's bytes, and
+    `model` is a digest of everything else that the numbers depend on. `digests` are the
+    xxh3-64 of the payload's chunks, each of `chunk_blocks` blocks except the last.
     """
 
     id: str
@@ -199,7 +204,8 @@ class KvManifest(Struct, frozen=True, kw_only=True):
 class EngineStats(Struct, frozen=True, kw_only=True):
     """A sample of an engine's state.
 
-    Times are seconds since the engine started; token counts are since the start too.
+    Times are in seconds since the engine started, and token counts are totals since
+    then.
     """
 
     version: int
@@ -222,14 +228,17 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class Add(TaggedStruct, frozen=True, kw_only=True):
-    """With `stream`, what is sampled is told by `Progress` as it comes, too."""
+    """Run a request. With `stream`, `Progress` also reports its tokens as they are
+    sampled.
+    """
 
     request: GenerateRequest
     stream: bool = False
 
 
 class Abort(TaggedStruct, frozen=True, kw_only=True):
-    """Stop `id` between two steps; it is answered with what it has, finish `aborted`.
+    """Stop request `id` between two steps. It is answered with the tokens so far and
+    finish `aborted`.
 
     Unknown ids are ignored.
     """
@@ -238,8 +247,8 @@ class Abort(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Rerank(TaggedStruct, frozen=True, kw_only=True):
-    """Set a live request's rank; the engine preempts locally (slot preemption keeps the
-    victim's blocks).
+    """Set the rank of a live request. The engine preempts locally; a preempted request
+    keeps its blocks.
     """
 
     id: str
@@ -247,8 +256,8 @@ class Rerank(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ExportKv(TaggedStruct, frozen=True, kw_only=True):
-    """Lay the KV of the longest cached prefix of `tokens` out for another engine, until
-    `ReleaseKv` or for a while.
+    """Export the KV of the longest cached prefix of `tokens` for another engine, until
+    `ReleaseKv` or a timeout.
 
     Answered by `KvExported` or `KvRefused`.
     """
@@ -259,7 +268,7 @@ class ExportKv(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ImportKv(TaggedStruct, frozen=True, kw_only=True):
-    """Take the KV of a prefix of `tokens` into the prefix cache.
+    """Import the KV of a prefix of `tokens` into the prefix cache.
 
     Answered by `KvImported` or `KvRefused`.
     """
@@ -270,24 +279,24 @@ class ImportKv(TaggedStruct, frozen=True, kw_only=True):
 
 
 class ReleaseKv(TaggedStruct, frozen=True, kw_only=True):
-    """The export is not needed any more. Unknown ids are ignored."""
+    """Free the export. Unknown ids are ignored."""
 
     id: str
 
 
 class Suspend(TaggedStruct, frozen=True, kw_only=True):
-    """Take no further step until `Resume`; requests stay, additions queue.
+    """Take no further step until `Resume`. Requests stay, and new ones queue.
 
     Answered by `Suspended`.
     """
 
 
 class Resume(TaggedStruct, frozen=True, kw_only=True):
-    pass
+    """Take steps again."""
 
 
 class Load(TaggedStruct, frozen=True, kw_only=True):
-    """Verify and swap in the weights; the live KV is recomputed under them.
+    """Verify the weights and swap them in. The live KV is recomputed under them.
 
     Answered by `Loaded` or `LoadFailed`.
     """
@@ -296,8 +305,8 @@ class Load(TaggedStruct, frozen=True, kw_only=True):
 
 
 class LoadSaved(TaggedStruct, frozen=True, kw_only=True):
-    """The same with what the trainer's checkpoint of step `version` in `directory`
-    holds, as it was published: as `dtype`.
+    """Like `Load`, with the weights of the trainer's checkpoint of step `version` in
+    `directory`, cast to `dtype` as they were published.
     """
 
     version: int
@@ -307,11 +316,11 @@ class LoadSaved(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Stats(TaggedStruct, frozen=True, kw_only=True):
-    """Answered by `Sampled`."""
+    """Sample the engine's state. Answered by `Sampled`."""
 
 
 class Shutdown(TaggedStruct, frozen=True, kw_only=True):
-    pass
+    """End the loop."""
 
 
 EngineCommand = (
@@ -334,11 +343,11 @@ EngineCommand = (
 
 
 class Ready(TaggedStruct, frozen=True, kw_only=True):
-    """The engine serves. `version` is -1 where no weights have been loaded from a
-    manifest yet (it serves its checkpoint).
+    """The engine serves. `version` is -1 if no weights have been loaded from a manifest
+    yet, and it serves its checkpoint.
 
-    `profile` is what it measured of its decode steps, by growing batch, if it was to
-    (`EngineSpec.profile`).
+    `profile` holds its decode step times by growing batch, if it was told to measure
+    them (`EngineSpec.profile`).
     """
 
     version: int
@@ -349,14 +358,16 @@ class Ready(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Generated(TaggedStruct, frozen=True, kw_only=True):
+    """A request is complete."""
+
     result: GenerateResult
 
 
 class Piece(Struct, frozen=True, kw_only=True):
-    """Of request `id`, the tokens from place `start` of the turn on. `versions` name
-    places of the turn, too.
+    """Tokens of request `id`, from position `start` of the turn on. `versions` use
+    positions of the turn, too.
 
-    `generate_s`: as in the result, if the turn ended here.
+    `generate_s` is the same as in the result if the turn ended here.
     """
 
     id: str
@@ -368,50 +379,58 @@ class Piece(Struct, frozen=True, kw_only=True):
 
 
 TELL_S = 0.5
-"""Seconds between two `Progress`: what a lost engine loses at most, beside the step
-that it is in. A message of all that 64 requests sample meanwhile takes an engine less
-than a thousandth of that.
+"""Seconds between two `Progress` messages: the most that is lost with an engine,
+besides its current step. A message with all tokens that 64 requests sample in that time
+costs an engine less than a thousandth of it.
 """
 
 
 class Progress(TaggedStruct, frozen=True, kw_only=True):
-    """What was sampled since the last `Progress`, for all live requests that stream.
+    """The tokens sampled since the last `Progress`, for all live requests that stream.
 
-    Nothing follows a request's result.
+    No piece follows a request's result.
     """
 
     pieces: tuple[Piece, ...]
 
 
 class Suspended(TaggedStruct, frozen=True, kw_only=True):
+    """The engine is suspended with `in_flight` requests."""
+
     in_flight: int
 
 
 class Loaded(TaggedStruct, frozen=True, kw_only=True):
+    """The engine serves the weights of this version."""
+
     version: int
     load_s: float
     recompute_tokens: int
 
 
 class LoadFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The engine stays on the weights that it had."""
+    """The engine still serves its former weights."""
 
     version: int
     error: str
 
 
 class Sampled(TaggedStruct, frozen=True, kw_only=True):
+    """A sample of the engine's state."""
+
     stats: EngineStats
 
 
 class KvExported(TaggedStruct, frozen=True, kw_only=True):
+    """The KV can be fetched as the manifest says."""
+
     id: str
     manifest: KvManifest
 
 
 class KvImported(TaggedStruct, frozen=True, kw_only=True):
-    """The cache holds the first `moved_tokens` tokens: fewer than in the manifest where
-    it had no room for more.
+    """The cache holds the first `moved_tokens` tokens, fewer than the manifest's if
+    there was no room for more.
     """
 
     id: str
@@ -419,13 +438,15 @@ class KvImported(TaggedStruct, frozen=True, kw_only=True):
 
 
 class KvRefused(TaggedStruct, frozen=True, kw_only=True):
-    """The KV cannot be exported or imported; nothing has changed."""
+    """The KV cannot be exported or imported. Nothing has changed."""
 
     id: str
     error: str
 
 
 class EngineFatal(TaggedStruct, frozen=True, kw_only=True):
+    """The engine's loop failed and has ended."""
+
     error: str
 
 
@@ -445,12 +466,12 @@ EngineReply = (
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
-    """How to build one engine. `model` is a checkpoint directory; `deterministic`
-    trades speed for bit-equal batches.
+    """The settings of one engine. `model` is a checkpoint directory; `deterministic`
+    trades speed for results that do not depend on the batch, bit for bit.
 
-    `version` is what the checkpoint's own weights are called, -1 where none are served
-    before others are loaded. With `profile` it measures its decode steps before it is
-    ready. `kv_host` is the address on which it gives KV away over TCP.
+    `version` is the version of the checkpoint's own weights, or -1 if none are served
+    before others are loaded. With `profile`, the engine measures its decode steps
+    before it is ready. `kv_host` is the address on which it exports KV over TCP.
     """
 
     id: EngineId

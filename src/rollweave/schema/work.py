@@ -1,5 +1,5 @@
-"""Work: what is attempted (`Task`), what came of it (`Trajectory`), and what is trained
-on (`Batch`).
+"""Work: the task that is attempted (`Task`), the outcome (`Trajectory`), and the unit
+of training (`Batch`).
 """
 
 import enum
@@ -9,7 +9,7 @@ from rollweave.schema.base import GroupId, Struct, TaskId, TrajectoryId
 
 
 class StopReason(enum.StrEnum):
-    """Why a trajectory ended. Every trajectory ends with exactly one."""
+    """Why a trajectory ended. Every trajectory ends with exactly one reason."""
 
     FINISHED = "finished"  # the environment said done
     MAX_TURNS = "max_turns"
@@ -27,7 +27,7 @@ class StopReason(enum.StrEnum):
 
 
 class Blame(enum.StrEnum):
-    """Whose doing the stop was.
+    """The party that caused the stop.
 
     Only `AGENT` and `NONE` leave a reward that may be trained on.
     """
@@ -58,15 +58,14 @@ BLAME_OF: dict[StopReason, Blame] = {
 TRAINABLE: frozenset[StopReason] = frozenset(
     {StopReason.FINISHED, StopReason.MAX_TURNS, StopReason.MAX_TOKENS}
 )
-"""Stop reasons whose trajectory may be scored and trained on.
-
-A failure is never a reward of 0.
+"""Stop reasons whose trajectory may be scored and trained on. A failure is never a
+reward of 0.
 """
 
 
 class Decoding(Struct, frozen=True, kw_only=True):
-    """How turns are sampled, of what whoever asks for a rollout wants otherwise than
-    the service has it.
+    """Sampling parameters of a rollout that override those of the service; None keeps
+    the service's.
     """
 
     temperature: float | None = None
@@ -88,9 +87,10 @@ class Decoding(Struct, frozen=True, kw_only=True):
 
 
 class Purpose(enum.StrEnum):
-    """What a group is for.
+    """The purpose of a group.
 
-    Only `TRAIN` groups enter the experience buffer; `SERVE` groups are somebody else's.
+    Only `TRAIN` groups enter the experience buffer. `SERVE` groups belong to clients of
+    a service.
     """
 
     TRAIN = "train"
@@ -101,7 +101,7 @@ class Purpose(enum.StrEnum):
 class Limits(Struct, frozen=True, kw_only=True):
     """Bounds of one trajectory.
 
-    `time_s` counts active time over init, run and eval (ProRL §3.2), no queueing.
+    `time_s` counts active time over init, run and eval (ProRL §3.2), without queueing.
     """
 
     max_turns: int = 16
@@ -117,7 +117,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
 
 class Task(Struct, frozen=True, kw_only=True):
-    """One thing to attempt.
+    """A task to attempt.
 
     `payload` is JSON that only the environment reads; `tag` is the task domain.
     """
@@ -131,6 +131,8 @@ class Task(Struct, frozen=True, kw_only=True):
 
 
 class SegmentKind(enum.StrEnum):
+    """The origin of a segment's tokens."""
+
     PROMPT = "prompt"
     OUTPUT = "output"
     OBSERVATION = "observation"
@@ -139,7 +141,7 @@ class SegmentKind(enum.StrEnum):
 class Segment(Struct, frozen=True, kw_only=True):
     """Tokens `[start, end)` of one kind.
 
-    `version` is the weight version that sampled an output segment, -1 otherwise.
+    `version` is the weight version that sampled an output segment, and -1 otherwise.
     """
 
     start: int
@@ -149,12 +151,12 @@ class Segment(Struct, frozen=True, kw_only=True):
 
 
 class TurnSpan(Struct, frozen=True, kw_only=True):
-    """One turn: output tokens `[start, end)`, the reward that the step gave, and a key
-    that is equal for equal observations.
+    """One turn: output tokens `[start, end)`, the reward of its step, and a key that is
+    equal for equal observations.
 
-    Groups of turns with the same `state_key` within one task share a baseline (GiGPO);
-    "" means no key. `finish_reason` is "stop", or "length" if a token limit cut the
-    turn before the agent ended it.
+    Turns with the same `state_key` within one task share a baseline (GiGPO); "" means
+    no key. `finish_reason` is "stop", or "length" if a token limit cut the turn before
+    the agent ended it.
     """
 
     start: int
@@ -166,11 +168,11 @@ class TurnSpan(Struct, frozen=True, kw_only=True):
 
 class TokenSequence(Struct, frozen=True, kw_only=True):
     """One training sequence. `logprobs[i]` is the log-prob with which `tokens[i]` was
-    sampled; 0.0 outside output segments.
+    sampled, and 0.0 outside output segments.
 
     Invariants: segments are contiguous from 0 to `len(tokens)`; `len(logprobs) ==
-    len(tokens)`; output segments carry a version ≥ 0. A weight update in the middle of
-    a turn makes two output segments.
+    len(tokens)`; output segments carry a version of at least 0. A weight update in the
+    middle of a turn makes two output segments.
     """
 
     tokens: tuple[int, ...]
@@ -198,7 +200,7 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
             raise ValueError(f"segments must cover all {len(self.tokens)} tokens, got {position}")
 
     def output_mask(self) -> list[bool]:
-        """True where the agent sampled the token: the loss mask."""
+        """Return the loss mask: true for the tokens that the agent sampled."""
         mask = [False] * len(self.tokens)
         for segment in self.segments:
             if segment.kind is SegmentKind.OUTPUT:
@@ -206,16 +208,16 @@ class TokenSequence(Struct, frozen=True, kw_only=True):
         return mask
 
     def versions(self) -> tuple[int, int]:
-        """Lowest and highest weight version among the output segments; (-1, -1) without
-        output.
+        """Return the lowest and the highest weight version of the output segments, or
+        (-1, -1) without output.
         """
         found = [segment.version for segment in self.segments if segment.kind is SegmentKind.OUTPUT]
         return (min(found), max(found)) if found else (-1, -1)
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Seconds of active time by stage, of queueing before the stages, and of the turn's
-    inner phases.
+    """Seconds of active time per stage, of queueing before the stages, and of the
+    phases within a turn.
     """
 
     init_s: float = 0.0
@@ -227,10 +229,11 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """What came of one attempt at a task. `reward` is None where the stop reason leaves
+    """The outcome of one attempt at a task. `reward` is None if the stop reason leaves
     nothing to score.
 
-    `result` is what else its handler keeps, as JSON (`envs/handlers/base.py`), or "".
+    `result` holds what else the handler returns, as JSON (`envs/handlers/base.py`), or
+    "".
     """
 
     id: TrajectoryId
@@ -268,7 +271,7 @@ class ScoredGroup(Struct, frozen=True, kw_only=True):
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """Mini-batch `part` of `parts` of training step `step`; `version` is the weight
+    """Mini-batch `part` of `parts` of training step `step`. `version` is the weight
     version that the step starts from.
     """
 
