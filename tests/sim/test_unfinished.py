@@ -320,7 +320,7 @@ def test_nobody_looks_unless_turns_are_kept_and_none_are_told_that_nobody_has() 
 # Whole runs.
 
 RUN_TURN = 4000
-"""Tokens of a turn, which takes longer than engines live on average."""
+"""Tokens of a turn: enough that many engines are killed in the middle of one."""
 
 
 class Resuming(World):
@@ -379,7 +379,7 @@ def test_a_run_whose_engines_die_keeps_the_contract_and_loses_less_time() -> Non
     data["watchdog"] = {**data["watchdog"], "restarts": 1000}
     ends = {}
     for resume in (False, True):
-        world = Resuming(RunConfig.model_validate(data), resume=resume, kill_s=9.0)
+        world = Resuming(RunConfig.model_validate(data), resume=resume, kill_s=14.0)
         core = world.run()
         assert core.state.error == ""
         assert core.state.trainer.step == 4
