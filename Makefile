@@ -24,9 +24,13 @@ test-slow: .venv/ready-test
 	$(TORCH_THREADS) $(BIN)/pytest -p no:randomly -m slow --hypothesis-profile thorough --timeout 1200
 	$(BIN)/rollweave reproduce --quick > /dev/null
 
+# Measured on 2026-11-23: core 98 %, its policies 99.5 %, schema 93 %.
+COVERED := tests/core tests/schema tests/test_public.py tests/service/test_reach.py
 coverage: .venv/ready-test
-	$(TORCH_THREADS) $(BIN)/coverage run -m pytest -p no:randomly -m "not slow" tests/core tests/schema
-	$(BIN)/coverage report
+	$(TORCH_THREADS) $(BIN)/coverage run -m pytest -p no:randomly -m "not slow" $(COVERED)
+	$(BIN)/coverage report --include '*/rollweave/core/*' --fail-under 97
+	$(BIN)/coverage report --include '*/rollweave/core/policy/*' --fail-under 98
+	$(BIN)/coverage report --include '*/rollweave/schema/*' --fail-under 92
 
 lint: .venv/ready-test
 	$(BIN)/ruff check src tests benchmarks examples
