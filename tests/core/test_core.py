@@ -2,14 +2,14 @@
 every trajectory is accounted for.
 """
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rollweave.core.core import Core
+from rollweave.core.core import HANDLERS, Core
 from rollweave.core.state import EngineStatus, Stage, TrainerStatus
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
@@ -38,6 +38,17 @@ ALLOCATION = {"budget": 5, "degrees": [1, 2, 4], "every": 1}
 
 FIXED = ("placement", "migration", "spare_groups", "env_stepping", "reward")
 """Settings in which mode decoupled leaves no choice."""
+
+
+@pytest.mark.parametrize("kind", get_args(e.Event))
+def test_every_event_has_a_handler_that_takes_it(kind: type[e.Event]) -> None:
+    hints = get_type_hints(HANDLERS[kind])
+    assert hints.pop("return") is type(None)
+    assert [hint for name, hint in hints.items() if name != "run"] == [kind]
+
+
+def test_every_handler_is_of_an_event() -> None:
+    assert HANDLERS.keys() == set(get_args(e.Event))
 
 
 def config(mode: str = "bounded", *, steps: int = 4, **sections: dict[str, object]) -> RunConfig:

@@ -7,7 +7,7 @@ journal, and in simulation.
 """
 
 from collections.abc import Callable, Mapping
-from typing import assert_never
+from typing import Any
 
 import msgspec
 
@@ -81,15 +81,14 @@ class Core:
         idle.account(run)
         if self.finished and not isinstance(event, e.WorldLost):
             return []
-        _route(run, event)
+        HANDLERS[type(event)](run, event)
         lifecycle.settle(run)
         if isinstance(event, e.TurnsProgressed):
-            pass  # nobody becomes free by it
+            pass  # it frees nothing
         elif isinstance(event, e.TurnRequested | e.TurnDone | e.PredictionReady):
+            # The most frequent events by far: they make nothing but turns possible.
             barrier = self._run.config.rollout.env_stepping == "batch"
-            turns.dispatch(
-                run, None if barrier else run.touched
-            )  # the most frequent events by far, and all that they make possible
+            turns.dispatch(run, None if barrier else run.touched)
         elif not self.finished:
             _use_what_is_possible(run)
         return run.out
@@ -105,6 +104,53 @@ class Core:
         """
         check(self._run)
 
+
+HANDLERS: Mapping[type[Event], Callable[[Run, Any], None]] = {
+    e.TurnRequested: turns.on_requested,
+    e.TurnDone: turns.on_done,
+    e.TurnFailed: turns.on_failed,
+    e.TurnsProgressed: turns.on_progressed,
+    e.TurnWithdrawn: turns.on_withdrawn,
+    e.EnvReady: trajectories.on_env_ready,
+    e.PredictionReady: turns.on_prediction,
+    e.TrajectoryEnded: trajectories.on_ended,
+    e.RewardReady: trajectories.on_reward_ready,
+    e.RewardFailed: trajectories.on_reward_failed,
+    e.GroupSubmitted: groups.on_submitted,
+    e.DrawFailed: groups.on_draw_failed,
+    e.RolloutsSubmitted: serving.on_submitted,
+    e.RolloutAcknowledged: serving.on_taken,
+    e.MigrationDone: turns.on_migration_done,
+    e.TimerFired: watchdog.on_timer,
+    e.StepTrained: training.on_trained,
+    e.WeightsPublished: training.on_published,
+    e.EngineSuspended: engines.on_suspended,
+    e.WeightsLoaded: engines.on_loaded,
+    e.WeightsFetched: relays.on_held,
+    e.RunStarted: recovery.on_started,
+    e.WorldLost: recovery.on_world_lost,
+    e.StopRequested: ending.on_stop_requested,
+    e.RolloutCancelled: serving.on_cancelled,
+    e.EngineJoined: engines.on_joined,
+    e.EngineRegistered: engines.on_registered,
+    e.EngineWithdrawn: engines.on_withdrawn,
+    e.EngineLost: engines.on_lost,
+    e.WeightsLoadFailed: engines.on_load_failed,
+    e.RelayJoined: relays.on_joined,
+    e.RelayLost: relays.on_lost,
+    e.RelaySuspected: relays.on_suspected,
+    e.RelayRecovered: relays.on_heard,
+    e.FetchStalled: relays.on_stalled,
+    e.FetchFailed: relays.on_refused,
+    e.TrainerReady: training.on_ready,
+    e.TrainerLost: training.on_lost,
+    e.RatiosMeasured: training.on_measured,
+    e.TrainFailed: training.on_train_failed,
+    e.CheckpointCopied: training.on_taken,
+    e.CheckpointSaved: training.on_saved,
+    e.CheckpointFailed: training.on_save_failed,
+}
+"""The sub-machine that takes each kind of event."""
 
 STEPS: tuple[Callable[[Run], None], ...] = (
     engines.let_go,
@@ -131,125 +177,3 @@ def _use_what_is_possible(run: Run) -> None:
         lifecycle.settle(run)
         if run.state.phase is Phase.FINISHED:
             return
-
-
-def _route(run: Run, event: Event) -> None:
-    match event:
-        case e.TurnRequested():
-            turns.on_requested(run, event)
-        case e.TurnDone():
-            turns.on_done(run, event)
-        case e.TurnFailed():
-            turns.on_failed(run, event)
-        case e.TurnsProgressed():
-            turns.on_progressed(run, event)
-        case e.TurnWithdrawn():
-            turns.on_withdrawn(run, event)
-        case e.EnvReady():
-            trajectories.on_env_ready(run, event)
-        case e.PredictionReady():
-            turns.on_prediction(run, event)
-        case e.TrajectoryEnded():
-            trajectories.on_ended(run, event)
-        case e.RewardReady():
-            trajectories.on_reward_ready(run, event)
-        case e.RewardFailed():
-            trajectories.on_reward_failed(run, event)
-        case e.GroupSubmitted():
-            groups.on_submitted(run, event)
-        case e.DrawFailed():
-            groups.on_draw_failed(run, event)
-        case e.RolloutsSubmitted():
-            serving.on_submitted(run, event)
-        case e.RolloutAcknowledged():
-            serving.on_taken(run, event)
-        case e.MigrationDone():
-            turns.on_migration_done(run, event)
-        case e.TimerFired():
-            watchdog.look(run)
-        case e.StepTrained():
-            training.on_trained(run, event)
-        case e.WeightsPublished():
-            training.on_published(run, event)
-        case e.EngineSuspended():
-            engines.on_suspended(run, event)
-        case e.WeightsLoaded():
-            engines.on_loaded(run, event)
-        case e.WeightsFetched():
-            relays.on_held(run, event)
-        case _:
-            _route_rare(run, event)
-
-
-def _route_rare(
-    run: Run,
-    event: e.RunStarted
-    | e.WorldLost
-    | e.StopRequested
-    | e.RolloutCancelled
-    | e.EngineJoined
-    | e.EngineRegistered
-    | e.EngineWithdrawn
-    | e.EngineLost
-    | e.WeightsLoadFailed
-    | e.RelayJoined
-    | e.RelayLost
-    | e.RelaySuspected
-    | e.RelayRecovered
-    | e.FetchStalled
-    | e.FetchFailed
-    | e.TrainerReady
-    | e.TrainerLost
-    | e.RatiosMeasured
-    | e.TrainFailed
-    | e.CheckpointCopied
-    | e.CheckpointSaved
-    | e.CheckpointFailed,
-) -> None:
-    match event:
-        case e.RunStarted():
-            recovery.on_started(run, event)
-        case e.WorldLost():
-            recovery.on_world_lost(run, event)
-        case e.StopRequested():
-            ending.on_stop_requested(run, drain=event.drain)
-        case e.RolloutCancelled():
-            serving.on_cancelled(run, event)
-        case e.EngineJoined():
-            engines.on_joined(run, event)
-        case e.EngineRegistered():
-            engines.on_registered(run, event)
-        case e.EngineWithdrawn():
-            engines.on_withdrawn(run, event)
-        case e.EngineLost():
-            engines.on_lost(run, event)
-        case e.WeightsLoadFailed():
-            engines.on_load_failed(run, event)
-        case e.RelayJoined():
-            relays.on_joined(run, event)
-        case e.RelayLost():
-            relays.on_lost(run, event)
-        case e.RelaySuspected():
-            relays.on_suspected(run, event)
-        case e.RelayRecovered():
-            relays.on_heard(run, event)
-        case e.FetchStalled():
-            relays.on_stalled(run, event)
-        case e.FetchFailed():
-            relays.on_refused(run, event)
-        case e.TrainerReady():
-            training.on_ready(run, event)
-        case e.TrainerLost():
-            training.on_lost(run, event)
-        case e.RatiosMeasured():
-            training.on_measured(run, event)
-        case e.TrainFailed():
-            training.on_train_failed(run, event)
-        case e.CheckpointCopied():
-            training.on_taken(run, event)
-        case e.CheckpointSaved():
-            training.on_saved(run, event)
-        case e.CheckpointFailed():
-            training.on_save_failed(run, event)
-        case _:
-            assert_never(event)

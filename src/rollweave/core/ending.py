@@ -7,12 +7,13 @@ from rollweave.core import evaluation, groups, lifecycle, serving, training, tra
 from rollweave.core.run import Run
 from rollweave.core.state import Phase, TrainerStatus
 from rollweave.schema.commands import Finish
+from rollweave.schema.events import StopRequested
 from rollweave.schema.work import StopReason
 
 
-def on_stop_requested(run: Run, *, drain: bool) -> None:
+def on_stop_requested(run: Run, event: StopRequested) -> None:
     if run.state.phase is Phase.SERVING:
-        serving.stop(run, drain=drain)
+        serving.stop(run, drain=event.drain)
     elif run.state.phase is Phase.RUNNING:
         run.state.skip_final_eval = True
         _drain(run)

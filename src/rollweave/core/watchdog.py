@@ -29,6 +29,7 @@ from rollweave.core.state import (
     Trajectory,
 )
 from rollweave.schema.commands import SetTimer
+from rollweave.schema.events import TimerFired
 from rollweave.schema.work import Purpose, StopReason
 
 PERIOD_S = 1.0
@@ -46,6 +47,11 @@ cancelled attempt has to close.
 
 DRAW_S = 120.0
 """Seconds that a task source may take for one task."""
+
+
+def on_timer(run: Run, _event: TimerFired) -> None:
+    """Check the deadlines."""
+    look(run)
 
 
 def look(run: Run) -> None:
