@@ -1,7 +1,8 @@
-"""The user's TOML file and `--set` overrides into a `RunConfig`, and back.
+"""Read the user's TOML file and `--set` overrides into a `RunConfig`, and write one
+back.
 
-Invariants: every problem of a file is reported at once, one line each, naming field,
-rule, value and file; a config that was dumped loads as itself.
+Invariants: all problems of a file are reported at once, one line each, naming field,
+rule, value and file; a configuration that was dumped loads as itself.
 """
 
 import difflib
@@ -19,7 +20,7 @@ from rollweave.schema.errors import ConfigError
 
 OVERRIDES = "--set"
 SHOWN = 60
-"""Characters of a wrong value that an error line quotes."""
+"""Maximum number of characters of a wrong value that an error quotes."""
 
 RULES = {
     "bool_type": "be true or false",
@@ -42,7 +43,7 @@ RULES = {
     "too_short": "have at least {min_length} of them",
     "tuple_type": "be a list",
 }
-"""Kind of a pydantic error → its wording here; kind `rule` is our own
+"""The wording of each kind of pydantic error; kind `rule` is our own
 (`schema/config/sections.matching`).
 """
 
@@ -61,7 +62,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> RunConfig:
-    """As `load`, from text; `name` stands for the file in errors."""
+    """Like `load`, from text; `name` stands for the file in errors."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -78,7 +79,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "config") -> 
 
 
 def dumps(config: RunConfig) -> str:
-    """The config as TOML, defaults included, what is not set left out."""
+    """Return the configuration as TOML, with defaults and without unset values."""
     return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
 
 
@@ -109,7 +110,7 @@ def _shown(value: Any) -> str:
 
 
 def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
-    """Set one `key=value` in `data`; returns the key's path."""
+    """Apply one `key=value` to `data` and return the key's path."""
     key, equals, value = override.partition("=")
     parts = key.strip().split(".")
     if not equals or "" in parts:
@@ -139,7 +140,9 @@ def _override(data: dict[str, Any], override: str) -> tuple[str | int, ...]:
 
 
 def _value(text: str) -> Any:
-    """A TOML value; a bare word is a string, so that a shell user need not quote twice."""
+    """Parse a TOML value. A bare word is a string, so that a shell user need not quote
+    twice.
+    """
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -147,7 +150,7 @@ def _value(text: str) -> Any:
 
 
 def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
-    """`[engines]` is read as a list of one: its fields have no number for the user."""
+    """Remove the index of a single [engines] section, which is read as a list of one."""
     place = detail["loc"]
     if place[:2] == ("engines", 0) and isinstance(data.get("engines"), dict):
         detail["loc"] = (place[0], *place[2:])
@@ -155,8 +158,8 @@ def _as_written(detail: ErrorDetails, data: Mapping[str, Any]) -> ErrorDetails:
 
 
 def _own(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """The problems without those of a section that only repeat one inside of it: a
-    wrong task is not a lack of tasks.
+    """Drop the problems of a section that only repeat one inside it: a wrong task is
+    not a missing task.
     """
     places = [detail["loc"] for detail in details]
     return [
@@ -214,7 +217,7 @@ def _section(path: Sequence[str | int]) -> type[BaseModel] | None:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that an annotation holds, in a tuple or an optional too."""
+    """Return the section within an annotation, also in a tuple or an optional."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
@@ -229,7 +232,7 @@ def _keys(model: type[BaseModel], prefix: str) -> list[str]:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: what is None is left out."""
+    """Leave out None, because TOML has no null."""
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):

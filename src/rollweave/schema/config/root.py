@@ -32,8 +32,8 @@ from rollweave.schema.config.sections import (
 )
 
 SIMULATED_CONTEXT = 1 << 24
-"""Context of the model that stands for `sim.model` where [model] is missing: longer
-than any trajectory; not to be trained.
+"""Context of the model that stands for `sim.model` if [model] is missing: longer than
+any trajectory. It is never trained.
 """
 
 
@@ -59,7 +59,9 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _simulated_model(cls, data: Any) -> Any:
-        """A run that is only simulated has no weights: its shape is `sim.model`."""
+        """Fill in a model for a run that is only simulated: it has no weights, and its
+        shape is `sim.model`.
+        """
         if isinstance(data, dict) and data.get("sim") is not None and "model" not in data:
             return {**data, "model": {"scratch": {"context": SIMULATED_CONTEXT}}}
         return data
@@ -76,24 +78,24 @@ class RunConfig(Section):
         return groups[0] if len(groups) == 1 else groups
 
     def own_group_sizes(self) -> dict[str, int]:
-        """Group size by task domain, of those that set their own."""
+        """Return the group size of each task domain that sets one."""
         return {task.name: task.group_size for task in self.tasks if task.group_size is not None}
 
     def group_size(self, name: str) -> int:
-        """Trajectories in a group of task domain `name`."""
+        """Return the number of trajectories in a group of task domain `name`."""
         return self.own_group_sizes().get(name, self.rollout.group_size)
 
     @property
     def published_dtype(self) -> str:
-        """Number format of published weights, as torch names it."""
+        """The number format of published weights, as torch names it."""
         return self.weights.dtype or self.model.dtype
 
     def strays_from(self, former: "RunConfig") -> list[str]:
-        """What a run that began as `former` cannot go on with under this configuration;
-        one line a problem.
+        """Return the settings that a run started as `former` cannot continue with, one
+        line per problem.
 
-        Its weights have their shape, its buffer holds its domains' trajectories, and
-        its seed keeps held-out tasks apart.
+        Weights have a fixed shape, the buffer holds trajectories of its domains, and
+        the seed keeps held-out tasks apart.
         """
         fixed: dict[str, tuple[Any, Any]] = {"run.seed": (former.run.seed, self.run.seed)}
         then, now = (
@@ -193,8 +195,8 @@ class RunConfig(Section):
         return self
 
     def _check_own_pace(self) -> None:
-        """In mode decoupled a trajectory keeps to its engine; the buffer's settings are
-        of no use in another mode.
+        """Check the settings of mode decoupled, in which a trajectory stays on its
+        engine. The buffer's settings have no effect in other modes.
         """
         rollout = self.rollout
         if rollout.mode is not ModeName.DECOUPLED:

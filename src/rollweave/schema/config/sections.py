@@ -1,6 +1,6 @@
 """The sections of a configuration: every knob is stated once, here, with a sentence.
 
-`config.py` puts them together.
+`root.py` combines them.
 """
 
 import enum
@@ -107,7 +107,9 @@ class TaskConfig(Section):
     env: str = Field(
         description="Registered environment or handler, or `package.module:Class` of your own."
     )
-    tag: str = Field("", description="Name in metrics; the environment's name where empty.")
+    tag: str = Field(
+        "", description="Name of the task domain in metrics; the environment's name if empty."
+    )
     weight: Positive = Field(1.0, description="Share of groups drawn from this domain.")
     warmup_weight: Positive = Field(
         1.0, description="Share of the warm-up's transcripts drawn from this domain."
@@ -118,24 +120,24 @@ class TaskConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Passed to the environment as keyword arguments."
     )
-    max_turns: PositiveInt = Field(16, description="Turns of one trajectory.")
+    max_turns: PositiveInt = Field(16, description="Maximum number of turns of one trajectory.")
     max_tokens: PositiveInt = Field(
-        1024, description="Tokens of one trajectory, prompt and observations included."
+        1024,
+        description="Maximum number of tokens of one trajectory, prompt and observations included.",
     )
     max_turn_tokens: PositiveInt = Field(
-        128, description="Tokens that the agent may sample in one turn."
+        128, description="Maximum number of tokens that the agent may sample in one turn."
     )
     time_s: Positive = Field(
-        300.0, description="Active seconds of one trajectory over init, run and eval."
+        300.0, description="Maximum active seconds of one trajectory over init, run and eval."
     )
     step_s: Positive = Field(
-        60.0, description="Seconds that one call of the environment or reward may take."
+        60.0, description="Maximum seconds of one call of the environment or reward."
     )
     isolation: Literal["inline", "process"] = Field(
         "inline",
-        description="Where the environment runs: inline, its plain methods on a thread that it "
-        "keeps, or in a process, which "
-        "is killed where a call does not return.",
+        description="Where the environment runs: inline, its plain methods on a thread of the "
+        "controller, or in a process, which is killed if a call hangs.",
     )
 
     @property
@@ -158,8 +160,7 @@ class RolloutConfig(Section):
     mode: ModeName = Field(ModeName.BOUNDED, description="Preset of the four pacing policies.")
     alpha: Count = Field(
         1,
-        description="Greatest staleness in steps (bounded: α of RollArt §6.2; "
-        "partial: η of AReaL).",
+        description="Maximum staleness in steps (bounded: α of RollArt §6.2; partial: η of AReaL).",
     )
     groups_per_step: PositiveInt = Field(8, description="Groups in one training batch.")
     group_size: PositiveInt = Field(8, description="Trajectories of one task in a group.")
@@ -171,19 +172,21 @@ class RolloutConfig(Section):
         0, description="Members launched beyond group_size; the slowest are cancelled."
     )
     min_members: PositiveInt = Field(
-        2, description="A group that lost members to failures is trained with at least this many."
+        2,
+        description="Minimum number of members with which a group that lost others to failures is "
+        "trained on.",
     )
     dynamic_sampling: Flag = Field(
         False, description="Drop groups whose rewards are all equal and draw others (DAPO)."
     )
     max_running: PositiveInt = Field(
-        64, description="Trajectories whose environments are alive at once."
+        64, description="Maximum number of trajectories whose environments are alive at once."
     )
     init_slots: PositiveInt = Field(
-        16, description="Environments that may be starting at once (INIT pool)."
+        16, description="Maximum number of environments that start at once (INIT pool)."
     )
     eval_slots: PositiveInt = Field(
-        16, description="Rewards that may be computing at once (EVAL pool)."
+        16, description="Maximum number of rewards that are computed at once (EVAL pool)."
     )
     temperature: Positive = Field(1.0, description="Sampling temperature in training.")
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
@@ -191,54 +194,54 @@ class RolloutConfig(Section):
     )
     top_k: Count = Field(0, description="Top-k sampling in training; 0 is off.")
     retries: Count = Field(
-        2, description="Times that a turn or an environment start is tried again after a failure."
+        2, description="Number of retries of a turn or an environment start after a failure."
     )
     engine_batch: PositiveInt | None = Field(
         None,
-        description="Trajectories that an engine has at once in mode decoupled, at most its share "
-        "of max_running; twice its "
-        "slots if unset.",
+        description="Maximum number of trajectories on one engine in mode decoupled, within its "
+        "share of max_running; twice its slots if unset.",
     )
     repack: Flag = Field(
         True,
-        description="In mode decoupled, free engines that are down to the tail of their "
-        "batch by moving it to others.",
+        description="In mode decoupled, move the tail of an engine's batch to other engines, so "
+        "that it is free for new weights (Laminar §5).",
     )
     env_stepping: Literal["trajectory", "batch"] = Field(
         "trajectory",
-        description="`batch` makes all environments wait for the slowest before "
-        "each turn (RollArt's baseline).",
+        description="`batch` makes all environments wait for the slowest one before each turn "
+        "(RollArt's baseline).",
     )
     reward: Literal["overlap", "after_rollout"] = Field(
         "overlap",
-        description="`after_rollout` scores only when the whole batch is rolled out "
+        description="`after_rollout` computes rewards only once the whole batch is rolled out "
         "(RollArt's baseline).",
     )
     scheduling: Literal["turn", "trajectory"] = Field(
         "turn",
-        description="Preset of the next three (core/policy/scheduling.py). turn: fcfs, affinity, "
-        "never; "
-        "trajectory: longest_first, partition, gain (Heddle).",
+        description="Preset of the next three settings (core/policy/scheduling.py). turn: fcfs, "
+        "affinity, never; trajectory: longest_first, partition, gain (Heddle).",
     )
     priority: Literal["fcfs", "round_robin", "shortest_first", "longest_first"] | None = Field(
-        None, description="Whose turn runs first; as the preset says if unset."
+        None, description="The order in which turns run; set by the preset if unset."
     )
     placement: (
         Literal["affinity", "pinned", "least_load", "hybrid", "partition", "presorted"] | None
     ) = Field(
         None,
-        description="Which engine runs a turn (core/policy/routing.py), or how trajectories are "
-        "shared out by length: partition by "
-        "the work in them, presorted by Heddle's eq. 2; as the preset says if unset.",
+        description="The engine that runs a turn (core/policy/routing.py), or the way in which "
+        "trajectories are divided by length: partition by their work, presorted by "
+        "Heddle's eq. 2; set by the preset if unset.",
     )
     migration: Literal["never", "rank", "gain"] | None = Field(
         None,
-        description="When a trajectory moves to the engine of its new rank (partition, "
-        "presorted): never, whenever it differs, "
-        "or where the predicted gain exceeds the exposed cost; as the preset says if unset.",
+        description="When a trajectory moves to the engine of its new rank (partition, presorted): "
+        "never, whenever that engine differs (rank), or if the predicted gain exceeds "
+        "the exposed cost (gain); set by the preset if unset.",
     )
     predictor: Literal["ridge", "boosted", "lm", "prompt", "history"] = Field(
-        "ridge", description="How lengths are predicted (predict/), where a policy asks."
+        "ridge",
+        description="The predictor of trajectory lengths (train/lengths/), for policies that need "
+        "one.",
     )
 
 
@@ -252,19 +255,23 @@ class EngineConfig(Section):
     degree: PositiveInt = Field(
         1, description="Parallel degree of one engine: CPU threads, or GPUs in a simulation."
     )
-    max_slots: PositiveInt = Field(64, description="Sequences that one engine decodes at once.")
+    max_slots: PositiveInt = Field(
+        64, description="Maximum number of sequences that one engine decodes at once."
+    )
     kv_tokens: PositiveInt = Field(
         65536,
-        description="KV cache of one engine, in tokens; in a simulation at most what its "
+        description="Size of one engine's KV cache in tokens; a simulation lowers it to what its "
         "GPUs have room for.",
     )
     block_tokens: PositiveInt = Field(16, description="Tokens in one KV block.")
     prefill_chunk_tokens: PositiveInt = Field(
-        512, description="Prompt tokens that one engine step computes at most."
+        512, description="Maximum number of prompt tokens that one engine step computes."
     )
     prefix_cache: Flag = Field(True, description="Keep the KV of finished turns for the next turn.")
     deterministic: Flag = Field(
-        False, description="Fixed tiles: bit-equal results whatever the rest of the batch, slower."
+        False,
+        description="Use fixed tiles, so that results do not depend on the rest of the batch, bit "
+        "for bit; slower.",
     )
 
     @model_validator(mode="after")
@@ -331,7 +338,7 @@ class AlgorithmConfig(Section):
         Field("grpo", description="Advantage estimator (train/advantages.py).")
     )
     gamma: Annotated[float, Field(gt=0, le=1, strict=True)] = Field(
-        1.0, description="Discount per turn, where rewards come per turn."
+        1.0, description="Discount per turn, for environments with rewards per turn."
     )
     clip_low: Share = Field(0.2, description="PPO ratio bound below 1.")
     clip_high: NotNegative = Field(0.28, description="PPO ratio bound above 1 (clip-higher, DAPO).")
@@ -340,9 +347,9 @@ class AlgorithmConfig(Section):
     )
     correction: Literal["bypass", "decoupled", "tis"] = Field(
         "bypass",
-        description="bypass: ratio to the rollout's log-probs; decoupled: to recomputed ones, "
-        "weighted by proximal/behaviour; "
-        "tis: to recomputed ones, weighted by the truncated token ratio.",
+        description="bypass: the ratio to the rollout's log-probs; decoupled: to recomputed ones, "
+        "weighted by proximal/behavior; tis: to recomputed ones, weighted by the "
+        "truncated token ratio.",
     )
     is_cap: Positive = Field(
         2.0, description="Cap of the importance weight of `decoupled` and `tis`."
@@ -353,13 +360,13 @@ class AlgorithmConfig(Section):
     kl_direction: Literal["reverse", "forward"] = Field(
         "reverse",
         description="reverse: k3 estimate of KL(policy, start) on sampled tokens; forward: exact "
-        "KL(start, policy) over the "
-        "vocabulary, which keeps alive every choice that the start had.",
+        "KL(start, policy) over the vocabulary, which keeps every choice of the start "
+        "alive.",
     )
     kl_until: Share = Field(
         1.0,
-        description="Share of the run after which the KL term is gone; it falls linearly from "
-        "half of that on; 1: constant.",
+        description="Share of the run after which the KL term is zero; it falls linearly over the "
+        "second half of that share. 1 keeps it constant.",
     )
     entropy: NotNegative = Field(0.0, description="Coefficient of the entropy bonus.")
 
@@ -385,9 +392,9 @@ class BufferConfig(Section):
 
     groups: PositiveInt | None = Field(
         None,
-        description="Groups that it holds, with those on their way counted by trajectories; if "
-        "unset, a batch and what engines "
-        "work on at once, or two batches.",
+        description="Maximum number of groups in the buffer, including those under way, counted by "
+        "trajectories; if unset, one batch plus the larger of another batch and what "
+        "the engines run at once.",
     )
     sample: Annotated[
         str,
@@ -397,23 +404,22 @@ class BufferConfig(Section):
         ),
     ] = Field(
         "fifo",
-        description="Which are trained on first (core/policy/experience.py): fifo, newest, "
-        "advantage (greatest first), ratio "
-        "(nearest to 1; costs a forward pass over all that is held, before each step that can "
-        "choose), staleness (drawn by "
-        "chance, fresher ones more often), or `package.module:function`.",
+        description="The order in which groups are trained on (core/policy/experience.py): fifo, "
+        "newest, advantage (greatest first), ratio (nearest to 1; costs a forward pass "
+        "over the whole buffer before each step that has a choice), staleness (at "
+        "random, fresher ones more often), or `package.module:function`.",
     )
     evict: Annotated[
         str, matching(r"age|size|[\w.]+:\w+", "be age, size or package.module:function")
     ] = Field(
         "age",
-        description="Which go first where there are too many: age, size (in tokens), or "
+        description="The order in which groups leave a full buffer: age, size (in tokens), or "
         "`package.module:function`.",
     )
     max_age: Count | None = Field(
         None,
-        description="Greatest staleness in steps that may be trained on; unset: whatever "
-        "comes (inherent staleness).",
+        description="Maximum staleness in steps of what is trained on; unlimited if unset (inherent"
+        " staleness).",
     )
 
 
@@ -422,15 +428,14 @@ class WeightsConfig(Section):
 
     relays: Count = Field(
         0,
-        description="Machines that engines are dealt to in turn, each with a relay that holds the "
-        "weights for them "
-        "(Laminar §4); 0: engines read the trainer's memory themselves.",
+        description="Number of machines among which engines are divided, each with a relay that "
+        "holds the weights for them (Laminar §4); 0: engines read the trainer's memory.",
     )
     delta: Flag = Field(
         True,
-        description="Relays send each other only what has changed since a version that both hold.",
+        description="Relays send only the changes since a version that both hold.",
     )
-    transport: TransportName = Field("tcp", description="How bytes travel between relays.")
+    transport: TransportName = Field("tcp", description="Transport of weights between relays.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Number format of published weights; model.dtype if unset."
     )
@@ -439,22 +444,22 @@ class WeightsConfig(Section):
 class EvalConfig(Section):
     every: Count = Field(
         0,
-        description="Steps between held-out evaluations, which choose `best` (the last step has "
-        "one); 0: only the final.",
+        description="Steps between held-out evaluations, which choose the checkpoint `best`; the "
+        "last step always has one. 0: only the final one.",
     )
     episodes: Count = Field(
         64, description="Episodes of each task domain in a periodic evaluation."
     )
     final_episodes: Count = Field(
-        200, description="Episodes of each task domain in the evaluation at the end; 0 is none."
+        200, description="Episodes of each task domain in the final evaluation; 0: none."
     )
     temperature: NotNegative = Field(
         0.0, description="Sampling temperature of evaluations; 0 is greedy."
     )
     stop_at: Share | None = Field(
         None,
-        description="Stop training when every task's held-out success reaches this; environments "
-        "must define success.",
+        description="Stop training once the held-out success of every task domain reaches this "
+        "rate; its environment must define success.",
     )
 
 
@@ -466,7 +471,7 @@ class FaultsConfig(Section):
     env_error: Share = Field(0.0, description="Rate of calls that raise.")
     env_hang: Share = Field(0.0, description="Rate of calls that never return.")
     env_garbage: Share = Field(
-        0.0, description="Rate of calls that return something that is no observation."
+        0.0, description="Rate of calls that return something other than an observation."
     )
     reward_error: Share = Field(0.0, description="Rate of rewards that raise.")
     latency_s: NotNegative = Field(
@@ -478,33 +483,38 @@ class FaultsConfig(Section):
 
 
 class WatchdogConfig(Section):
-    """Longest waits, in seconds. What takes longer is named, acted on and counted."""
+    """Deadlines, in seconds. A wait that exceeds its deadline is logged by name, acted
+    on and counted.
+    """
 
     start_s: Positive = Field(
-        120.0, description="An engine, relay or trainer process to become ready."
+        120.0, description="Maximum seconds until an engine, relay or trainer process is ready."
     )
     turn_s: Positive = Field(
-        60.0, description="One turn on an engine, after which it is aborted and tried elsewhere."
+        60.0,
+        description="Maximum seconds of one turn on an engine, after which it is aborted and "
+        "retried elsewhere.",
     )
     weights_s: Positive = Field(
-        60.0, description="An engine to suspend, load or resume; a relay to take a version."
+        60.0,
+        description="Maximum seconds in which an engine suspends, loads or resumes, or a relay "
+        "fetches a version.",
     )
     train_s: Positive = Field(
-        600.0, description="One training step, measurement, publication or checkpoint."
+        600.0,
+        description="Maximum seconds of one training step, measurement, publication or checkpoint.",
     )
     restarts: Count = Field(
-        3, description="Restarts of one engine, relay or the trainer before it is given up."
+        3, description="Maximum number of restarts of one engine, relay or the trainer."
     )
 
 
 class SimConfig(Section):
-    """What `rollweave simulate` puts in the place of engines, environments and trainer
-    (sim/).
-    """
+    """The simulated engines, environments and trainer of `rollweave simulate` (sim/)."""
 
     model: str = Field(description="Model shape, by name (sim/models.py).")
     gpu: str = Field("h800", description="GPU of the engines, by name (sim/hardware.py).")
-    trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines where empty.")
+    trainer_gpu: str = Field("", description="GPU of the trainer; that of the engines if empty.")
     trainer_gpus: PositiveInt = Field(8, description="GPUs of the trainer.")
     link: str = Field(
         "rdma", description="Link over which weights reach the engines, by name (sim/hardware.py)."
@@ -514,17 +524,18 @@ class SimConfig(Section):
     )
     workloads: dict[str, str] = Field(
         default_factory=dict,
-        description="Workload by task domain: a family (sim/families.py), a .jsonl trace or a "
-        "run; else the env's name.",
+        description="Workload of each task domain: a family (sim/families.py), a .jsonl trace or a "
+        "run; the environment's name if missing.",
     )
     serverless: Flag = Field(
-        False, description="Rewards run on instances that start at need and stop when idle."
+        False, description="Rewards run on instances that start on demand and stop when idle."
     )
     controller_s: NotNegative = Field(
-        0.0, description="Seconds that the controller takes for one event; later ones wait."
+        0.0, description="Seconds that the controller takes for one event; later events wait."
     )
     profile: str | None = Field(
-        None, description="Measured step times of an engine, instead of the GPU's roofline."
+        None,
+        description="File with measured step times of an engine, in place of the GPU's roofline.",
     )
 
 
@@ -540,74 +551,76 @@ class RunSection(Section):
         max_length=100,
     )
     dir: Annotated[str, matching(r"[^\x00]+", "be a path, without a null byte")] = Field(
-        "runs", description="Where run directories are made."
+        "runs", description="Directory in which run directories are created."
     )
     seed: Seed = Field(0, description="Seed of tasks, sampling and training.")
     steps: Count = Field(100, description="Training steps.")
     checkpoint_every: Count = Field(
-        0, description="Steps between checkpoints; 0 leaves it to checkpoint_s."
+        0, description="Steps between checkpoints; 0: checkpoint_s decides."
     )
     checkpoint_s: NotNegative = Field(
         30.0,
-        description="Seconds between checkpoints, each taken after a step; longer if writing one "
-        "takes more than a "
-        "twentieth of that; 0: none by time.",
+        description="Minimum seconds between checkpoints, each taken after a step; longer if "
+        "writing one takes more than a twentieth of that. 0: none by time.",
     )
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
-        (), description="Metric sinks beside metrics.jsonl."
+        (), description="Metric sinks in addition to metrics.jsonl."
     )
 
 
 class SandboxConfig(Section):
-    """Where handlers run what their agents write."""
+    """The sandboxes in which handlers run what their agents write."""
 
     backend: Literal["bubblewrap", "zygote", "apptainer", "plain"] | None = Field(
         None,
-        description="How sandboxes are made (docs/SANDBOX.md); bubblewrap if unset; plain "
-        "isolates nothing.",
+        description="Kind of sandbox (docs/SANDBOX.md); bubblewrap if unset. plain isolates "
+        "nothing.",
     )
     warm: Count = Field(
-        0, description="Sandboxes of each kind that wait, started, for the next attempt."
+        0,
+        description="Number of started sandboxes of each kind that are kept ready for the next "
+        "attempts.",
     )
 
 
 class ServeConfig(Section):
-    """`rollweave serve`: rollouts for whoever asks over HTTP."""
+    """`rollweave serve`: rollouts over HTTP."""
 
     host: str = Field(
         "127.0.0.1",
-        description="Address to listen on; others than this host reach it only if it says so.",
+        description="Address to listen on. The default accepts connections from this machine only.",
     )
     port: Annotated[int, Field(ge=0, le=65535, strict=True)] = Field(
-        8300, description="Port; 0: any that is free."
+        8300, description="Port to listen on; 0: any free port."
     )
     token_env: str | None = Field(
         None,
-        description="Environment variable with the bearer token that requests must carry; "
-        "if unset, one is made and kept.",
+        description="Environment variable with the bearer token that requests must carry; if unset,"
+        " a token is generated and kept.",
     )
     hosts: tuple[str, ...] = Field(
         (),
-        description="Names, or name:port, by which clients call the service, beside localhost "
-        "and its addresses.",
+        description="Names, or name:port, by which clients call the service, in addition to "
+        "localhost and its addresses.",
     )
     queue: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
-        10_000, description="Rollouts that may wait to begin; more are refused (429)."
+        10_000, description="Maximum number of rollouts that wait to start; more are refused (429)."
     )
     queue_mb: PositiveInt = Field(
-        1024, description="MiB that requests and tasks may take until they are done; more: 429."
+        1024,
+        description="Maximum MiB of requests and tasks that are not done; more are refused (429).",
     )
     engines: Literal["local", "registered"] = Field(
         "local",
-        description="local: [[engines]] on the model's checkpoint, and whatever is "
-        "registered; registered: only these.",
+        description="local: [[engines]] on the model's checkpoint, and those that are registered; "
+        "registered: only the latter.",
     )
     engine_hosts: tuple[str, ...] = Field(
         ("127.0.0.0/8", "::1", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
         description="Hosts of engines that clients may register: names, addresses, networks.",
     )
     keep: PositiveInt = Field(
-        100_000, description="Newest finished rollouts whose results can be asked for."
+        100_000, description="Number of the newest finished rollouts whose results are kept."
     )
 
     @model_validator(mode="after")
