@@ -236,3 +236,9 @@ def test_simulations_that_predict_need_the_extra(tmp_path: Path) -> None:
     done = python(code, tmp_path)
     assert done.returncode == 2, done.stderr
     assert "rollout.predictor: sklearn must be installed (pip install" in done.stderr
+
+
+def test_a_configuration_for_the_simulator_alone_is_refused() -> None:
+    made = load(ROOT / "examples" / "simulate.toml", [])
+    with pytest.raises(ConfigError, match=r"rollweave simulate CONFIG"):
+        train(made)

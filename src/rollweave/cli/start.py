@@ -44,14 +44,16 @@ def resolve(
                 "overrides must be empty where a configuration is given, got "
                 f"{', '.join(overrides)}"
             )
-        return source, resume
-    path = Path(source)
-    resume = resume or (path.is_dir() and not fresh)
-    config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
+        config, named = source, "CONFIG"
+    else:
+        path = Path(source)
+        resume = resume or (path.is_dir() and not fresh)
+        config = _of_run(path, overrides) if path.is_dir() else load(path, overrides)
+        named = str(path)
     if config.model.scratch is not None and config.model.scratch.context == SIMULATED_CONTEXT:
         raise ConfigError(
             "model must be given for training, got only [sim]; `rollweave simulate "
-            f"{path}` runs this file"
+            f"{named}` runs this file"
         )
     return config, resume
 
