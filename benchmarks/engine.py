@@ -43,7 +43,7 @@ from rollweave.schema.serving import (
     Suspend,
     Suspended,
 )
-from rollweave.weights.store import Publisher
+from rollweave.weights.publication import Publisher
 
 CONCURRENCY = (1, 16, 64)
 COMPARED = 16

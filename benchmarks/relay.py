@@ -29,7 +29,7 @@ from benchmarks.relay_store import clusters, layers
 from benchmarks.relay_tier import tier
 from rollweave.core.policy.relay import chunk_bytes
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.store import publish
+from rollweave.weights.publication import publish
 
 PREFIX = "rollweave-bench-relay-"
 """Of a directory for logs; the process's id follows.

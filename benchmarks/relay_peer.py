@@ -23,10 +23,10 @@ from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import RelayAddress, WeightManifest
 from rollweave.weights.memory import read_payload
-from rollweave.weights.pushpull import Changed, Transfer, pull, push
+from rollweave.weights.protocol import Base
+from rollweave.weights.pushpull import DeltaBase, Transfer, pull, push
 from rollweave.weights.remote import RemoteStore
-from rollweave.weights.transports import transport_of
-from rollweave.weights.words import Base
+from rollweave.weights.tcp import transport_of
 
 Range = tuple[int, int]
 
@@ -161,7 +161,7 @@ async def _push(order: PushPart) -> Transfer:
     if order.base is not None:
         base = _payload(order.base)
         name = Base(weights_id=order.base.weights_id, digest=order.base.digest)
-        since = Changed(name, lambda part: base[part])
+        since = DeltaBase(name, lambda part: base[part])
     return await push(
         transport_of("tcp", host=""),
         order.address,

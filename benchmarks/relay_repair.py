@@ -16,9 +16,14 @@ from benchmarks.relay_tier import Tier, chain, checked, tier
 from rollweave.core.policy import relay as policy
 from rollweave.core.policy.relay import LEAST_CHUNK_BYTES
 from rollweave.schema.errors import WeightsError
-from rollweave.schema.weights import RelayAddress, Take, TakeFailed, Taken, WeightManifest
-from rollweave.weights.transports import transport_of
-from rollweave.weights.words import Ask, Pieces, Raw
+from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
+    RelayAddress,
+    WeightManifest,
+)
+from rollweave.weights.protocol import Raw, RawRanges, Request
+from rollweave.weights.tcp import transport_of
 
 Fault = Literal["killed", "hangs", "cut"]
 
@@ -74,7 +79,7 @@ async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arriv
     try:
         ranges = tuple((start, start + 1) for start in range(0, manifest.nbytes, CHUNK_BYTES))
         await channel.send(
-            Ask(
+            Request(
                 weights_id=manifest.weights_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
@@ -83,8 +88,8 @@ async def watch(address: RelayAddress, manifest: WeightManifest, arrivals: Arriv
         )
         while len(arrivals.times) < len(ranges):
             word, _ = await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
-            if isinstance(word, Raw | Pieces):
-                count = len(word.ranges) if isinstance(word, Pieces) else 1
+            if isinstance(word, Raw | RawRanges):
+                count = len(word.ranges) if isinstance(word, RawRanges) else 1
                 arrivals.times += [time.monotonic()] * count
                 arrivals.news.set()
     finally:
@@ -146,9 +151,9 @@ async def _repaired(
     order = [f"r{number}" for number in range(len(made.links))]
     after = victim + 1
 
-    def take(relay: int, source: int | None) -> "asyncio.Future[Taken | TakeFailed | None]":
+    def take(relay: int, source: int | None) -> "asyncio.Future[FetchReply | None]":
         return made.links[relay].take(
-            Take(manifest=version, source=made.source(source), chunk_bytes=CHUNK_BYTES)
+            FetchVersion(manifest=version, source=made.source(source), chunk_bytes=CHUNK_BYTES)
         )
 
     taking = [take(relay, source) for relay, source in enumerate(chain(len(made.links)))]

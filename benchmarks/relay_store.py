@@ -23,12 +23,12 @@ import torch
 from benchmarks.relay_net import Network
 from benchmarks.relay_peer import Moved, Peer, PullPart, PushPart, Range
 from benchmarks.relay_tier import Tier, checked, tier
-from rollweave.schema.weights import RelayAddress, Take, WeightManifest
+from rollweave.schema.weights import FetchVersion, RelayAddress, WeightManifest
 from rollweave.weights.memory import read_payload
 from rollweave.weights.parameters import Model
-from rollweave.weights.pushpull import Transfer, TransferCost, split, transfer_cost
+from rollweave.weights.publication import Publication, publish
+from rollweave.weights.pushpull import Transfer, TransferCost, split_payload, transfer_cost
 from rollweave.weights.shards import Fsdp, TensorParallel, plan
-from rollweave.weights.store import Publication, publish
 
 WAYS = ("batch", "async", "shard", "sparse")
 
@@ -136,7 +136,7 @@ class Clusters:
 
     async def _sparse(self, new: WeightManifest, pair: Pair, bucket_bytes: int) -> Run:
         """After `prepare`."""
-        base, halves = self._base, split(new, RANKS, bucket_bytes=bucket_bytes)
+        base, halves = self._base, split_payload(new, RANKS, bucket_bytes=bucket_bytes)
         started = time.monotonic()
         pushes, _ = await asyncio.gather(
             self._push(new, halves, bucket_bytes, base), self._take(new, self._store, base)
@@ -177,7 +177,7 @@ class Clusters:
     ) -> None:
         base_id = base.weights_id if base is not None else None
         keep = () if base_id is None else (base_id,)
-        word = Take(manifest=version, source=source, base_id=base_id, keep=keep)
+        word = FetchVersion(manifest=version, source=source, base_id=base_id, keep=keep)
         for number, answer in enumerate(
             await asyncio.gather(*(link.take(word) for link in self._relays.links))
         ):

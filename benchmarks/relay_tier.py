@@ -19,12 +19,12 @@ from benchmarks.relay_net import Network
 from rollweave.runtime.links.relay import ProcessRelay, in_process
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
     RelayAddress,
     RelaySpec,
-    Stalled,
-    Take,
-    TakeFailed,
-    Taken,
+    VersionFetched,
+    VersionStalled,
     WeightManifest,
 )
 
@@ -89,7 +89,7 @@ class Tier:
         answers = await asyncio.gather(
             *(
                 link.take(
-                    Take(
+                    FetchVersion(
                         manifest=manifest,
                         source=self.source(source),
                         chunk_bytes=chunk_bytes,
@@ -106,9 +106,9 @@ class Tier:
         return seconds
 
 
-def checked(relay: int, answer: Taken | TakeFailed | None) -> Taken:
+def checked(relay: int, answer: FetchReply | None) -> VersionFetched:
     """Raises WeightsError for anything else."""
-    if isinstance(answer, Taken):
+    if isinstance(answer, VersionFetched):
         return answer
     raise WeightsError(
         f"relay r{relay}: {answer.error if answer is not None else 'no answer: lost, or overtaken'}"
@@ -134,7 +134,7 @@ async def tier(network: Network, hosts: Sequence[int], logs: Path) -> AsyncItera
     def mark(number: int, silent: bool) -> None:
         (suspected[number].set if silent else suspected[number].clear)()
 
-    def stop(number: int, word: Stalled) -> None:
+    def stop(number: int, word: VersionStalled) -> None:
         stalled[number].set()
 
     try:

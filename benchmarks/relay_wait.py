@@ -22,8 +22,8 @@ import torch
 
 from benchmarks.contract import Figure
 from benchmarks.relay_tier import Tier, chain, checked
-from rollweave.schema.weights import Take, WeightManifest
-from rollweave.weights.store import Publication, publish, read_tensors
+from rollweave.schema.weights import FetchVersion, WeightManifest
+from rollweave.weights.publication import Publication, publish, read_tensors
 
 KEEP = 2
 """Publications that the trainer keeps, so that a load under way can end."""
@@ -104,7 +104,7 @@ async def _train(
             opened.append(publication)
             keep = (world.newest,) if world.newest else ()
             world.newest = publication.manifest.weights_id
-            word = Take(manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes)
+            word = FetchVersion(manifest=publication.manifest, keep=keep, chunk_bytes=chunk_bytes)
             await asyncio.gather(
                 *(_taken(world, relay, word, source) for relay, source in enumerate(chain(relays)))
             )
@@ -116,7 +116,7 @@ async def _train(
             publication.close()
 
 
-async def _taken(world: _World, relay: int, word: Take, source: int | None) -> None:
+async def _taken(world: _World, relay: int, word: FetchVersion, source: int | None) -> None:
     answer = await world.tier.links[relay].take(
         msgspec.structs.replace(word, source=world.tier.source(source))
     )

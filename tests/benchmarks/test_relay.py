@@ -30,8 +30,8 @@ from benchmarks.relay_wait import Waits, payload
 from rollweave.cli.bench import bench
 from rollweave.core.policy.relay import broadcast_s
 from rollweave.schema.errors import ConfigError
+from rollweave.weights.publication import publish
 from rollweave.weights.pushpull import TransferCost
-from rollweave.weights.store import publish
 
 SECONDS = st.floats(0, 1e-2)
 

@@ -31,7 +31,7 @@ from rollweave.schema.serving import (
     KvOver,
     KvPort,
 )
-from rollweave.weights.store import Publisher
+from rollweave.weights.publication import Publisher
 
 from .models import build, request, save, spec
 

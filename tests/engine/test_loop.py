@@ -35,7 +35,7 @@ from rollweave.schema.serving import (
 from rollweave.schema.weights import WeightManifest
 from rollweave.train.checkpoint import Checkpoint
 from rollweave.train.checkpoint import save as save_checkpoint
-from rollweave.weights.store import Publisher
+from rollweave.weights.publication import Publisher
 
 from .models import (
     LINEAR_ROPE,

@@ -14,17 +14,18 @@ from pathlib import Path
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.weights import (
-    BEAT_S,
+    HEARTBEAT_S,
+    FetchReply,
+    FetchVersion,
     RelayAddress,
-    RelayBeat,
     RelayCommand,
+    RelayHeartbeat,
     RelayReady,
     RelayReply,
     RelaySpec,
     StopRelay,
-    Take,
-    TakeFailed,
-    Taken,
+    VersionFailed,
+    VersionFetched,
 )
 from tests.engine.clients.echo_engine import sign_in, take_fault
 
@@ -41,8 +42,8 @@ def main() -> None:
 
     def beat() -> None:
         while True:
-            say(RelayBeat())
-            threading.Event().wait(BEAT_S)
+            say(RelayHeartbeat())
+            threading.Event().wait(HEARTBEAT_S)
 
     say(RelayReady(address=RelayAddress(host=spec.host, port=1, secret=b"")))
     threading.Thread(target=beat, daemon=True).start()
@@ -50,13 +51,13 @@ def main() -> None:
         say(answer(command, spec.id, model))
 
 
-def answer(command: Take, name: str, model: str) -> Taken | TakeFailed:
+def answer(command: FetchVersion, name: str, model: str) -> FetchReply:
     weights_id = command.manifest.weights_id
     if take_fault(model, f"kill-{name}-{weights_id}"):
         os.kill(os.getpid(), signal.SIGKILL)
     if command.base_id is not None and take_fault(model, f"base-{name}-{weights_id}"):
-        return TakeFailed(weights_id=weights_id, reason="base", error="another base")
-    return Taken(manifest=command.manifest, nbytes=0, seconds=0.0)
+        return VersionFailed(weights_id=weights_id, reason="base", error="another base")
+    return VersionFetched(manifest=command.manifest, nbytes=0, seconds=0.0)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class FakeTrainer:
                     digest="good",
                 )
                 return Published(manifest=manifest, publish_s=0.0)
-            case Save(path=path, beside=True):
+            case Save(path=path, background=True):
                 self._copied = path
                 return Copied(path=path, copy_s=0.0)
             case Save(path=path):

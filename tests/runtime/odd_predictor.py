@@ -4,20 +4,26 @@ import os
 
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
-from rollweave.schema.prediction import Answer, Ask, PredictorReport, PredictorSpec, PredictorWord
+from rollweave.schema.prediction import (
+    PredictedLength,
+    PredictionRequest,
+    PredictorMessage,
+    PredictorReport,
+    PredictorSpec,
+)
 
 
 def main() -> None:
     parent = Parent.from_arguments()
     kind = decoder_of(PredictorSpec)(parent.receive()).regressor
-    decode = decoder_of(PredictorWord)
+    decode = decoder_of(PredictorMessage)
     if kind == "stillborn":
         raise RuntimeError("the odd predictor cannot start")
     taken = 0
     while True:
         word = decode(parent.receive())
         taken += 1
-        number = word.number if isinstance(word, Ask) else 0
+        number = word.number if isinstance(word, PredictionRequest) else 0
         match kind:
             case "crash":
                 os._exit(3)
@@ -26,24 +32,26 @@ def main() -> None:
             case "noise":
                 os.write(parent._socket.fileno(), b"\xff" * 64)
             case "boast":  # of words that it was never told
-                parent.send(encode(PredictorReport(taken=taken + 7)))
+                parent.send(encode(PredictorReport(processed=taken + 7)))
             case "nan":
                 parent.send(
-                    encode(PredictorReport(taken=taken, answers=(_answer(number, float("nan")),)))
+                    encode(
+                        PredictorReport(processed=taken, answers=(_answer(number, float("nan")),))
+                    )
                 )
             case "stranger":  # answers what nobody asked
                 parent.send(
-                    encode(PredictorReport(taken=taken, answers=(_answer(number + 50, 7.0),)))
+                    encode(PredictorReport(processed=taken, answers=(_answer(number + 50, 7.0),)))
                 )
             case "echo":
                 answers = (_answer(number, 7.0), _answer(number, 8.0)) if number else ()
-                parent.send(encode(PredictorReport(taken=taken, answers=answers)))
+                parent.send(encode(PredictorReport(processed=taken, answers=answers)))
             case "mute":
                 pass
 
 
-def _answer(number: int, tokens: float) -> Answer:
-    return Answer(number=number, remaining_tokens=tokens)
+def _answer(number: int, tokens: float) -> PredictedLength:
+    return PredictedLength(number=number, remaining_tokens=tokens)
 
 
 if __name__ == "__main__":

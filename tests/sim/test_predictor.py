@@ -13,7 +13,7 @@ from rollweave.schema.base import TrajectoryId
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
 from rollweave.sim.predictor import PREDICTION_S, SimPredictor
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths import build_regressor
 from tests.train.lengths.worlds import Told, trajectories
 
 
@@ -64,7 +64,7 @@ def test_an_answer_comes_the_latency_after_its_question() -> None:
 def test_what_is_answered_together_is_what_would_be_answered_alone(name: str) -> None:
     """Questions at random times, fits and ends between question and answer."""
     rng = random.Random(7)
-    desk, slow = Desk(name), ProgressivePredictor(lambda: build(name))
+    desk, slow = Desk(name), ProgressivePredictor(lambda: build_regressor(name))
     expected: list[float] = []
     fits: list[tuple[int, int]] = []
     for number, one in enumerate(trajectories(60, seed=1)):

@@ -18,8 +18,8 @@ from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, StopTrainer, TrainFailed, TrainOn
 from rollweave.schema.weights import WeightManifest
 from rollweave.train.trainer import Trainer
-from rollweave.train.weights import named
-from rollweave.weights.store import bytes_of, read_tensors
+from rollweave.train.weights import named_tensors
+from rollweave.weights.publication import bytes_of, read_tensors
 from tests.train.builders import make_batch, make_config
 
 SMALL_BYTES = 4096
@@ -41,7 +41,7 @@ class Rank:
         self.trainer.handle(TrainOn(batch=make_batch(step, step=step)))
 
     def expected(self) -> dict[str, torch.Tensor]:
-        return named(self.trainer._model, torch.bfloat16)
+        return named_tensors(self.trainer._model, torch.bfloat16)
 
     def publish(self, version: int) -> Published | TrainFailed:
         reply = self.trainer.handle(Publish(version=version, weights_id=version))

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from rollweave.train.packing import Example, pack, split
+from rollweave.train.packing import Example, pack, split_micro_batches
 from tests.support.properties import examples
 
 
@@ -55,7 +55,7 @@ def test_grids_lead_there_and_back(given: list[Example]) -> None:
 @settings(max_examples=examples(100))
 @given(lengths=st.lists(st.integers(1, 60), max_size=30), max_tokens=st.integers(1, 100))
 def test_split_keeps_its_bounds(lengths: list[int], max_tokens: int) -> None:
-    batches = split(lengths, max_tokens=max_tokens)
+    batches = split_micro_batches(lengths, max_tokens=max_tokens)
     assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
     for batch in batches:
         chosen = [lengths[index] for index in batch]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.builders import make_model
-from tests.train.test_ranks import ROOT, free_port
+from tests.train.test_distributed import ROOT, free_port
 
 WORKER = [sys.executable, "-m", "tests.train.publish_worker"]
 

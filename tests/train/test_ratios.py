@@ -26,7 +26,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import ScoredGroup, Segment, SegmentKind, TokenSequence
 from rollweave.train.trainer import Trainer
-from rollweave.weights.store import read_tensors
+from rollweave.weights.publication import read_tensors
 from tests.support.properties import examples
 from tests.train.builders import make_batch, make_config, make_model, make_sequence, make_trajectory
 from tests.train.test_trainer import poisoned

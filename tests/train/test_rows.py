@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from rollweave.schema.config.sections import AlgorithmConfig
 from rollweave.schema.work import Batch, ScoredGroup, Segment, SegmentKind, TokenSequence
-from rollweave.train.rows import balanced, batch_rows, minibatches
+from rollweave.train.rows import balance, batch_rows, minibatches
 from tests.support.properties import examples
 from tests.train.builders import make_batch, make_sequence, make_trajectory
 
@@ -93,7 +93,7 @@ def test_another_seed_splits_otherwise() -> None:
 @settings(max_examples=examples(100))
 @given(sizes=st.lists(st.integers(1, 100), max_size=30), bins=st.integers(1, 6))
 def test_balanced_bins_differ_by_one_item_at_most(sizes: list[int], bins: int) -> None:
-    found = balanced(sizes, bins)
+    found = balance(sizes, bins)
     assert sorted(index for part in found for index in part) == list(range(len(sizes)))
     loads = [sum(sizes[index] for index in part) for part in found]
     assert max(loads) - min(loads) <= max(sizes, default=0)

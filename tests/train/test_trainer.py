@@ -26,7 +26,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import Batch
 from rollweave.train.trainer import Trainer
-from rollweave.weights.store import read_tensors
+from rollweave.weights.publication import read_tensors
 from tests.train.builders import make_batch, make_config, make_model
 
 

@@ -17,7 +17,7 @@ from rollweave.schema.training import Publish, Published, Trained, TrainOn
 from rollweave.schema.work import Batch
 from rollweave.train.advantages import token_advantages
 from rollweave.train.trainer import Trainer
-from rollweave.weights.store import read_tensors
+from rollweave.weights.publication import read_tensors
 from tests.train.builders import make_batch, make_config, make_model
 
 TEMPERATURE = 0.8

@@ -10,12 +10,12 @@ import torch
 
 from rollweave.schema.errors import NonFiniteLossError, TrainerError
 from rollweave.schema.work import TokenSequence
+from rollweave.train.distributed import RankGroup
 from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
 from rollweave.train.passes import Passes
-from rollweave.train.ranks import Ranks
 from rollweave.train.trainer import Trainer
-from rollweave.train.warmup import example
+from rollweave.train.warmup import warmup_example
 from tests.train.builders import make_config, make_model, make_sequence
 
 
@@ -87,21 +87,22 @@ def test_a_loss_that_is_not_finite_names_the_knob(model_dir: Path, tmp_path: Pat
 
 def test_what_is_learned_of_a_transcript() -> None:
     sequence = make_sequence(random.Random(1))
-    outputs = example(sequence, observations=False).targets.tolist()
+    outputs = warmup_example(sequence, observations=False).targets.tolist()
     assert outputs == [i for i, sampled in enumerate(sequence.output_mask()) if sampled and i]
-    assert example(sequence, observations=True).targets.tolist() == list(
+    assert warmup_example(sequence, observations=True).targets.tolist() == list(
         range(1, len(sequence.tokens))
     )
 
 
 def test_passes_do_not_depend_on_how_examples_are_cut(model_dir: Path) -> None:
     examples = [
-        example(sequence, observations=True) for sequence in itertools.islice(transcripts(), 4)
+        warmup_example(sequence, observations=True)
+        for sequence in itertools.islice(transcripts(), 4)
     ]
     gradients = []
     for micro_tokens in (1, 10_000):
         model = load_model(model_dir, dtype="float32", device="cpu")
-        passes = Passes(model, Ranks(rank=0, world=1), micro_tokens=micro_tokens)
+        passes = Passes(model, RankGroup(rank=0, world=1), micro_tokens=micro_tokens)
         loss = passes.backward(
             examples, range(4), temperature=0.9, loss_of=lambda _, scores: -scores.logprobs.sum()
         )

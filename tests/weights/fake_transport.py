@@ -5,8 +5,8 @@ import os
 from collections import deque
 
 from rollweave.schema.weights import RelayAddress
-from rollweave.weights.transport import Body, Room, Serve
-from rollweave.weights.words import TakeError, Word
+from rollweave.weights.protocol import FetchError, Message
+from rollweave.weights.transport import Allocate, Body, Serve
 
 AHEAD = 2
 """Messages that may wait in a channel."""
@@ -17,13 +17,13 @@ class FakeChannel:
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
-        self._inbox: deque[tuple[Word, bytes] | None] = deque()
+        self._inbox: deque[tuple[Message, bytes] | None] = deque()
         self._moved = asyncio.Event()
         self.other: FakeChannel | None = None
         self._closed = False
         self.waits_since: float | None = None
 
-    async def send(self, word: Word, body: Body | None = None) -> None:
+    async def send(self, word: Message, body: Body | None = None) -> None:
         data = b""
         if body is not None:
             data = (
@@ -39,28 +39,28 @@ class FakeChannel:
                     await other._wait()
         except TimeoutError:
             self.close()
-            raise TakeError("source", "nothing was taken") from None
+            raise FetchError("source", "nothing was taken") from None
         if other._closed or self._closed:
-            raise TakeError("source", "the other end has gone")
+            raise FetchError("source", "the other end has gone")
         other._inbox.append((word, data))
         other._wake()
 
-    async def receive(self, room: Room | None = None) -> tuple[Word, int]:
+    async def receive(self, room: Allocate | None = None) -> tuple[Message, int]:
         try:
             async with asyncio.timeout(self._silent_s):
                 while not self._inbox:
                     if self._closed:
-                        raise TakeError("source", "it is closed")
+                        raise FetchError("source", "it is closed")
                     self.waits_since = asyncio.get_running_loop().time()
                     await self._wait()
         except TimeoutError:
             self.close()
-            raise TakeError("source", "nothing was said") from None
+            raise FetchError("source", "nothing was said") from None
         finally:
             self.waits_since = None
         message = self._inbox[0]
         if message is None:
-            raise TakeError("source", "the other end has hung up")
+            raise FetchError("source", "the other end has hung up")
         self._inbox.popleft()
         self._wake()
         word, data = message
@@ -68,10 +68,10 @@ class FakeChannel:
             return word, 0
         try:
             if room is None:
-                raise TakeError("broken", "a body that nobody expects")
+                raise FetchError("broken", "a body that nobody expects")
             with room(word, len(data)) as view:
                 view[:] = data
-        except TakeError:
+        except FetchError:
             self.close()
             raise
         return word, Body.of(data).check
@@ -123,7 +123,7 @@ class FakeTransport:
     async def connect(self, address: RelayAddress) -> FakeChannel:
         listener = self.listeners.get((address.host, address.port))
         if listener is None or listener.address.secret != address.secret:
-            raise TakeError(
+            raise FetchError(
                 "source", f"{address.host}:{address.port} is no relay, or our secret is not its own"
             )
         ours, theirs = FakeChannel(self._silent_s), FakeChannel(self._silent_s)
@@ -132,7 +132,7 @@ class FakeTransport:
         async def serve() -> None:
             try:
                 await listener.serve(theirs)
-            except TakeError:
+            except FetchError:
                 pass
             finally:
                 theirs.close()

@@ -12,21 +12,21 @@ import numpy as np
 import xxhash
 
 from rollweave.schema.weights import (
+    FetchVersion,
     RelayAddress,
     RelayReply,
-    Stalled,
-    Take,
-    TakeFailed,
-    Taken,
     TensorMeta,
+    VersionFailed,
+    VersionFetched,
+    VersionStalled,
     WeightManifest,
 )
 from rollweave.weights.memory import seal
-from rollweave.weights.offers import News, Offer, give
+from rollweave.weights.protocol import Request
 from rollweave.weights.relay import Relay
+from rollweave.weights.serve import Broadcast, ServedVersion, serve_version
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import Channel, Transport
-from rollweave.weights.words import Ask
 
 KIB = 1 << 10
 
@@ -118,7 +118,7 @@ class Host:
 
     def __init__(self, transport: Transport, *, linger_s: float = 60.0) -> None:
         self.answers: asyncio.Queue[RelayReply] = asyncio.Queue()
-        self.stalls: list[Stalled] = []
+        self.stalls: list[VersionStalled] = []
         self.relay = Relay(transport, self._hear, linger_s=linger_s)
         self.address = RelayAddress(host="", port=0, secret=b"")
 
@@ -130,7 +130,7 @@ class Host:
         base_id: int | None = None,
         keep: tuple[int, ...] = (),
         chunk_bytes: int = 256 * KIB,
-    ) -> Taken | TakeFailed:
+    ) -> VersionFetched | VersionFailed:
         self.begin(manifest, source, base_id=base_id, keep=keep, chunk_bytes=chunk_bytes)
         return await self.answer()
 
@@ -145,7 +145,7 @@ class Host:
     ) -> None:
         address = source.address if isinstance(source, Host) else source
         self.relay.take(
-            Take(
+            FetchVersion(
                 manifest=manifest,
                 source=address,
                 base_id=base_id,
@@ -155,15 +155,15 @@ class Host:
         )
 
     def _hear(self, word: RelayReply) -> None:
-        if isinstance(word, Stalled):
+        if isinstance(word, VersionStalled):
             self.stalls.append(word)
         else:
             self.answers.put_nowait(word)
 
-    async def answer(self) -> Taken | TakeFailed:
+    async def answer(self) -> VersionFetched | VersionFailed:
         async with asyncio.timeout(30):
             answer = await self.answers.get()
-        assert isinstance(answer, Taken | TakeFailed)
+        assert isinstance(answer, VersionFetched | VersionFailed)
         return answer
 
     def payload(self, weights_id: int) -> bytes | None:
@@ -199,15 +199,15 @@ class Tap:
     """
 
     def __init__(self, memory: Memory, *, piece: int) -> None:
-        self.offer = Offer(memory.manifest, memory.fd)
-        self.asked: list[Ask] = []
+        self.offer = ServedVersion(memory.manifest, memory.fd)
+        self.asked: list[Request] = []
         self._piece, self._nbytes, self._open = piece, memory.manifest.nbytes, 0
 
     async def serve(self, channel: Channel) -> None:
         ask, _ = await channel.receive()
-        assert isinstance(ask, Ask)
+        assert isinstance(ask, Request)
         self.asked.append(ask)
-        await give(channel, ask, lambda _: self.offer, News())
+        await serve_version(channel, ask, lambda _: self.offer, Broadcast())
 
     def let(self, pieces: int) -> None:
         """Let so many more pieces through."""

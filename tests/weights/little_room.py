@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rollweave.schema.errors import WeightsError
-from rollweave.weights.store import Publisher, read_tensors
+from rollweave.weights.publication import Publisher, read_tensors
 
 ROOM_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollweave.schema.weights import TensorMeta
 from rollweave.weights.parameters import Model
-from rollweave.weights.shards import Fsdp, Layout, TensorParallel, Whole
+from rollweave.weights.shards import Fsdp, Layout, TensorParallel, Unsharded
 
 Arrays = dict[str, np.ndarray]
 PADDING = -1
@@ -151,7 +151,7 @@ def cases(draw: st.DrawFn) -> tuple[Decoder, Layout, Layout]:
     def layout(tp: int) -> Layout:
         return draw(
             st.one_of(
-                st.builds(Whole),
+                st.builds(Unsharded),
                 st.builds(Fsdp, ranks=st.integers(1, 7)),
                 st.builds(
                     TensorParallel,
@@ -173,7 +173,7 @@ def slow(decoder: Decoder, layout: Layout) -> list[Arrays]:
     belongs.
     """
     full = decoder.arrays()
-    if isinstance(layout, Whole):
+    if isinstance(layout, Unsharded):
         return [full]
     if isinstance(layout, Fsdp):
         return [

@@ -374,7 +374,7 @@ def test_a_head_that_claims_too_much_is_none() -> None:
 
 @st.composite
 def layouts(draw: Callable[..., Any]) -> tuple[list[TensorMeta], int]:
-    """Tensors as `weights.store` lays them out, or packed closer, some empty; and the
+    """Tensors as `weights.publication` lays them out, or packed closer, some empty; and the
     payload's bytes.
     """
     metas, offset = [], 0

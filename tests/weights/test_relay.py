@@ -9,10 +9,9 @@ import os
 import msgspec
 import pytest
 
-from rollweave.schema.weights import BEAT_S, RelayAddress, TakeFailed, Taken
+from rollweave.schema.weights import HEARTBEAT_S, RelayAddress, VersionFailed, VersionFetched
 from rollweave.weights.tcp import Tcp
-from rollweave.weights.transport import Channel
-from rollweave.weights.watch import STALL_BEATS
+from rollweave.weights.transport import STALL_BEATS, Channel
 from tests.weights.host import (
     KIB,
     SHAPES,
@@ -28,8 +27,8 @@ from tests.weights.host import (
 )
 
 
-def failed(answer: Taken | TakeFailed, reason: str) -> str:
-    assert isinstance(answer, TakeFailed), answer
+def failed(answer: VersionFetched | VersionFailed, reason: str) -> str:
+    assert isinstance(answer, VersionFailed), answer
     assert answer.reason == reason, answer
     return answer.error
 
@@ -47,7 +46,7 @@ async def test_from_memory_and_down_a_chain() -> None:
                 host.begin(memory.manifest, source)
             for number, host in enumerate(chain):
                 answer = await host.answer()
-                assert isinstance(answer, Taken), answer
+                assert isinstance(answer, VersionFetched), answer
                 assert answer.nbytes == (memory.manifest.nbytes if number else 0)
                 assert answer.manifest == host.relay.manifest(1)
             memory.close()  # the trainer may be gone by now
@@ -58,13 +57,13 @@ async def test_only_changes_travel_and_who_has_no_base_gets_the_whole() -> None:
     with versions(2) as (old, new):
         async with hosts(4) as (master, second, third, late):
             for host, source in ((master, None), (second, master), (third, master)):
-                assert isinstance(await host.take(old.manifest, source), Taken)
+                assert isinstance(await host.take(old.manifest, source), VersionFetched)
             master.begin(new.manifest, base_id=1, keep=(1,))
             second.begin(new.manifest, master, base_id=1, keep=(1,))
             third.begin(new.manifest, second, base_id=1, keep=(1,))
             late.begin(new.manifest, second)
             answers = [await host.answer() for host in (master, second, third, late)]
-            sizes = [answer.nbytes for answer in answers if isinstance(answer, Taken)]
+            sizes = [answer.nbytes for answer in answers if isinstance(answer, VersionFetched)]
             assert sizes[0] == 0
             assert 0 < sizes[1] == sizes[2] < new.manifest.nbytes / 10
             assert sizes[3] == new.manifest.nbytes
@@ -107,7 +106,7 @@ async def test_it_goes_on_from_another_source_where_it_stood() -> None:
             host.begin(memory.manifest, other)
             for one in (host, after):
                 answer = await one.answer()
-                assert isinstance(answer, Taken)
+                assert isinstance(answer, VersionFetched)
                 assert answer.nbytes == memory.manifest.nbytes
             assert second.asked[0].ranges == ((768 * KIB, memory.manifest.nbytes),)
             assert host.payload(1) == after.payload(1) == memory.payload
@@ -127,13 +126,13 @@ async def test_another_source_overtakes_the_first() -> None:
             host.begin(memory.manifest, other)
             assert "overtaken" in failed(await host.answer(), "source")
             answer = await host.answer()
-            assert isinstance(answer, Taken)
+            assert isinstance(answer, VersionFetched)
             assert answer.nbytes == memory.manifest.nbytes
             # Two at once, of which the first never gets to begin.
             host.begin(memory.manifest, address)
             host.begin(memory.manifest, other)
             assert "overtaken" in failed(await host.answer(), "source")
-            assert isinstance(await host.answer(), Taken)
+            assert isinstance(await host.answer(), VersionFetched)
 
 
 async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_notice() -> None:
@@ -153,10 +152,10 @@ async def test_a_dead_masters_successor_becomes_the_master_and_the_rest_do_not_n
             failed(await second.answer(), "source")
             second.begin(new.manifest, base_id=1, keep=(1,))
             answers = [await host.answer() for host in (second, third, fourth)]
-            assert all(isinstance(answer, Taken) for answer in answers), answers
+            assert all(isinstance(answer, VersionFetched) for answer in answers), answers
             assert {host.payload(2) for host in (second, third, fourth)} == {new.payload}
             # What came before is not sent again, and the rest came as changes.
-            assert isinstance(answers[2], Taken)
+            assert isinstance(answers[2], VersionFetched)
             assert (
                 2048 * KIB
                 < answers[2].nbytes
@@ -172,7 +171,7 @@ async def test_a_source_that_is_not_there_and_a_wrong_secret() -> None:
             assert "secret" in failed(await host.take(memory.manifest, wrong), "source")
             nobody = RelayAddress(host="127.0.0.1", port=1, secret=b"")
             assert "cannot be reached" in failed(await host.take(memory.manifest, nobody), "source")
-            assert isinstance(await host.take(memory.manifest, source), Taken)
+            assert isinstance(await host.take(memory.manifest, source), VersionFetched)
 
 
 async def test_nothing_comes_and_it_says_so_again_and_again_and_goes_on() -> None:
@@ -195,7 +194,7 @@ async def test_nothing_comes_and_it_says_so_again_and_again_and_goes_on() -> Non
                 assert host.answers.empty()
                 host.begin(memory.manifest, source)
                 answers = [await host.answer(), await host.answer()]
-                assert [type(answer) for answer in answers] == [TakeFailed, Taken]
+                assert [type(answer) for answer in answers] == [VersionFailed, VersionFetched]
     finally:
         await listener.close()
 
@@ -238,7 +237,7 @@ async def test_a_source_that_gives_little_by_little_does_not_stall() -> None:
                 address = msgspec.structs.replace(
                     source.address, host="127.0.0.1", port=server.sockets[0].getsockname()[1]
                 )
-                assert isinstance(await host.take(memory.manifest, address), Taken)
+                assert isinstance(await host.take(memory.manifest, address), VersionFetched)
                 await over.wait()
         assert sent > total
         assert host.stalls == []
@@ -248,9 +247,9 @@ async def test_who_waits_hears_that_its_source_lives() -> None:
     with versions(1) as (memory,):
         async with hosts(1) as (host,), tapped(memory) as (slow, address):
             host.begin(memory.manifest, address)
-            await asyncio.sleep(2 * STALL_BEATS * BEAT_S)
+            await asyncio.sleep(2 * STALL_BEATS * HEARTBEAT_S)
             slow.let_all()
-            assert isinstance(await host.answer(), Taken)
+            assert isinstance(await host.answer(), VersionFetched)
             assert host.stalls == []
 
 
@@ -265,8 +264,8 @@ async def test_a_base_that_nobody_has() -> None:
                 await host.take(new.manifest, master, base_id=1), "base"
             )
             assert master.payload(1) == old.payload
-            assert isinstance(await master.take(new.manifest, keep=(1,)), Taken)
-            assert isinstance(await host.take(new.manifest, master), Taken)
+            assert isinstance(await master.take(new.manifest, keep=(1,)), VersionFetched)
+            assert isinstance(await host.take(new.manifest, master), VersionFetched)
 
 
 async def test_a_base_of_another_content_is_not_used() -> None:
@@ -278,7 +277,7 @@ async def test_a_base_of_another_content_is_not_used() -> None:
             await host.take(other.manifest)
             await master.take(new.manifest, base_id=1, keep=(1,))
             answer = await host.take(new.manifest, master, base_id=1, keep=(1,))
-            assert isinstance(answer, Taken)
+            assert isinstance(answer, VersionFetched)
             assert answer.nbytes == new.manifest.nbytes
             assert (host.payload(1), host.payload(2)) == (other.payload, new.payload)
     other.close()
@@ -295,7 +294,7 @@ async def test_a_source_without_the_changes_gives_the_whole() -> None:
             await master.take(new.manifest, keep=(1,))
             for host in (second, third):
                 answer = await host.answer()
-                assert isinstance(answer, Taken)
+                assert isinstance(answer, VersionFetched)
                 assert answer.nbytes == new.manifest.nbytes
                 assert host.payload(2) == new.payload
 
@@ -307,7 +306,7 @@ async def test_changes_are_kept_only_of_the_newest_versions() -> None:
             for number, memory in enumerate(memories):
                 base_id = number or None
                 answer = await master.take(memory.manifest, base_id=base_id, keep=everything)
-                assert isinstance(answer, Taken)
+                assert isinstance(answer, VersionFetched)
                 await host.take(memory.manifest, master, base_id=base_id, keep=everything)
             for weights_id in everything:
                 changes = host.relay._offers[weights_id]._changes
@@ -331,7 +330,7 @@ async def test_two_trainers_at_once() -> None:
                 three.begin(mine.manifest, address)
                 three.begin(theirs.manifest, two)
                 tap.let_all()
-                assert isinstance(await three.answer(), Taken)
+                assert isinstance(await three.answer(), VersionFetched)
                 assert "two trainers" in failed(await three.answer(), "broken")
                 assert three.payload(1) == mine.payload
         theirs.close()
@@ -355,10 +354,10 @@ async def test_a_payload_that_is_not_what_its_manifest_says(sealed: bool) -> Non
             await host.take(good.manifest)
             after.begin(lies, host)
             assert "digest" in failed(await host.take(lies, keep=(1,)), "broken")
-            assert isinstance(await after.answer(), TakeFailed)
+            assert isinstance(await after.answer(), VersionFailed)
             assert host.payload(1) == good.payload
             assert host.payload(2) is after.payload(2) is None
-            assert isinstance(await host.take(bad.manifest, keep=(1,)), Taken)
+            assert isinstance(await host.take(bad.manifest, keep=(1,)), VersionFetched)
         bad.close()
 
 
@@ -381,17 +380,17 @@ async def test_a_version_that_the_next_take_does_not_keep_is_abandoned() -> None
             tap.let(1)
             host.begin(one.manifest, address)
             await until(lambda: done(host, 1) > 0)
-            assert isinstance(await _second(host, two), Taken)
+            assert isinstance(await _second(host, two), VersionFetched)
             assert host.relay._coming == {}
             assert host.payload(1) is None
 
 
-async def _second(host: Host, memory: Memory) -> Taken | TakeFailed:
+async def _second(host: Host, memory: Memory) -> VersionFetched | VersionFailed:
     host.begin(memory.manifest)
     answers = [await host.answer(), await host.answer()]
-    gone = next(answer for answer in answers if isinstance(answer, TakeFailed))
+    gone = next(answer for answer in answers if isinstance(answer, VersionFailed))
     assert "does not keep it" in failed(gone, "source")
-    return next(answer for answer in answers if isinstance(answer, Taken))
+    return next(answer for answer in answers if isinstance(answer, VersionFetched))
 
 
 async def test_what_has_come_of_a_version_waits_only_a_while() -> None:
@@ -410,8 +409,8 @@ async def test_what_has_come_of_a_version_waits_only_a_while() -> None:
 async def test_nothing_at_all_is_a_version_too() -> None:
     with versions(1, tensors=()) as (memory,):
         async with hosts(2) as (one, two):
-            assert isinstance(await one.take(memory.manifest), Taken)
-            assert isinstance(await two.take(memory.manifest, one), Taken)
+            assert isinstance(await one.take(memory.manifest), VersionFetched)
+            assert isinstance(await two.take(memory.manifest, one), VersionFetched)
             assert two.payload(1) == b""
 
 

@@ -7,7 +7,7 @@ import asyncio
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from rollweave.schema.weights import RelayAddress, Take, Taken
+from rollweave.schema.weights import FetchVersion, RelayAddress, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
 from tests.weights.host import KIB, Host, hosts, tensors_of, versions
@@ -48,7 +48,7 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                     if isinstance(source, int)
                     else None
                 )
-                command = Take(
+                command = FetchVersion(
                     manifest=memories[weights_id - 1].manifest,
                     source=address,
                     base_id=base_id,
@@ -65,7 +65,7 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                 for weights_id in range(1, VERSIONS + 1):
                     everything = tuple(range(1, VERSIONS + 1))
                     host.relay.take(
-                        Take(
+                        FetchVersion(
                             manifest=memories[weights_id - 1].manifest,
                             keep=everything,
                             chunk_bytes=100 * KIB,
@@ -73,7 +73,7 @@ async def _obeyed(orders: list[tuple[int, int, object, int | None, set[int], int
                     )
             for number, host in enumerate(made):
                 answers = [await host.answer() for _ in range(asked[number] + VERSIONS)]
-                assert sum(isinstance(answer, Taken) for answer in answers) >= VERSIONS
+                assert sum(isinstance(answer, VersionFetched) for answer in answers) >= VERSIONS
                 _check(host, [memory.payload for memory in memories])
             for host in made:
                 assert host.answers.empty()

@@ -7,7 +7,7 @@ import asyncio
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from rollweave.schema.weights import TakeFailed, Taken
+from rollweave.schema.weights import VersionFailed, VersionFetched
 from rollweave.weights.tcp import Tcp
 from tests.support.properties import examples
 from tests.weights.host import KIB, hosts, tensors_of, versions
@@ -30,24 +30,24 @@ async def _broken(sizes: list[int], cuts: list[int], *, delta: bool) -> None:
     with versions(2, tensors=tensors_of(*sizes)) as (old, new):
         async with hosts(3) as (master, host, after):
             for one, source in ((master, None), (host, master), (after, host)):
-                assert isinstance(await one.take(old.manifest, source), Taken)
+                assert isinstance(await one.take(old.manifest, source), VersionFetched)
             after.begin(new.manifest, host, base_id=base_id, keep=(1,))
             assert isinstance(
                 await master.take(new.manifest, base_id=base_id, keep=(1,), chunk_bytes=64 * KIB),
-                Taken,
+                VersionFetched,
             )
-            answer: Taken | TakeFailed | None = None
+            answer: VersionFetched | VersionFailed | None = None
             for at in cuts:
-                if isinstance(answer, Taken):
+                if isinstance(answer, VersionFetched):
                     break
                 async with wired(master.address, "cut", at) as address:
                     answer = await host.take(new.manifest, address, base_id=base_id, keep=(1,))
-                    assert isinstance(answer, Taken) or answer.reason == "source", answer
-            if not isinstance(answer, Taken):
+                    assert isinstance(answer, VersionFetched) or answer.reason == "source", answer
+            if not isinstance(answer, VersionFetched):
                 answer = await host.take(new.manifest, master, base_id=base_id, keep=(1,))
             passed_on = await after.answer()
-            assert isinstance(answer, Taken), answer
-            assert isinstance(passed_on, Taken), passed_on
+            assert isinstance(answer, VersionFetched), answer
+            assert isinstance(passed_on, VersionFetched), passed_on
             assert host.payload(2) == after.payload(2) == new.payload
             assert answer.nbytes == passed_on.nbytes
             assert delta or answer.nbytes == new.manifest.nbytes
@@ -64,17 +64,17 @@ async def _flipped(at: int, *, delta: bool) -> None:
     with versions(2, tensors=tensors_of(12_000, 13_000)) as (old, new):
         async with hosts(2, Tcp(silent_s=1.0)) as (master, host):
             for one, source in ((master, None), (host, master)):
-                assert isinstance(await one.take(old.manifest, source), Taken)
+                assert isinstance(await one.take(old.manifest, source), VersionFetched)
             await master.take(new.manifest, base_id=base_id, keep=(1,))
             async with wired(master.address, "flip", at) as address:
                 answer = await host.take(new.manifest, address, base_id=base_id, keep=(1,))
-            if isinstance(answer, TakeFailed):
+            if isinstance(answer, VersionFailed):
                 assert answer.reason in ("broken", "source")
                 assert host.payload(2) is None
             assert host.payload(1) == old.payload
-            if not isinstance(answer, Taken):
+            if not isinstance(answer, VersionFetched):
                 answer = await host.take(new.manifest, master, base_id=base_id, keep=(1,))
-            assert isinstance(answer, Taken), answer
+            assert isinstance(answer, VersionFetched), answer
             assert host.payload(2) == new.payload
 
 
@@ -84,7 +84,7 @@ async def test_a_flipped_bit_in_a_body_is_told() -> None:
             await master.take(memory.manifest)
             async with wired(master.address, "flip", 100_000) as address:
                 answer = await host.take(memory.manifest, address)
-            assert isinstance(answer, TakeFailed)
+            assert isinstance(answer, VersionFailed)
             assert (answer.reason, "damaged" in answer.error) == ("broken", True)
             assert host.payload(1) is None
 
@@ -96,7 +96,7 @@ async def test_a_source_that_hangs_is_left() -> None:
             for at in (0, 100_000):
                 async with wired(master.address, "stall", at) as address:
                     answer = await host.take(memory.manifest, address)
-                assert isinstance(answer, TakeFailed)
+                assert isinstance(answer, VersionFailed)
                 assert answer.reason == "source"
                 assert "0.5 s" in answer.error
-            assert isinstance(await host.take(memory.manifest, master), Taken)
+            assert isinstance(await host.take(memory.manifest, master), VersionFetched)

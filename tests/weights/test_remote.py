@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from rollweave.schema.weights import RelayAddress, Taken, WeightManifest
-from rollweave.weights.pushpull import Changed, Transfer, pull, push, split, transfer_cost
+from rollweave.schema.weights import RelayAddress, VersionFetched, WeightManifest
+from rollweave.weights.protocol import Base, FetchError, Missing, Push, Range, Raw, RawRanges
+from rollweave.weights.pushpull import DeltaBase, Transfer, pull, push, split_payload, transfer_cost
 from rollweave.weights.remote import RemoteStore
 from rollweave.weights.tcp import Tcp
 from rollweave.weights.transport import Body, Channel
-from rollweave.weights.words import Base, Pieces, Push, Range, Raw, TakeError, Wanted
 from tests.support.properties import examples
 from tests.weights.host import KIB, SHAPES, Memory, changed, hosts, tensors_of, versions
 from tests.weights.wires import wired
@@ -47,7 +47,7 @@ async def sent(
     change = None
     if since is not None:
         base = Base(weights_id=since.manifest.weights_id, digest=since.manifest.digest)
-        change = Changed(base, memoryview(since.payload).__getitem__)
+        change = DeltaBase(base, memoryview(since.payload).__getitem__)
     return await push(
         Tcp(silent_s=5.0),
         address,
@@ -82,7 +82,7 @@ async def test_push_and_pull_at_once() -> None:
             mine = [(1000, 300_000), (900_001, 900_002)]
             everything = asyncio.create_task(read(address, memory.manifest))
             part = asyncio.create_task(read(address, memory.manifest, mine))
-            parts = split(memory.manifest, 3, bucket_bytes=BUCKET)
+            parts = split_payload(memory.manifest, 3, bucket_bytes=BUCKET)
             pushes = await asyncio.gather(
                 *(sent(address, memory, ranges=ranges) for ranges in parts)
             )
@@ -104,17 +104,17 @@ async def test_changes_are_pushed_and_relays_take_them_from_the_store() -> None:
     with versions(2) as (old, new):
         async with stored() as (_, address), hosts(2) as (one, other):
             assert (await sent(address, old)).nbytes == old.manifest.nbytes
-            assert isinstance(await one.take(old.manifest, address), Taken)
-            parts = split(new.manifest, 2, bucket_bytes=BUCKET)
+            assert isinstance(await one.take(old.manifest, address), VersionFetched)
+            parts = split_payload(new.manifest, 2, bucket_bytes=BUCKET)
             pushes = await asyncio.gather(
                 *(sent(address, new, ranges=ranges, since=old) for ranges in parts)
             )
             assert sum(push.nbytes for push in pushes) < new.manifest.nbytes / 10
             answer = await one.take(new.manifest, address, base_id=1, keep=(1,))
-            assert isinstance(answer, Taken)
+            assert isinstance(answer, VersionFetched)
             assert answer.nbytes < new.manifest.nbytes / 10
             answer = await other.take(new.manifest, address)
-            assert isinstance(answer, Taken)
+            assert isinstance(answer, VersionFetched)
             assert answer.nbytes == new.manifest.nbytes
             assert one.payload(2) == other.payload(2) == new.payload
 
@@ -206,11 +206,11 @@ async def test_short_ranges_travel_together() -> None:
 async def test_pieces_that_nobody_asked_for(ranges: tuple[Range, ...]) -> None:
     async def lie(channel: Channel) -> None:
         await channel.receive()
-        await channel.send(Pieces(ranges=ranges), Body.of(bytes(8)))
+        await channel.send(RawRanges(ranges=ranges), Body.of(bytes(8)))
 
     listener = await Tcp(silent_s=5.0).listen("127.0.0.1", lie)
     with versions(1) as (memory,):
-        with pytest.raises(TakeError, match="not wanted, or come twice") as error:
+        with pytest.raises(FetchError, match="not wanted, or come twice") as error:
             await read(listener.address, memory.manifest, [(0, 10)])
         assert reason_of(error) == "broken"
     await listener.close()
@@ -233,7 +233,7 @@ async def test_a_push_that_broke_off_goes_on() -> None:
             assert bytes((await read(address, memory.manifest))[0]) == memory.payload
 
 
-def reason_of(error: pytest.ExceptionInfo[TakeError]) -> str:
+def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
     return error.value.reason
 
 
@@ -244,27 +244,27 @@ async def test_bad_pushes_change_nothing() -> None:
             # A digest that is not the payload's: who sends and who reads are told.
             lies = msgspec.structs.replace(new.manifest, digest="0" * 32)
             reading = asyncio.create_task(read(address, lies))
-            with pytest.raises(TakeError, match="digest") as error:
+            with pytest.raises(FetchError, match="digest") as error:
                 await push(
                     Tcp(), address, lies, memoryview(new.payload).__getitem__, bucket_bytes=BUCKET
                 )
             assert reason_of(error) == "broken"
-            with pytest.raises(TakeError, match="digest"):
+            with pytest.raises(FetchError, match="digest"):
                 await reading
             # A base that it does not have, or has otherwise.
-            with pytest.raises(TakeError, match="not here") as error:
+            with pytest.raises(FetchError, match="not here") as error:
                 await sent(address, old, since=new)
             assert reason_of(error) == "base"
             rival = Memory(changed(old.payload, seed=7), weights_id=1, tensors=SHAPES)
-            with pytest.raises(TakeError, match="another content") as error:
+            with pytest.raises(FetchError, match="another content") as error:
                 await sent(address, new, since=rival)
             assert reason_of(error) == "base"
             # Two trainers, and another model.
-            with pytest.raises(TakeError, match="two trainers") as error:
+            with pytest.raises(FetchError, match="two trainers") as error:
                 await sent(address, rival)
             assert reason_of(error) == "broken"
             with versions(1, tensors=tensors_of(5), first=3) as (other,):
-                with pytest.raises(TakeError, match="another model") as error:
+                with pytest.raises(FetchError, match="another model") as error:
                     await sent(address, other)
                 assert reason_of(error) == "broken"
             rival.close()
@@ -282,7 +282,7 @@ async def test_two_trainers_at_once() -> None:
             results = await asyncio.gather(
                 sent(address, mine), sent(address, theirs), return_exceptions=True
             )
-            refused = [result for result in results if isinstance(result, TakeError)]
+            refused = [result for result in results if isinstance(result, FetchError)]
             assert len(refused) == 1
             assert "two trainers" in str(refused[0])
             assert store.ids() == [1]
@@ -302,7 +302,7 @@ async def test_senders_must_not_overlap() -> None:
                 await other.send(Push(manifest=memory.manifest, ranges=((0, BUCKET),)))
                 wanted, _ = await other.receive()
                 other.close()
-                if wanted == Wanted(ranges=()):
+                if wanted == Missing(ranges=()):
                     break
             await channel.receive()
             await channel.send(Raw(start=100, stop=200), Body.of(memory.payload[100:200]))
@@ -320,10 +320,10 @@ async def test_a_flipped_bit_and_a_torn_bucket() -> None:
         async with stored() as (store, address):
             await sent(address, memory)
             async with wired(address, "flip", 500_000) as bad:
-                with pytest.raises(TakeError, match="damaged"):
+                with pytest.raises(FetchError, match="damaged"):
                     await read(bad, memory.manifest)
             async with wired(address, "cut", 500_000) as bad:
-                with pytest.raises(TakeError, match="hung up"):
+                with pytest.raises(FetchError, match="hung up"):
                     await read(bad, memory.manifest)
             assert store.ids() == [1]
 
@@ -335,7 +335,7 @@ async def test_only_the_newest_are_kept_and_what_nobody_finishes_is_dropped() ->
                 await sent(address, memory)
             assert store.ids() == [2, 3]
             with versions(1, first=9) as (torn,):
-                with pytest.raises(TakeError, match=r"for 0.3 s, and it is not whole"):
+                with pytest.raises(FetchError, match=r"for 0.3 s, and it is not whole"):
                     await sent(address, torn, ranges=[(0, BUCKET)])
                 assert store.ids() == [2, 3]
                 assert store._growing == {}

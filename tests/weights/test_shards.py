@@ -20,7 +20,7 @@ from rollweave.weights.shards import (
     Layout,
     Piece,
     TensorParallel,
-    Whole,
+    Unsharded,
     deal,
     piece_bytes,
     plan,
@@ -101,7 +101,7 @@ def test_senders_slices_are_disjoint_and_cover_everything(
     model = decoder.model()
     times = {meta.name: np.zeros(meta.shape, int) for meta in model.tensors}
     payload = np.zeros(sum(meta.nbytes for meta in model.tensors) + 64 * len(model.tensors), int)
-    made = plan(model, senders, Whole(), bucket_bytes=bucket)
+    made = plan(model, senders, Unsharded(), bucket_bytes=bucket)
     for sender, pieces in enumerate(made.sends):
         for piece in pieces:
             times[piece.tensor][window(piece.start, piece.size)] += 1
@@ -244,7 +244,7 @@ MANY = Decoder(vocab=10, hidden=4, layers=2, heads=8, kv_heads=8, head_dim=2, ff
 )
 def test_layouts_that_cannot_be_are_refused(decoder: Decoder, layout: Layout, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan(decoder.model(), Whole(), layout)
+        plan(decoder.model(), Unsharded(), layout)
 
 
 def test_numbers_that_cannot_be_are_refused() -> None:
@@ -259,7 +259,7 @@ def test_numbers_that_cannot_be_are_refused() -> None:
         ),
         (lambda: Fsdp(2).shard(DENSE.model(), 2), r"rank must be in \[0, 2\), got 2"),
         (
-            lambda: deal(DENSE.model(), Whole(), bucket_bytes=0),
+            lambda: deal(DENSE.model(), Unsharded(), bucket_bytes=0),
             "bucket_bytes must be at least 1, got 0",
         ),
     ):
@@ -327,7 +327,7 @@ def test_fsdp_refuses_a_scalar_and_one_place_takes_it() -> None:
     model = one("scale")
     with pytest.raises(ValueError, match="scale must have a dimension"):
         Fsdp(2).shard(model, 0)
-    assert plan(model, Whole(), Whole()).sends[0][1] == Piece("scale", (), (), "scale", ())
+    assert plan(model, Unsharded(), Unsharded()).sends[0][1] == Piece("scale", (), (), "scale", ())
 
 
 FAMILIES = {

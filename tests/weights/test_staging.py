@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from rollweave.weights.publication import bytes_of, lay_out, publish, read_tensors
 from rollweave.weights.staging import Staging, on_device
-from rollweave.weights.store import bytes_of, lay_out, publish, read_tensors
 from tests.support.properties import examples
 
 CUDA = pytest.param(

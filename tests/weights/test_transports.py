@@ -14,12 +14,11 @@ import pytest
 import xxhash
 
 from rollweave.schema.errors import ConfigError
-from rollweave.schema.weights import RelayAddress, Taken
+from rollweave.schema.weights import RelayAddress, VersionFetched
 from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
-from rollweave.weights.tcp import CONNECTIONS, STRANGERS, Tcp
+from rollweave.weights.protocol import FetchError, KeepAlive, Message, Raw, Refused
+from rollweave.weights.tcp import MAX_CONNECTIONS, MAX_UNAUTHENTICATED, Tcp, transport_of
 from rollweave.weights.transport import Body, Channel, Listener, Serve, Transport
-from rollweave.weights.transports import transport_of
-from rollweave.weights.words import Alive, Raw, Refused, TakeError, Word
 from tests.weights.fake_transport import FakeTransport
 from tests.weights.host import hosts, versions
 
@@ -100,9 +99,9 @@ class Inbox:
     def __init__(self, most: int = 1 << 30) -> None:
         self.data, self._most = bytearray(), most
 
-    def room(self, word: Word, nbytes: int) -> memoryview:
+    def room(self, word: Message, nbytes: int) -> memoryview:
         if nbytes > self._most:
-            raise TakeError("broken", f"too long: {nbytes}")
+            raise FetchError("broken", f"too long: {nbytes}")
         self.data = bytearray(nbytes)
         return memoryview(self.data)
 
@@ -115,7 +114,7 @@ async def test_words_and_bodies_come_as_they_were_sent(
     whole, part = Raw(start=0, stop=len(data)), Raw(start=4097, stop=70_001)
 
     async def say() -> None:
-        await theirs.send(Alive())
+        await theirs.send(KeepAlive())
         await theirs.send(
             whole, Body.of_file(fd, 0, len(data), check=xxhash.xxh3_64_intdigest(data))
         )
@@ -126,7 +125,7 @@ async def test_words_and_bodies_come_as_they_were_sent(
         await theirs.send(Refused(reason="room", error="enough"))
 
     saying, inbox = asyncio.create_task(say()), Inbox()
-    assert await ours.receive() == (Alive(), 0)
+    assert await ours.receive() == (KeepAlive(), 0)
     assert await ours.receive(inbox.room) == (whole, xxhash.xxh3_64_intdigest(data))
     assert inbox.data == data
     assert (await ours.receive(inbox.room))[0] == part
@@ -142,28 +141,28 @@ async def test_both_ends_speak(line: tuple[Channel, Channel]) -> None:
     for _ in range(20):
         await ours.send(Raw(start=0, stop=1))
         assert await theirs.receive() == (Raw(start=0, stop=1), 0)
-        await theirs.send(Alive())
-        assert await ours.receive() == (Alive(), 0)
+        await theirs.send(KeepAlive())
+        assert await ours.receive() == (KeepAlive(), 0)
 
 
 async def test_a_body_that_is_refused_ends_the_channel(line: tuple[Channel, Channel]) -> None:
     ours, theirs = line
     sending = asyncio.create_task(theirs.send(Raw(start=0, stop=9), Body.of(b"x" * (1 << 20))))
-    with pytest.raises(TakeError, match="too long"):
+    with pytest.raises(FetchError, match="too long"):
         await ours.receive(Inbox(most=10).room)
-    with pytest.raises(TakeError):
+    with pytest.raises(FetchError):
         await ours.receive()
     await asyncio.wait([sending])
-    assert sending.exception() is None or isinstance(sending.exception(), TakeError)
+    assert sending.exception() is None or isinstance(sending.exception(), FetchError)
 
 
 async def test_the_end_and_silence_are_told(line: tuple[Channel, Channel]) -> None:
     ours, theirs = line
-    with pytest.raises(TakeError) as silence:
+    with pytest.raises(FetchError) as silence:
         await ours.receive()
     assert silence.value.reason == "source"
     theirs.close()
-    with pytest.raises(TakeError) as end:
+    with pytest.raises(FetchError) as end:
         await ours.receive()
     assert end.value.reason == "source"
 
@@ -175,7 +174,7 @@ async def test_who_is_read_by_nobody_gives_up(line: tuple[Channel, Channel]) -> 
         for _ in range(100):
             await theirs.send(Raw(start=0, stop=1), Body.of(bytes(1 << 20)))
 
-    with pytest.raises(TakeError) as error:
+    with pytest.raises(FetchError) as error:
         await say()
     assert error.value.reason == "source"
 
@@ -188,12 +187,12 @@ async def test_wrong_secrets_and_nobody(transports: Two) -> None:
         msgspec.structs.replace(listener.address, secret=listener.address.secret[:-1]),
         RelayAddress(host="127.0.0.1", port=1, secret=listener.address.secret),
     ):
-        with pytest.raises(TakeError) as error:
+        with pytest.raises(FetchError) as error:
             await transport.connect(wrong)
         assert error.value.reason == "source"
     assert one.theirs.empty()
     await listener.close()
-    with pytest.raises(TakeError):
+    with pytest.raises(FetchError):
         await transport.connect(listener.address)
 
 
@@ -206,7 +205,7 @@ async def test_a_chain_of_relays(kind: str) -> None:
                     host.begin(memory.manifest, source, base_id=base_id, keep=(1,))
                 for host in chain:
                     answer = await host.answer()
-                    assert isinstance(answer, Taken), answer
+                    assert isinstance(answer, VersionFetched), answer
             assert {host.payload(2) for host in chain} == {new.payload}
 
 
@@ -220,15 +219,15 @@ async def test_strangers_who_say_nothing_do_not_crowd_the_door() -> None:
     inside = await transport.connect(listener.address)
     theirs = await one.theirs.get()
     try:
-        for _ in range(CONNECTIONS + STRANGERS):
+        for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED):
             idle.append(socket.socket())
             idle[-1].setblocking(False)
             await loop.sock_connect(idle[-1], ("127.0.0.1", listener.address.port))
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
             (await transport.connect(listener.address)).close()
-            await theirs.send(Alive())
-            assert (await inside.receive())[0] == Alive()
+            await theirs.send(KeepAlive())
+            assert (await inside.receive())[0] == KeepAlive()
             assert await loop.sock_recv(idle[0], 1) == b"", "the first to come was the first to go"
         with pytest.raises(BlockingIOError):
             idle[-1].recv(1)

@@ -61,9 +61,9 @@ from rollweave.schema.serving import (
     Suspend,
     Suspended,
 )
-from rollweave.weights.saved import read_saved
+from rollweave.weights.publication import read_tensors
 from rollweave.weights.staging import on_device
-from rollweave.weights.store import read_tensors
+from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 
 
 class Between(NamedTuple):
@@ -210,7 +210,7 @@ class EngineLoop:
                 self._load(
                     step,
                     word.weights_id,
-                    lambda: read_saved(Path(directory), step=step, dtype=published),
+                    lambda: read_trainer_checkpoint(Path(directory), step=step, dtype=published),
                 )
             case Stats():
                 self._reply(Sampled(stats=self._stats()))

@@ -56,7 +56,7 @@ from rollweave.schema.errors import ConfigError, DiskError
 from rollweave.schema.events import EngineSlot
 from rollweave.schema.prediction import PredictorSpec
 from rollweave.schema.serving import EngineSpec
-from rollweave.train.lengths.registry import check_installed
+from rollweave.train.lengths import check_installed
 
 BACKSTOP = 2.0
 """Our own limits on a silent child, as a multiple of the core's: the core acts first,

@@ -1,17 +1,17 @@
-"""The words about remaining lengths: what is known of a trajectory under way, and what
-is said to a predictor (Heddle §4.1).
+"""Messages about remaining lengths: the features of a running trajectory, and the
+protocol of a predictor process (Heddle §4.1).
 """
 
 from rollweave.schema.base import Struct, TaggedStruct, TrajectoryId
 
 
 class LengthContext(Struct, frozen=True, kw_only=True):
-    """A trajectory before turn `turn`: what it is, what it has done, what its group has
-    shown. Lengths are tokens.
+    """Describes a trajectory before turn `turn`: its task, its progress, and the lengths
+    observed in its group. Lengths are in tokens.
 
     `siblings` members of its group have ended, after `sibling_mean` sampled tokens on
     average and `sibling_longest` at most. `reward` (of the steps so far) and `plan`
-    (the first tokens of the first turn) are for the world to add, which holds them.
+    (the first tokens of the first turn) are added by the world, which holds them.
     """
 
     domain: str
@@ -31,19 +31,19 @@ class LengthContext(Struct, frozen=True, kw_only=True):
 class PredictorSpec(Struct, frozen=True, kw_only=True):
     """How to build a predictor.
 
-    `checkpoint` is the directory of the language model that regressor `lm` reads plans
-    with.
+    `checkpoint` is the directory of the language model with which regressor `lm` reads
+    plans.
     """
 
     regressor: str
     checkpoint: str | None = None
 
 
-# Words to a predictor, which takes them in the order in which they are said.
+# Messages to a predictor, which processes them in the order in which they were sent.
 
 
-class Ask(TaggedStruct, frozen=True, kw_only=True):
-    """How long will it be? `number` grows from question to question."""
+class PredictionRequest(TaggedStruct, frozen=True, kw_only=True):
+    """Ask for the remaining length. `number` increases from request to request."""
 
     number: int
     trajectory_id: TrajectoryId
@@ -51,9 +51,9 @@ class Ask(TaggedStruct, frozen=True, kw_only=True):
     context: LengthContext
 
 
-class Learn(TaggedStruct, frozen=True, kw_only=True):
-    """The attempt is over after `output_tokens` sampled tokens; None where it teaches
-    nothing.
+class RecordLength(TaggedStruct, frozen=True, kw_only=True):
+    """Record that the attempt ended after `output_tokens` sampled tokens, or None if it
+    is not usable for training.
     """
 
     trajectory_id: TrajectoryId
@@ -62,33 +62,35 @@ class Learn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Fit(TaggedStruct, frozen=True, kw_only=True):
-    """Fit the regressor to what was learned."""
+    """Fit the regressor to the recorded lengths."""
 
 
 class StopPredictor(TaggedStruct, frozen=True, kw_only=True):
-    """Nothing follows."""
+    """End the process; no message follows."""
 
 
-PredictorWord = Ask | Learn | Fit | StopPredictor
+PredictorMessage = PredictionRequest | RecordLength | Fit | StopPredictor
 
 
-# What a predictor says, after every few words that it took at once.
+# A predictor reports after every few messages that it processed together.
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class PredictedLength(Struct, frozen=True, kw_only=True):
     number: int
     remaining_tokens: float
 
 
 class PredictorReport(Struct, frozen=True, kw_only=True):
-    """`taken` words since it began, with all answers to those among them that ask.
+    """`processed` messages since the start, with the answers to all requests among
+    them.
 
-    `failed` fits and predictions since it began, `fits` that succeeded, `fit_s` seconds
-    of all; `pairs` to learn from now.
+    `failed` counts fits and predictions that failed since the start, and `fits` those
+    fits that succeeded, in `fit_s` seconds altogether. `pairs` is the number of pairs
+    available for training.
     """
 
-    taken: int
-    answers: tuple[Answer, ...] = ()
+    processed: int
+    answers: tuple[PredictedLength, ...] = ()
     failed: int = 0
     fits: int = 0
     fit_s: float = 0.0
@@ -96,12 +98,13 @@ class PredictorReport(Struct, frozen=True, kw_only=True):
 
 
 class PredictorStats(Struct, frozen=True, kw_only=True):
-    """What became of all questions of a run: `asked` are `answered`, wait, or were lost
-    with a predictor that died.
+    """The outcome of all requests of a run: the `asked` ones are `answered`,
+    pending, or `lost` with a predictor that died.
 
-    `dropped` were not asked, because too many waited or no predictor lives. `failed`
-    fits and predictions, which other numbers replaced. Milliseconds from question to
-    answer; seconds of all fits.
+    `dropped` requests were not sent, because too many were pending or no predictor was
+    running. `failed` counts fits and predictions, which were replaced by other numbers.
+    Latencies from request to answer are in milliseconds; `fit_s` is the total of all
+    fits, in seconds.
     """
 
     asked: int = 0

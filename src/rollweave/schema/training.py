@@ -1,5 +1,5 @@
-"""The words between the controller and the trainer's processes, and what a training
-step reports.
+"""The messages between the controller and the trainer's processes, and the metrics of a
+training step.
 """
 
 from rollweave.schema.base import Struct, TaggedStruct
@@ -8,7 +8,7 @@ from rollweave.schema.work import Batch, ScoredGroup
 
 
 class TrainOn(TaggedStruct, frozen=True, kw_only=True):
-    """Train on one (mini-)batch: the optimizer steps, the version does not.
+    """Train on one (mini-)batch: the optimizer advances, the version does not.
 
     Answered by `Trained` or `TrainFailed`.
     """
@@ -17,10 +17,10 @@ class TrainOn(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Measure(TaggedStruct, frozen=True, kw_only=True):
-    """How far the current weights are from those that sampled these groups, before
-    mini-batch `part` of step `step`.
+    """Measure how far the current weights are from those that sampled these groups,
+    before mini-batch `part` of step `step`.
 
-    Nothing changes. Answered by `Measured` or `TrainFailed`.
+    The trainer's state does not change. Answered by `Measured` or `TrainFailed`.
     """
 
     step: int
@@ -29,9 +29,10 @@ class Measure(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Publish(TaggedStruct, frozen=True, kw_only=True):
-    """Publish the current weights as `version`, and let go of all others but `keep`.
+    """Publish the current weights as `version`, and release all other versions that are
+    not in `keep`.
 
-    Answered by `Published`.
+    Answered by `Published` or `TrainFailed`.
     """
 
     version: int
@@ -44,14 +45,14 @@ class Save(TaggedStruct, frozen=True, kw_only=True):
     `path`, atomically.
 
     `export` additionally writes a Hugging Face checkpoint (config, safetensors,
-    tokenizer) under `path/hf`. Answered by `Saved` or `SaveFailed`. With `beside`,
-    answered by `Copied`; one of those follows later, among the answers to other
-    commands.
+    tokenizer) under `path/hf`. Answered by `Saved` or `SaveFailed`. With `background`,
+    answered by `Copied`; `Saved` or `SaveFailed` follows later, among the answers to
+    other commands.
     """
 
     path: str
     export: bool = False
-    beside: bool = False
+    background: bool = False
 
 
 class Restore(TaggedStruct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class TrainerReady(TaggedStruct, frozen=True, kw_only=True):
 
 
 class TrainMetrics(Struct, frozen=True, kw_only=True):
-    """Figures of one (mini-)batch: `values` has stable, documented names (see
+    """Metrics of one (mini-)batch: `values` has stable, documented names (see
     `train/metrics.py`).
     """
 
@@ -88,14 +89,16 @@ class Trained(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Measured(TaggedStruct, frozen=True, kw_only=True):
-    """The mean importance ratio of each group, in their order (`train/ratios.py`)."""
+    """The mean importance ratio of each group, in the order of the command
+    (`train/ratios.py`).
+    """
 
     ratios: tuple[float, ...]
 
 
 class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
-    """`nonfinite` marks a NaN or infinite loss: weights and optimizer are as before the
-    step. `groups` names the batch.
+    """A command failed. `nonfinite` marks a NaN or infinite loss: weights and optimizer
+    are as before the step. `groups` names the groups of the batch.
     """
 
     error: str
@@ -104,8 +107,8 @@ class TrainFailed(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Published(TaggedStruct, frozen=True, kw_only=True):
-    """`gathered`: some rank could not reach the memory of rank 0, so that all had to
-    give it their weights.
+    """The version is published. `gathered` reports that some rank could not reach the
+    memory of rank 0, so that all ranks had to send it their weights.
     """
 
     manifest: WeightManifest
@@ -114,8 +117,8 @@ class Published(TaggedStruct, frozen=True, kw_only=True):
 
 
 class Copied(TaggedStruct, frozen=True, kw_only=True):
-    """A copy of the checkpoint is in memory, which took `copy_s` seconds, and is being
-    written.
+    """A copy of the checkpoint is in memory and is being written. Copying took `copy_s`
+    seconds.
     """
 
     path: str

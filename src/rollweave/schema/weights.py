@@ -1,10 +1,10 @@
-"""Weights on the way from the trainer to the engines, and the words between the
-controller and the relays that pass them on.
+"""Weight versions in transit from the trainer to the engines, and the messages between
+the controller and the relays that distribute them.
 
-A relay is a process, one a machine, that keeps versions in shared memory for the
-engines there (Laminar §4). It takes each version from the trainer, or from another
-relay that has it or is still taking it itself: so a chain is a broadcast in a pipeline,
-and repairing one is to name another source.
+A relay is a process, one per machine, that keeps versions in shared memory for the
+engines there (Laminar §4). It fetches each version from the trainer, or from another
+relay that has the version or is still receiving it. A chain of relays is therefore a
+pipelined broadcast, and a broken chain is repaired by naming another source.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from rollweave.schema.base import Struct, TaggedStruct
 
 
 class TensorMeta(Struct, frozen=True, kw_only=True):
-    """One tensor at bytes `[offset, offset + nbytes)` of the payload.
+    """Describes one tensor at bytes `[offset, offset + nbytes)` of the payload.
 
     `dtype` is torch's name without the prefix.
     """
@@ -26,8 +26,8 @@ class TensorMeta(Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(Struct, frozen=True, kw_only=True):
-    """A published weight version. `version` counts training steps; `weights_id` is
-    never reused, and tags KV and caches.
+    """Describes a published weight version. `version` counts training steps;
+    `weights_id` is never reused and tags KV and caches.
 
     `location` is a path that any process on the host can open; `digest` is the xxh3-128
     of the payload, in hex.
@@ -47,9 +47,9 @@ TransportName = Literal["tcp", "mooncake", "nixl"]
 
 
 class RelayAddress(Struct, frozen=True, kw_only=True):
-    """Where a relay, or the trainer, gives versions away.
+    """The address at which a relay, or the trainer, serves versions.
 
-    Who connects must show the secret.
+    A client must present the secret to connect.
     """
 
     host: str
@@ -65,15 +65,15 @@ class RelaySpec(Struct, frozen=True, kw_only=True):
     transport: TransportName = "tcp"
 
 
-class Take(TaggedStruct, frozen=True, kw_only=True):
-    """Get a version, from `source`, or (None) from this host's memory at
-    `manifest.location`, where the trainer has put it.
+class FetchVersion(TaggedStruct, frozen=True, kw_only=True):
+    """Fetch a version from `source` or, if that is None, from this host's memory at
+    `manifest.location`, where the trainer put it.
 
-    With `base_id` only what has changed since that version travels. A version that is
-    being taken goes on from another source where it stood. Versions not in `keep`, nor
-    this one, are let go. Answered by `Taken` or `TakeFailed`. What comes from this
-    host's memory is passed on in pieces of about `chunk_bytes`; other relays keep the
-    cut of their source.
+    With `base_id`, only the changes since that version are transferred. A partly
+    received version resumes from another source where it stopped. Versions that are
+    neither in `keep` nor this one are evicted. Answered by `VersionFetched` or
+    `VersionFailed`. A version from this host's memory is passed on in pieces of about
+    `chunk_bytes`; other relays keep the pieces of their source.
     """
 
     manifest: WeightManifest
@@ -87,16 +87,16 @@ class StopRelay(TaggedStruct, frozen=True, kw_only=True):
     pass
 
 
-RelayCommand = Take | StopRelay
+RelayCommand = FetchVersion | StopRelay
 
 
 class RelayReady(TaggedStruct, frozen=True, kw_only=True):
     address: RelayAddress
 
 
-class Taken(TaggedStruct, frozen=True, kw_only=True):
-    """The version is here, whole and verified: `manifest.location` is this relay's
-    memory. `nbytes` have travelled.
+class VersionFetched(TaggedStruct, frozen=True, kw_only=True):
+    """The version is complete and verified. `manifest.location` is this relay's memory.
+    `nbytes` were transferred.
     """
 
     manifest: WeightManifest
@@ -104,21 +104,21 @@ class Taken(TaggedStruct, frozen=True, kw_only=True):
     seconds: float
 
 
-class Stalled(TaggedStruct, frozen=True, kw_only=True):
-    """Said again and again while nothing comes from the source of a `Take`, which goes
-    on. No answer: another may be better.
+class VersionStalled(TaggedStruct, frozen=True, kw_only=True):
+    """Sent repeatedly while nothing arrives from the source of a `FetchVersion`, which
+    continues. It is not an answer: another source may be better.
     """
 
     weights_id: int
     source: RelayAddress
 
 
-class TakeFailed(TaggedStruct, frozen=True, kw_only=True):
-    """The version has not come; those that were here are untouched.
+class VersionFailed(TaggedStruct, frozen=True, kw_only=True):
+    """The version could not be fetched; stored versions are unaffected.
 
-    Reasons: `source` is gone, silent or does not have it; the `base` is not here, or is
-    not what the change was made from: ask for the whole; what came is `broken`; there
-    is no `room` in memory.
+    Reasons: the `source` is gone, silent or does not have the version; the `base` is
+    not stored here or does not match the delta, so that the full version must be
+    fetched; the received data is `broken`; or there is no `room` in memory.
     """
 
     weights_id: int
@@ -126,12 +126,17 @@ class TakeFailed(TaggedStruct, frozen=True, kw_only=True):
     error: str
 
 
-BEAT_S = 0.2
-"""Seconds between two beats of a relay."""
+FetchReply = VersionFetched | VersionFailed
 
 
-class RelayBeat(TaggedStruct, frozen=True, kw_only=True):
-    """Sent every BEAT_S, so that a relay that hangs is told from one that works."""
+HEARTBEAT_S = 0.2
+"""Seconds between two heartbeats of a relay."""
 
 
-RelayReply = RelayReady | Taken | Stalled | TakeFailed | RelayBeat
+class RelayHeartbeat(TaggedStruct, frozen=True, kw_only=True):
+    """Sent every `HEARTBEAT_S` seconds, so that a hung relay can be distinguished from
+    a working one.
+    """
+
+
+RelayReply = RelayReady | VersionFetched | VersionStalled | VersionFailed | RelayHeartbeat

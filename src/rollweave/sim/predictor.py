@@ -15,7 +15,7 @@ from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.errors import ConfigError
 from rollweave.sim.clock import Clock
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths import build_regressor
 
 PREDICTION_S = (0.103 + 0.15 + 0.26 + 0.099 + 0.15 + 0.27 + 0.104 + 0.16 + 0.28) / 9
 """Heddle Table 1: seconds of a prediction by its regressor of 0.6B, mean over three
@@ -36,7 +36,7 @@ class SimPredictor:
                 "text to read, got 'lm'"
             )
         self._clock, self._post = clock, post
-        self._make = functools.partial(build, name)
+        self._make = functools.partial(build_regressor, name)
         self.predictor = ProgressivePredictor(self._make)
         self._asked: dict[int, Question] = {}  # not computed yet, by number
         self._answers: dict[int, float] = {}

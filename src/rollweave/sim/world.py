@@ -34,7 +34,7 @@ from rollweave.sim.rollouts import Rollouts
 from rollweave.sim.serverless import Serverless
 from rollweave.sim.trainer import SimTrainer
 from rollweave.sim.workload import Workload, workload
-from rollweave.train.lengths.registry import check_installed
+from rollweave.train.lengths import check_installed
 
 
 class StuckError(RollweaveError):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from rollweave.io.disk import file_digest
 from rollweave.schema.errors import TrainerError
 from rollweave.train.files import PARTIAL, new_directory
-from rollweave.weights.saved import DIGESTS, FORMAT, MODEL, STATE
+from rollweave.weights.trainer_checkpoint import DIGESTS, FORMAT, MODEL, STATE
 
 EXPORT = "hf"
 TOKENIZER_FILES = (

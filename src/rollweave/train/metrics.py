@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollweave.train.ranks import Ranks
+from rollweave.train.distributed import RankGroup
 
 TOKEN_SUMS = (
     "count",
@@ -86,7 +86,7 @@ class GapMeter:
             self._sums[place, 1] += len(gaps)
             self._max = torch.maximum(self._max, gaps.max().double())
 
-    def figures(self, ranks: Ranks) -> dict[str, float]:
+    def figures(self, ranks: RankGroup) -> dict[str, float]:
         """Empty where no such token was seen (all of them are stale, for one)."""
         sums = ranks.total(self._sums)
         gap, count = sums.sum(0).tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rollweave.schema.config.sections import TrainerConfig
-from rollweave.train.ranks import full, is_sharded, like, local
+from rollweave.train.distributed import full_tensor, is_sharded, local_tensor, sharded_like
 
 BETA1 = 0.9
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -81,11 +81,11 @@ class Snapshot:
         for parameter, weight, moments in zip(
             model.parameters(), self.weights, self.moments, strict=True
         ):
-            local(parameter).copy_(weight)
+            local_tensor(parameter).copy_(weight)
             if not moments:
                 optimizer.state.pop(parameter, None)
             for key, value in moments.items():
-                local(optimizer.state[parameter][key]).copy_(value)
+                local_tensor(optimizer.state[parameter][key]).copy_(value)
 
 
 def optimizer_tensors(
@@ -98,7 +98,7 @@ def optimizer_tensors(
     for name, parameter in model.named_parameters():
         state: Mapping[str, torch.Tensor] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            found[f"{key}.{name}"] = full(value).to("cpu", copy=True)
+            found[f"{key}.{name}"] = full_tensor(value).to("cpu", copy=True)
     return found
 
 
@@ -112,10 +112,10 @@ def load_optimizer_tensors(
     for name, parameter in model.named_parameters():
         optimizer.state.pop(parameter, None)
         if f"step.{name}" in tensors:
-            state = {key: like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
+            state = {key: sharded_like(tensors[f"{key}.{name}"], parameter) for key in MOMENTS}
             state["step"] = tensors[f"step.{name}"].to(parameter.device)
             optimizer.state[parameter] = state
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).to("cpu", copy=True)
+    return local_tensor(tensor).to("cpu", copy=True)

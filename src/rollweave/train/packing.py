@@ -85,7 +85,7 @@ def pack(examples: Sequence[Example]) -> Packed:
     )
 
 
-def split(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def split_micro_batches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
     """Indices of sequences by micro-batch: similar lengths together, at most
     `max_tokens` each (or one longer sequence).
 

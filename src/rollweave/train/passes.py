@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rollweave.train.distributed import RankGroup, sync_gradients
 from rollweave.train.model import Model, Reference, Scores
-from rollweave.train.packing import Example, pack, split
-from rollweave.train.ranks import Ranks, sync_gradients
-from rollweave.train.rows import balanced
+from rollweave.train.packing import Example, pack, split_micro_batches
+from rollweave.train.rows import balance
 
 CACHE_TOKENS = 2048
 """Tokens of one pass on a CPU, at most: beyond, a small model's activations leave the
@@ -35,7 +35,7 @@ class Passes:
     `micro_tokens` bounds one pass, unless a single example is longer.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, *, micro_tokens: int) -> None:
+    def __init__(self, model: Model, ranks: RankGroup, *, micro_tokens: int) -> None:
         self.model = model
         self.ranks = ranks
         self.device = next(model.parameters()).device
@@ -118,9 +118,9 @@ class Passes:
         """
         lengths = [len(examples[index].tokens) for index in chosen]
         plans = []
-        for share in balanced(lengths, self.ranks.world):
+        for share in balance(lengths, self.ranks.world):
             share_lengths = [lengths[place] for place in share]
-            cut = split(share_lengths, max_tokens=self._micro_tokens)
+            cut = split_micro_batches(share_lengths, max_tokens=self._micro_tokens)
             plans.append([[chosen[share[place]] for place in micro] for micro in cut])
         mine = plans[self.ranks.rank]
         missing = max(len(plan) for plan in plans) - len(mine)

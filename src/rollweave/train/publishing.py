@@ -18,16 +18,16 @@ from torch import nn
 from rollweave.schema.errors import RollweaveError, TrainerError
 from rollweave.schema.training import Publish
 from rollweave.schema.weights import TensorMeta, WeightManifest
-from rollweave.train.ranks import Ranks, full, local
+from rollweave.train.distributed import RankGroup, full_tensor, local_tensor
 from rollweave.weights.parameters import Model
+from rollweave.weights.publication import Draft, DraftHandle, PayloadWriter, Publisher, lay_out
 from rollweave.weights.shards import Fsdp, runs
 from rollweave.weights.staging import Staging
-from rollweave.weights.store import Draft, Offer, Publisher, Slices, lay_out
 
 _log = logging.getLogger(__name__)
 
 
-class Outlet:
+class WeightPublisher:
     """Where this rank's weights go out, as `dtype`.
 
     Every rank calls `publish` for every version.
@@ -36,7 +36,7 @@ class Outlet:
     def __init__(
         self,
         model: nn.Module,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -91,10 +91,10 @@ class Outlet:
             return None, str(error)
 
     def _written(
-        self, metas: tuple[TensorMeta, ...], draft: Draft | None, offer: Offer
+        self, metas: tuple[TensorMeta, ...], draft: Draft | None, offer: DraftHandle
     ) -> tuple[bool, str]:
         """Whether the ranks had to gather, and what went wrong on this one."""
-        slices = draft.slices if draft is not None else Slices.of(offer)
+        slices = draft.slices if draft is not None else PayloadWriter.of(offer)
         try:
             far = [
                 rank for rank, near in enumerate(self._ranks.each(slices is not None)) if not near
@@ -121,7 +121,7 @@ class Outlet:
         except RollweaveError as error:
             return None, str(error)
 
-    def _write(self, slices: Slices, tensors: Iterable[tuple[int, torch.Tensor]]) -> str:
+    def _write(self, slices: PayloadWriter, tensors: Iterable[tuple[int, torch.Tensor]]) -> str:
         """Write `tensors` at their offsets. Returns what went wrong."""
         try:
             for offset, data in self._staging.drain(tensors, self._dtype):
@@ -142,7 +142,7 @@ class Outlet:
         shard = Fsdp(self._ranks.world).shard(model, self._ranks.rank)
         places = {meta.name: meta for meta in metas}
         for piece in shard.pieces:
-            tensor, meta = local(self._parameters[piece.tensor]), places[piece.tensor]
+            tensor, meta = local_tensor(self._parameters[piece.tensor]), places[piece.tensor]
             assert tensor.shape == piece.size, (
                 f"{piece.tensor} is sharded as {tuple(tensor.shape)}, not {piece.size}"
             )
@@ -151,7 +151,7 @@ class Outlet:
 
     def _whole(self, metas: tuple[TensorMeta, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         for meta in metas:
-            yield meta.offset, full(self._parameters[meta.name])
+            yield meta.offset, full_tensor(self._parameters[meta.name])
 
     def _agree(self, error: str, command: Publish) -> None:
         """Raise on every rank where any rank has an error: the same words."""

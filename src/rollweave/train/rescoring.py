@@ -18,7 +18,7 @@ from rollweave.train.model import load_model
 from rollweave.train.packing import Example, pack
 
 
-def rescored(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+def rescore(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """Return log-probs of `tokens` after `prompt`.
 
     Raises TrainerError if the trainer does not support the checkpoint.
@@ -35,4 +35,4 @@ def rescored(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[f
 if __name__ == "__main__":
     reset_signals()
     asked = json.loads(sys.stdin.read())
-    json.dump(rescored(Path(asked["path"]), asked["prompt"], asked["tokens"]), sys.stdout)
+    json.dump(rescore(Path(asked["path"]), asked["prompt"], asked["tokens"]), sys.stdout)

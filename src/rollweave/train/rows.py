@@ -51,7 +51,7 @@ def batch_rows(batch: Batch, algorithm: AlgorithmConfig) -> list[Row]:
         for sequence, value in zip(trajectory.sequences, values, strict=True):
             targets = output_positions(sequence)
             if len(targets):
-                current = _sampled_by(sequence, batch.version)[targets]
+                current = _sampled_by_version(sequence, batch.version)[targets]
                 rows.append(
                     Row(
                         example=Example(tokens=torch.tensor(sequence.tokens), targets=targets),
@@ -88,11 +88,11 @@ def minibatches(rows: Sequence[Row], *, parts: int, seed: str) -> list[list[int]
     units = list(by_trajectory.values())
     random.Random(seed).shuffle(units)
     sizes = [sum(rows[index].tokens for index in unit) for unit in units]
-    bins = balanced(sizes, parts)
+    bins = balance(sizes, parts)
     return [sorted(index for unit in part for index in units[unit]) for part in bins if part]
 
 
-def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
+def balance(sizes: Sequence[int], bins: int) -> list[list[int]]:
     """Indices of `sizes` in `bins` bins of about equal sums: the largest first, each
     into the bin that holds least.
     """
@@ -105,7 +105,7 @@ def balanced(sizes: Sequence[int], bins: int) -> list[list[int]]:
     return filled
 
 
-def _sampled_by(sequence: TokenSequence, version: int) -> torch.Tensor:
+def _sampled_by_version(sequence: TokenSequence, version: int) -> torch.Tensor:
     mask = torch.zeros(len(sequence.tokens), dtype=torch.bool)
     for segment in sequence.segments:
         if segment.kind is SegmentKind.OUTPUT and segment.version == version:

@@ -39,6 +39,7 @@ from rollweave.schema.training import (
 )
 from rollweave.schema.work import Batch, TokenSequence
 from rollweave.train import checkpoint
+from rollweave.train.distributed import init_ranks, shard_model, shutdown_ranks
 from rollweave.train.model import load_model
 from rollweave.train.optimizer import (
     Snapshot,
@@ -47,13 +48,17 @@ from rollweave.train.optimizer import (
     optimizer_tensors,
 )
 from rollweave.train.passes import Passes
-from rollweave.train.publishing import Outlet
-from rollweave.train.ranks import join, leave, shard
+from rollweave.train.publishing import WeightPublisher
 from rollweave.train.ratios import group_ratios
 from rollweave.train.rows import Row, batch_rows
 from rollweave.train.update import Update
 from rollweave.train.warmup import warm_up
-from rollweave.train.weights import copies, named, put_named, swapped
+from rollweave.train.weights import (
+    clone_parameters,
+    load_named_tensors,
+    named_tensors,
+    swapped_weights,
+)
 
 EXPECTED = (RollweaveError, OSError, ValueError, RuntimeError, IndexError, ArithmeticError)
 """What data, disks and devices raise; anything else is a bug of ours and ends the
@@ -78,10 +83,10 @@ class Trainer:
         self._config = config
         self._model_dir = model_dir
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._ranks = join(rank, world, torch.device(config.model.device))
+        self._ranks = init_ranks(rank, world, torch.device(config.model.device))
         self._model = load_model(model_dir, dtype=config.model.dtype, device=config.model.device)
         self._parameters = sum(parameter.numel() for parameter in self._model.parameters())
-        shard(self._model, list(self._model.model.layers), self._ranks)
+        shard_model(self._model, list(self._model.model.layers), self._ranks)
         trainer = config.trainer
         self._optimizer = new_optimizer(
             self._model, lr=trainer.lr, beta2=trainer.beta2, weight_decay=trainer.weight_decay
@@ -89,7 +94,7 @@ class Trainer:
         self._passes = Passes(self._model, self._ranks, micro_tokens=trainer.micro_tokens)
         device = torch.device(config.model.device)
         published: torch.dtype = getattr(torch, config.published_dtype)
-        self._outlet = Outlet(
+        self._outlet = WeightPublisher(
             self._model, self._ranks, dtype=published, device=device, directory=run_dir / "weights"
         )
         self._reference: list[torch.Tensor] | None = None
@@ -144,7 +149,7 @@ class Trainer:
         if self._writer is not None:
             self._writer.join()
         self._outlet.close()
-        leave(self._ranks)
+        shutdown_ranks(self._ranks)
 
     def _answered(
         self, execute: Callable[[], TrainerReply], batch: Batch | None = None
@@ -161,7 +166,7 @@ class Trainer:
         began = time.perf_counter()
         rows = self._rows(batch)
         if self._config.algorithm.kl and self._reference is None:
-            self._reference = copies(self._model)
+            self._reference = clone_parameters(self._model)
         update = Update(
             self._config,
             self._passes,
@@ -251,12 +256,12 @@ class Trainer:
             raise TrainerError("the previous checkpoint is still being written")
         state = checkpoint.Checkpoint(
             step=self._step,
-            model=named(self._model),
+            model=named_tensors(self._model),
             optimizer=optimizer_tensors(self._model, self._optimizer),
             rng=_rng_state(),
             reference=self._named_reference(),
         )
-        if command.beside:
+        if command.background:
             self._copy = (command, state, began)
             return Copied(path=command.path, copy_s=time.perf_counter() - began)
         error = self._ranks.from_first(self._write(command, state) if self._ranks.first else "")
@@ -301,10 +306,10 @@ class Trainer:
         state = checkpoint.load(path)
         reference: list[torch.Tensor] | None = None
         if state.reference is not None:
-            with swapped(self._model, copies(self._model)):
-                put_named(self._model, state.reference)
-                reference = copies(self._model)
-        put_named(self._model, state.model)
+            with swapped_weights(self._model, clone_parameters(self._model)):
+                load_named_tensors(self._model, state.reference)
+                reference = clone_parameters(self._model)
+        load_named_tensors(self._model, state.model)
         load_optimizer_tensors(self._model, self._optimizer, state.optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         _set_rng_state(state.rng)
@@ -315,8 +320,8 @@ class Trainer:
     def _named_reference(self) -> dict[str, torch.Tensor] | None:
         if self._reference is None:
             return None
-        with swapped(self._model, self._reference):
-            return named(self._model)
+        with swapped_weights(self._model, self._reference):
+            return named_tensors(self._model)
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from rollweave.train.model import Reference, Scores
 from rollweave.train.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rollweave.train.passes import Passes
 from rollweave.train.rows import Row, minibatches
-from rollweave.train.weights import swapped
+from rollweave.train.weights import swapped_weights
 
 
 class Update:
@@ -82,7 +82,7 @@ class Update:
         if chosen and self._config.algorithm.correction != "bypass":
             self._proximal = self._passes.logprobs(self._examples, chosen, temperature=temperature)
         if chosen and self._kl and self._reference_weights is not None:
-            with swapped(self._passes.model, self._reference_weights):
+            with swapped_weights(self._passes.model, self._reference_weights):
                 if self._config.algorithm.kl_direction == "forward":
                     self._head = self._passes.model.lm_head.weight.detach().clone()
                     self._reference = self._passes.hidden(self._examples, chosen)

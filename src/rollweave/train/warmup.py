@@ -41,8 +41,8 @@ def warm_up(
     losses = []
     for step in range(warmup.steps):
         examples = [
-            example(sequence, observations=warmup.observations)
-            for sequence in _take(transcripts, warmup.batch)
+            warmup_example(sequence, observations=warmup.observations)
+            for sequence in _take_transcripts(transcripts, warmup.batch)
         ]
         examples = [found for found in examples if len(found.targets)]
         if not examples:
@@ -70,7 +70,7 @@ def warm_up(
     return losses
 
 
-def example(sequence: TokenSequence, *, observations: bool) -> Example:
+def warmup_example(sequence: TokenSequence, *, observations: bool) -> Example:
     """What to learn of a transcript: its output tokens, or with `observations` all
     tokens but the first.
     """
@@ -82,7 +82,7 @@ def example(sequence: TokenSequence, *, observations: bool) -> Example:
     return Example(tokens=torch.tensor(sequence.tokens), targets=mask.nonzero().flatten())
 
 
-def _take(transcripts: Iterator[TokenSequence], count: int) -> list[TokenSequence]:
+def _take_transcripts(transcripts: Iterator[TokenSequence], count: int) -> list[TokenSequence]:
     found = list(itertools.islice(transcripts, count))
     if len(found) < count:
         raise TrainerError(f"warm-up needs {count} transcripts a step, only {len(found)} were left")

@@ -9,49 +9,49 @@ import torch
 from torch import nn
 
 from rollweave.schema.errors import TrainerError
-from rollweave.train.ranks import full, like, local
+from rollweave.train.distributed import full_tensor, local_tensor, sharded_like
 
 
-def copies(model: nn.Module) -> list[torch.Tensor]:
+def clone_parameters(model: nn.Module) -> list[torch.Tensor]:
     """A copy of every parameter (of this rank's shard), in the order of
     `model.parameters()`, on its device.
     """
-    return [local(parameter).clone() for parameter in model.parameters()]
+    return [local_tensor(parameter).clone() for parameter in model.parameters()]
 
 
 @torch.no_grad()
-def put(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
+def load_clones(model: nn.Module, values: Sequence[torch.Tensor]) -> None:
     """Write back what `copies` gave."""
     for parameter, value in zip(model.parameters(), values, strict=True):
-        local(parameter).copy_(value)
+        local_tensor(parameter).copy_(value)
 
 
 @contextlib.contextmanager
-def swapped(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
+def swapped_weights(model: nn.Module, values: Sequence[torch.Tensor]) -> Iterator[None]:
     """Run with other weights.
 
     Costs a copy of the model instead of a second one for ever.
     """
-    own = copies(model)
-    put(model, values)
+    own = clone_parameters(model)
+    load_clones(model, values)
     try:
         yield
     finally:
-        put(model, own)
+        load_clones(model, own)
 
 
-def named(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def named_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Copies of the whole tensors by transformers' names, on the CPU; a tied head
     appears once, as the embedding.
     """
     return {
-        name: full(parameter).to("cpu", dtype, copy=True)
+        name: full_tensor(parameter).to("cpu", dtype, copy=True)
         for name, parameter in model.named_parameters()
     }
 
 
 @torch.no_grad()
-def put_named(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_named_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load what `named` gave.
 
     Raises `TrainerError` where names or shapes differ, before anything has changed.
@@ -68,4 +68,4 @@ def put_named(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{tuple(tensors[name].shape)}"
             )
     for name, parameter in parameters.items():
-        local(parameter).copy_(local(like(tensors[name], parameter)))
+        local_tensor(parameter).copy_(local_tensor(sharded_like(tensors[name], parameter)))

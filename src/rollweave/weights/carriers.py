@@ -20,7 +20,7 @@ import numpy as np
 from rollweave.io.extras import how_to_install
 from rollweave.schema.base import Struct
 from rollweave.schema.errors import ConfigError, WireError
-from rollweave.weights.words import Reason, TakeError
+from rollweave.weights.protocol import FailureReason, FetchError
 
 POLL_S = 0.0002
 """Between two looks at a transfer of NIXL's, which has no call that waits: little
@@ -79,7 +79,7 @@ class MooncakeCarrier:
                 self._engine.transfer_sync_read(where.peer, address, where.address, where.nbytes)
                 != 0
             ):
-                raise TakeError(
+                raise FetchError(
                     "source", f"mooncake cannot read {where.nbytes} bytes from {where.peer}"
                 )
         finally:
@@ -87,7 +87,7 @@ class MooncakeCarrier:
 
     def _register(self, address: int, nbytes: int) -> None:
         if self._engine.register_memory(address, nbytes) != 0:
-            raise TakeError("room", f"mooncake cannot register {nbytes} bytes of memory")
+            raise FetchError("room", f"mooncake cannot register {nbytes} bytes of memory")
 
 
 class NixlCarrier:
@@ -134,24 +134,24 @@ class NixlCarrier:
         until, state = time.monotonic() + READ_S, self._call("source", "transfer", transfer)
         while state == "PROC":
             if time.monotonic() > until:
-                raise TakeError(
+                raise FetchError(
                     "source", f"nixl has not read {where.nbytes} bytes within {READ_S:g} s"
                 )
             time.sleep(POLL_S)
             state = self._call("source", "check_xfer_state", transfer)
         if state != "DONE":
-            raise TakeError("source", f"nixl cannot read {where.nbytes} bytes: {state}")
+            raise FetchError("source", f"nixl cannot read {where.nbytes} bytes: {state}")
 
     def _register(self, address: int, nbytes: int) -> Any:
         return self._call("room", "register_memory", [(address, nbytes, 0, "")], mem_type="cpu")
 
-    def _call(self, reason: Reason, name: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, reason: FailureReason, name: str, *arguments: Any, **options: Any) -> Any:
         """One call of the agent. Raises TakeError of that reason."""
         try:
             with self._alone:
                 return getattr(self._agent, name)(*arguments, **options)
         except Exception as error:  # the binding's own, one for each status
-            raise TakeError(reason, f"nixl: {name}: {error}") from error
+            raise FetchError(reason, f"nixl: {name}: {error}") from error
 
 
 def _imported(module: str, *, extra: str) -> Any:

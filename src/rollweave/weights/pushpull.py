@@ -14,25 +14,24 @@ from typing import NamedTuple
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
 from rollweave.weights import delta
-from rollweave.weights.depot import Read, cuts, encoded
-from rollweave.weights.ranges import Ranges
-from rollweave.weights.remote import BUCKET_BYTES
-from rollweave.weights.threads import in_thread
-from rollweave.weights.transport import Body, Channel, Transport
-from rollweave.weights.words import (
-    Ask,
+from rollweave.weights.memory import Ranges, in_thread
+from rollweave.weights.protocol import (
     Base,
+    Complete,
     Delta,
-    Pieces,
+    FetchError,
+    Message,
+    Missing,
     Push,
     Range,
     Raw,
+    RawRanges,
     Refused,
-    TakeError,
-    Wanted,
-    Whole,
-    Word,
+    Request,
 )
+from rollweave.weights.remote import BUCKET_BYTES
+from rollweave.weights.transport import Body, Channel, Transport
+from rollweave.weights.version_store import ReadBytes, chunks_of, encode_spans
 
 
 class Transfer(NamedTuple):
@@ -44,21 +43,21 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changed:
+class DeltaBase:
     """A push of changes: what they are made from, which the store must have."""
 
     base: Base
-    read: Read
+    read: ReadBytes
 
 
 async def push(
     transport: Transport,
     address: RelayAddress,
     manifest: WeightManifest,
-    read: Read,
+    read: ReadBytes,
     *,
     ranges: Sequence[Range] | None = None,
-    since: Changed | None = None,
+    since: DeltaBase | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Transfer:
     """Send `ranges` of a version (all of it), which nobody else sends, and return once
@@ -79,7 +78,7 @@ async def push(
                 )
             )
             answer = await _answer(channel)
-            assert isinstance(answer, Wanted), answer
+            assert isinstance(answer, Missing), answer
             for part in _buckets(manifest, answer.ranges, bucket_bytes, changed=since is not None):
                 word, body = await in_thread(_bucket_of, part, read, since, pool)
                 await channel.send(word, body)
@@ -91,8 +90,8 @@ async def push(
             for _ in range(unanswered):
                 await _answer(channel)
             stop = time.monotonic()
-            await channel.send(Whole())
-            while not isinstance(await _answer(channel), Whole):
+            await channel.send(Complete())
+            while not isinstance(await _answer(channel), Complete):
                 pass
             return Transfer(start, stop, nbytes)
     finally:
@@ -116,10 +115,10 @@ async def pull(
     pulled: list[Transfer] = []
     start, together = 0.0, memoryview(b"")
 
-    def room(word: Word, count: int) -> memoryview:
+    def room(word: Message, count: int) -> memoryview:
         nonlocal start, together
         start = time.monotonic()
-        if isinstance(word, Pieces) and count == _checked(word.ranges, wanted):
+        if isinstance(word, RawRanges) and count == _checked(word.ranges, wanted):
             together = memoryview(bytearray(count))
             return together[:]
         if (
@@ -127,7 +126,7 @@ async def pull(
             or count != word.stop - word.start
             or wanted.missing(word.start, word.stop)
         ):
-            raise TakeError("broken", f"{count} bytes do not come with {word}")
+            raise FetchError("broken", f"{count} bytes do not come with {word}")
         return into(word.start, word.stop)
 
     wanted = Ranges()
@@ -135,7 +134,7 @@ async def pull(
         wanted.add(*part)
     try:
         parts = tuple(part for part in ranges if part[0] < part[1])
-        ask = Ask(
+        ask = Request(
             weights_id=manifest.weights_id,
             digest=manifest.digest,
             nbytes=manifest.nbytes,
@@ -143,11 +142,11 @@ async def pull(
             confirm=True,
         )
         await channel.send(ask)
-        while not isinstance(word := await _answer(channel, room), Whole):
+        while not isinstance(word := await _answer(channel, room), Complete):
             if isinstance(word, Raw):
                 wanted.remove(word.start, word.stop)
                 pulled.append(Transfer(start, time.monotonic(), word.stop - word.start))
-            elif isinstance(word, Pieces):
+            elif isinstance(word, RawRanges):
                 at = 0
                 for low, high in word.ranges:
                     into(low, high)[:] = together[at : at + high - low]
@@ -155,7 +154,7 @@ async def pull(
                     at += high - low
                 pulled.append(Transfer(start, time.monotonic(), at))
         if list(wanted):
-            raise TakeError("broken", f"the store has not sent bytes {list(wanted)[:3]}")
+            raise FetchError("broken", f"the store has not sent bytes {list(wanted)[:3]}")
         return pulled
     finally:
         channel.close()
@@ -169,19 +168,19 @@ def _checked(ranges: Sequence[Range], wanted: Ranges) -> int:
     end = 0
     for start, stop in ranges:
         if not end <= start < stop or wanted.missing(start, stop):
-            raise TakeError("broken", f"bytes {start} to {stop} are not wanted, or come twice")
+            raise FetchError("broken", f"bytes {start} to {stop} are not wanted, or come twice")
         end = stop
     return sum(stop - start for start, stop in ranges)
 
 
-def split(
+def split_payload(
     manifest: WeightManifest, senders: int, *, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[Range]]:
     """Disjoint parts of a payload for so many senders who all have it: bucket by bucket
     in turn, so that each has as much.
     """
     parts: list[list[Range]] = [[] for _ in range(senders)]
-    for number, cut in enumerate(cuts(manifest, bucket_bytes)):
+    for number, cut in enumerate(chunks_of(manifest, bucket_bytes)):
         parts[number % senders].append((cut.start, cut.stop))
     return parts
 
@@ -200,7 +199,7 @@ def _buckets(
     """The ranges in buckets; where they do not end with weights/delta's blocks, the
     rest travels as it is.
     """
-    pieces = list(cuts(manifest, size))
+    pieces = list(chunks_of(manifest, size))
     for start, stop in ranges:
         for cut in pieces:
             low, high = max(start, cut.start), min(stop, cut.stop)
@@ -218,21 +217,23 @@ def _buckets(
 
 
 def _bucket_of(
-    part: _Part, read: Read, since: Changed | None, pool: ThreadPoolExecutor
-) -> tuple[Word, Body]:
+    part: _Part, read: ReadBytes, since: DeltaBase | None, pool: ThreadPoolExecutor
+) -> tuple[Message, Body]:
     """Blocks."""
     if since is None or not part.spans:
         return Raw(start=part.start, stop=part.stop), Body.of(read(slice(part.start, part.stop)))
-    blocks = encoded(part.spans, since.read, read, pool)
+    blocks = encode_spans(part.spans, since.read, read, pool)
     word = Delta(start=part.start, stop=part.stop, sizes=tuple(len(block) for block in blocks))
     return word, Body.of(b"".join(blocks))
 
 
-async def _answer(channel: Channel, room: Callable[[Word, int], memoryview] | None = None) -> Word:
+async def _answer(
+    channel: Channel, room: Callable[[Message, int], memoryview] | None = None
+) -> Message:
     """The next word. Raises TakeError, also where it is a refusal."""
     word, _ = await channel.receive(room)
     if isinstance(word, Refused):
-        raise TakeError(word.reason, f"the store refuses: {word.error}")
+        raise FetchError(word.reason, f"the store refuses: {word.error}")
     return word
 
 

@@ -22,30 +22,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
     RelayAddress,
     RelayReply,
-    Stalled,
-    Take,
-    TakeFailed,
-    Taken,
+    VersionFailed,
+    VersionFetched,
+    VersionStalled,
     WeightManifest,
 )
-from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all, cuts, encoded
-from rollweave.weights.offers import Change, Changes, News, Offer, give
-from rollweave.weights.threads import in_thread
-from rollweave.weights.transport import Body, Channel, Listener, Transport
-from rollweave.weights.watch import Watch
-from rollweave.weights.words import Alive, Ask, Delta, Raw, Refused, TakeError, Word
+from rollweave.weights.memory import in_thread
+from rollweave.weights.protocol import Delta, FetchError, KeepAlive, Message, Raw, Refused, Request
+from rollweave.weights.serve import (
+    Broadcast,
+    DeltaPiece,
+    ServedVersion,
+    VersionDelta,
+    serve_version,
+)
+from rollweave.weights.transport import Body, Channel, Listener, StallDetector, Transport
+from rollweave.weights.version_store import (
+    StoredVersion,
+    VersionStore,
+    VersionWriter,
+    check_same,
+    chunks_of,
+    close_all,
+    encode_spans,
+)
 
 LINGER_S = 60.0
 """Seconds that what has come of a version waits for another source: long after a
 controller has found one.
 """
 
-PIECE_BYTES = 1 << 30
+MAX_PIECE_BYTES = 1 << 30
 """Of the payload in the longest piece that is taken at once."""
 
-CHANGES_OF = 2
+DELTA_VERSIONS = 2
 """Newest versions of which the changes are kept: the one that is on its way, and the
 one before, for who is late.
 """
@@ -53,22 +67,22 @@ one before, for who is late.
 ENCODERS = 4
 """Threads that encode changes, on a machine that has so many cores."""
 
-_late = "another Take of the same version has overtaken this one"
+_SUPERSEDED = "another Take of the same version has overtaken this one"
 
 
 @dataclass
-class _Coming:
+class _PendingVersion:
     """A version that is wanted and not here yet."""
 
     manifest: WeightManifest
-    commands: deque[Take] = field(default_factory=deque)
-    draft: Draft | None = None
+    commands: deque[FetchVersion] = field(default_factory=deque)
+    draft: VersionWriter | None = None
     nbytes: int = 0
     began: float = field(default_factory=time.monotonic)
     worker: "asyncio.Task[None] | None" = None
-    work: "asyncio.Task[Held] | None" = None
+    work: "asyncio.Task[StoredVersion] | None" = None
     patience: asyncio.TimerHandle | None = None
-    why: str = _late
+    why: str = _SUPERSEDED
     """Said of work that is cancelled."""
     abandoned: bool = False
 
@@ -80,11 +94,11 @@ class Relay:
         self, transport: Transport, say: Callable[[RelayReply], None], *, linger_s: float = LINGER_S
     ) -> None:
         self._transport, self._say, self._linger_s = transport, say, linger_s
-        self._depot = Depot()
-        self._offers: dict[int, Offer] = {}
-        self._coming: dict[int, _Coming] = {}
+        self._depot = VersionStore()
+        self._offers: dict[int, ServedVersion] = {}
+        self._coming: dict[int, _PendingVersion] = {}
         self._keep: set[int] = set()
-        self._arrivals = News()
+        self._arrivals = Broadcast()
         self._encoding: dict[int, asyncio.Task[None]] = {}
         self._freeing: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(
@@ -97,7 +111,7 @@ class Relay:
         self._listener = await self._transport.listen(host, self._serve)
         return self._listener.address
 
-    def take(self, command: Take) -> None:
+    def take(self, command: FetchVersion) -> None:
         """Begin. The answer is said once there is one."""
         weights_id = command.manifest.weights_id
         self._keep = {*command.keep, weights_id}
@@ -106,12 +120,12 @@ class Relay:
                 self._abandon(
                     coming, f"let go: the Take of weights id {weights_id} does not keep it"
                 )
-        coming = self._coming.setdefault(weights_id, _Coming(command.manifest))
-        coming.why, coming.abandoned = _late, False
+        coming = self._coming.setdefault(weights_id, _PendingVersion(command.manifest))
+        coming.why, coming.abandoned = _SUPERSEDED, False
         if coming.patience is not None:
             coming.patience.cancel()
         coming.commands.append(command)
-        if coming.work is not None and _overtakes(command, coming.commands[0]):
+        if coming.work is not None and _supersedes(command, coming.commands[0]):
             coming.work.cancel()
         if coming.worker is None:
             coming.worker = asyncio.get_running_loop().create_task(
@@ -146,15 +160,15 @@ class Relay:
 
     # Taking.
 
-    async def _obey(self, coming: _Coming) -> None:
+    async def _obey(self, coming: _PendingVersion) -> None:
         """Work through the commands of one version, of which the last counts."""
         weights_id = coming.manifest.weights_id
         while coming.commands:
             command = coming.commands[0]
             if coming.abandoned or any(
-                _overtakes(other, command) for other in list(coming.commands)[1:]
+                _supersedes(other, command) for other in list(coming.commands)[1:]
             ):
-                answer: Taken | TakeFailed = TakeFailed(
+                answer: FetchReply = VersionFailed(
                     weights_id=weights_id, reason="source", error=coming.why
                 )
             else:
@@ -174,22 +188,24 @@ class Relay:
                 self._linger_s, self._abandon, coming, reason
             )
 
-    def _answer(self, coming: _Coming, work: "asyncio.Task[Held]") -> Taken | TakeFailed:
+    def _answer(self, coming: _PendingVersion, work: "asyncio.Task[StoredVersion]") -> FetchReply:
         weights_id = coming.manifest.weights_id
         if work.cancelled():
-            return TakeFailed(weights_id=weights_id, reason="source", error=coming.why)
+            return VersionFailed(weights_id=weights_id, reason="source", error=coming.why)
         error = work.exception()
         if error is None:
             seconds = time.monotonic() - coming.began
-            return Taken(manifest=work.result().manifest, nbytes=coming.nbytes, seconds=seconds)
-        if isinstance(error, TakeError):
-            return TakeFailed(weights_id=weights_id, reason=error.reason, error=str(error))
+            return VersionFetched(
+                manifest=work.result().manifest, nbytes=coming.nbytes, seconds=seconds
+            )
+        if isinstance(error, FetchError):
+            return VersionFailed(weights_id=weights_id, reason=error.reason, error=str(error))
         traceback.print_exception(error, file=sys.stderr)
-        return TakeFailed(
+        return VersionFailed(
             weights_id=weights_id, reason="broken", error=f"{type(error).__name__}: {error}"
         )
 
-    async def _taken(self, command: Take, coming: _Coming) -> Held:
+    async def _taken(self, command: FetchVersion, coming: _PendingVersion) -> StoredVersion:
         """The version, here. Raises TakeError."""
         manifest = command.manifest
         check_same(coming.manifest, manifest)
@@ -209,7 +225,7 @@ class Relay:
         coming.draft = None  # whole or broken, it is none any more
         try:
             held = draft.finish()
-        except TakeError as error:
+        except FetchError as error:
             self._withdraw(manifest.weights_id, str(error))
             raise
         self._depot.admit(held)
@@ -220,7 +236,7 @@ class Relay:
         self._settle()
         return held
 
-    async def _memory(self, command: Take, coming: _Coming) -> Draft:
+    async def _memory(self, command: FetchVersion, coming: _PendingVersion) -> VersionWriter:
         """Memory for the version: what has come of it already, or new.
 
         Raises TakeError.
@@ -229,8 +245,8 @@ class Relay:
             return coming.draft
         make = self._depot.begin if command.source is not None else self._depot.adopt
         try:
-            draft = await in_thread(make, command.manifest, undo=Draft.close)
-        except TakeError as error:
+            draft = await in_thread(make, command.manifest, undo=VersionWriter.close)
+        except FetchError as error:
             base = set() if command.base_id is None else {command.base_id}
             if error.reason != "room":
                 raise
@@ -238,21 +254,23 @@ class Relay:
             if not self._freeing:
                 raise
             await asyncio.wait(self._freeing)
-            draft = await in_thread(make, command.manifest, undo=Draft.close)
+            draft = await in_thread(make, command.manifest, undo=VersionWriter.close)
         weights_id = command.manifest.weights_id
         offer = self._offers.get(weights_id)
         if offer is not None and not draft.copies:
             offer.fd = draft.fd  # the same bytes, in the memory of who has published them
         else:
             self._withdraw(weights_id, "it comes anew")
-            self._offers[weights_id] = Offer(command.manifest, draft.fd)
+            self._offers[weights_id] = ServedVersion(command.manifest, draft.fd)
             self._arrivals.wake()
         if coming.draft is not None:
             coming.draft.close()
         coming.draft = draft
         return draft
 
-    async def _load(self, coming: _Coming, draft: Draft, offer: Offer, chunk_bytes: int) -> None:
+    async def _load(
+        self, coming: _PendingVersion, draft: VersionWriter, offer: ServedVersion, chunk_bytes: int
+    ) -> None:
         """From this host's memory."""
         try:
             for start in range(0, draft.manifest.nbytes, chunk_bytes):
@@ -266,24 +284,24 @@ class Relay:
     async def _fetch(
         self,
         source: RelayAddress,
-        coming: _Coming,
-        draft: Draft,
-        offer: Offer,
-        base: Held | None,
-        changes: Changes | None,
+        coming: _PendingVersion,
+        draft: VersionWriter,
+        offer: ServedVersion,
+        base: StoredVersion | None,
+        changes: VersionDelta | None,
     ) -> None:
         """From another relay: what is missing, piece by piece."""
         manifest = draft.manifest
         change = bytearray()
 
-        def room(word: Word, nbytes: int) -> memoryview:
+        def room(word: Message, nbytes: int) -> memoryview:
             nonlocal change
             if (
                 not isinstance(word, Raw | Delta)
                 or word.start != draft.done
-                or word.stop - word.start > PIECE_BYTES
+                or word.stop - word.start > MAX_PIECE_BYTES
             ):
-                raise TakeError(
+                raise FetchError(
                     "broken", f"expected the piece from byte {draft.done} on, got {word}"
                 )
             view = draft.room(word.start, word.stop)
@@ -292,19 +310,21 @@ class Relay:
             if (
                 not isinstance(word, Delta)
                 or base is None
-                or nbytes > 2 * len(view) + PIECE_BYTES // 1024
+                or nbytes > 2 * len(view) + MAX_PIECE_BYTES // 1024
             ):
-                raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
+                raise FetchError("broken", f"{nbytes} bytes do not come with {word}")
             change = bytearray(nbytes)
             return memoryview(change)
 
-        watch = Watch(lambda: self._say(Stalled(weights_id=manifest.weights_id, source=source)))
+        watch = StallDetector(
+            lambda: self._say(VersionStalled(weights_id=manifest.weights_id, source=source))
+        )
         channel: Channel | None = None
         try:
             channel = watch.channel = await self._transport.connect(source)
             missing = ((draft.done, manifest.nbytes),) if manifest.nbytes > draft.done else ()
             named = base.name if base is not None else None
-            ask = Ask(
+            ask = Request(
                 weights_id=manifest.weights_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
@@ -328,14 +348,14 @@ class Relay:
                         coming.nbytes += len(change)
                         body = Body(len(change), check, memoryview(change))
                         changes.open = True
-                        offer.add_change(changes, start, Change(stop, sizes, body))
+                        offer.add_change(changes, start, DeltaPiece(stop, sizes, body))
                         offer.add(start, stop)
                     case Refused(reason=reason, error=error):
-                        raise TakeError(reason, f"{source.host}:{source.port} refuses: {error}")
-                    case Alive():
+                        raise FetchError(reason, f"{source.host}:{source.port} refuses: {error}")
+                    case KeepAlive():
                         pass
                     case _:
-                        raise TakeError(
+                        raise FetchError(
                             "broken", f"{source.host}:{source.port} said {type(word).__name__}"
                         )
         finally:
@@ -344,25 +364,32 @@ class Relay:
                 channel.close()
 
     async def _encode(
-        self, offer: Offer, changes: Changes, base: Held, held: Held, chunk_bytes: int
+        self,
+        offer: ServedVersion,
+        changes: VersionDelta,
+        base: StoredVersion,
+        held: StoredVersion,
+        chunk_bytes: int,
     ) -> None:
         """Make the changes since `base` that have not come from elsewhere, once for all
         who ask.
         """
         old, new = base.view(), held.view()  # they stay while we read, even if they are let go
         try:
-            for cut in cuts(offer.manifest, chunk_bytes):
+            for cut in chunks_of(offer.manifest, chunk_bytes):
                 rest = tuple(span for span in cut.spans if span.start >= changes.stop)
                 if not rest:
                     continue
                 blocks = await in_thread(
-                    encoded, rest, old.__getitem__, new.__getitem__, self._pool
+                    encode_spans, rest, old.__getitem__, new.__getitem__, self._pool
                 )
                 if offer.withdrawn or not changes.open:
                     return
                 sizes = tuple(len(block) for block in blocks)
                 offer.add_change(
-                    changes, rest[0].start, Change(rest[-1].stop, sizes, Body.of(b"".join(blocks)))
+                    changes,
+                    rest[0].start,
+                    DeltaPiece(rest[-1].stop, sizes, Body.of(b"".join(blocks))),
                 )
         finally:
             offer.end_changes(changes)
@@ -372,7 +399,7 @@ class Relay:
     def _settle(self) -> None:
         """A version has come: let go of what nobody needs any more."""
         self._let_go(self._keep)
-        for weights_id in sorted(self._depot.ids())[:-CHANGES_OF]:
+        for weights_id in sorted(self._depot.ids())[:-DELTA_VERSIONS]:
             self._offers[weights_id].forget_changes()
         for weights_id, encoding in list(self._encoding.items()):
             if encoding.done():
@@ -393,7 +420,7 @@ class Relay:
             self._freeing.add(freeing)
             freeing.add_done_callback(self._freeing.discard)
 
-    def _abandon(self, coming: _Coming, reason: str) -> None:
+    def _abandon(self, coming: _PendingVersion, reason: str) -> None:
         """Nobody wants this version any more.
 
         Whoever is at work on it sees to the rest.
@@ -404,13 +431,13 @@ class Relay:
         if coming.worker is None:
             self._remove(coming)
 
-    def _remove(self, coming: _Coming) -> None:
+    def _remove(self, coming: _PendingVersion) -> None:
         if coming.patience is not None:
             coming.patience.cancel()
         del self._coming[coming.manifest.weights_id]
         self._discard(coming, coming.why)
 
-    def _discard(self, coming: _Coming, reason: str) -> None:
+    def _discard(self, coming: _PendingVersion, reason: str) -> None:
         """Remove what has come."""
         if coming.draft is not None:
             coming.draft.close()
@@ -426,15 +453,17 @@ class Relay:
 
     async def _serve(self, channel: Channel) -> None:
         word, _ = await channel.receive()
-        if isinstance(word, Ask):
-            await give(channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals)
+        if isinstance(word, Request):
+            await serve_version(
+                channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals
+            )
         else:
             await channel.send(
                 Refused(reason="source", error=f"a relay answers Ask, got {type(word).__name__}")
             )
 
 
-def _overtakes(later: Take, command: Take) -> bool:
+def _supersedes(later: FetchVersion, command: FetchVersion) -> bool:
     """Whether `later`, said after `command`, makes it needless: they want the same
     bytes.
     """

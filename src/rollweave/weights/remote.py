@@ -16,44 +16,49 @@ verifies by itself.
 import asyncio
 
 from rollweave.schema.weights import RelayAddress, WeightManifest
-from rollweave.weights.depot import Depot, Draft, Held, check_same, close_all
-from rollweave.weights.offers import Change, News, Offer, give
-from rollweave.weights.ranges import Ranges
-from rollweave.weights.threads import in_thread
-from rollweave.weights.transport import Body, Channel, Listener, Transport
-from rollweave.weights.words import (
-    Alive,
-    Ask,
+from rollweave.weights.memory import Ranges, in_thread
+from rollweave.weights.protocol import (
     Base,
+    Complete,
     Delta,
+    FetchError,
+    KeepAlive,
+    Message,
+    Missing,
     Push,
     Range,
     Raw,
     Refused,
-    TakeError,
-    Wanted,
-    Whole,
-    Word,
+    Request,
     within,
+)
+from rollweave.weights.serve import Broadcast, DeltaPiece, ServedVersion, serve_version
+from rollweave.weights.transport import Body, Channel, Listener, Transport
+from rollweave.weights.version_store import (
+    StoredVersion,
+    VersionStore,
+    VersionWriter,
+    check_same,
+    close_all,
 )
 
 BUCKET_BYTES = 64 << 20
 """Of the payload in one bucket: ROSE's size (§4.2)."""
 
-LONGEST_BYTES = 1 << 30
+MAX_BUCKET_BYTES = 1 << 30
 """Of a bucket that anybody sends."""
 
 LINGER_S = 60.0
 """Seconds without a bucket after which a version that is not whole is dropped."""
 
 
-class _Growing:
+class _Upload:
     """A version that is being pushed.
 
     `claimed` are bytes that have come or are coming.
     """
 
-    def __init__(self, draft: Draft, offer: Offer) -> None:
+    def __init__(self, draft: VersionWriter, offer: ServedVersion) -> None:
         self.draft, self.offer = draft, offer
         self.claimed = Ranges()
         self.writing = asyncio.Lock()
@@ -61,23 +66,23 @@ class _Growing:
         """How many send buckets now; while nobody does, it waits for them only a while."""
         self.patience: asyncio.TimerHandle | None = None
 
-    def claimed_by(self, word: Word, nbytes: int, base: Held | None) -> Range:
+    def claimed_by(self, word: Message, nbytes: int, base: StoredVersion | None) -> Range:
         """The bytes that a bucket claims, which nobody else has sent or sends.
 
         Raises TakeError (broken).
         """
         if self.offer.withdrawn:
-            raise TakeError("broken", self.offer.withdrawn)
+            raise FetchError("broken", self.offer.withdrawn)
         if not isinstance(word, Raw | Delta) or not within(
             ((word.start, word.stop),), self.draft.manifest.nbytes
         ):
-            raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
+            raise FetchError("broken", f"{nbytes} bytes do not come with {word}")
         if (isinstance(word, Raw) and nbytes != word.stop - word.start) or (
             isinstance(word, Delta) and base is None
         ):
-            raise TakeError("broken", f"{nbytes} bytes do not come with {word}")
+            raise FetchError("broken", f"{nbytes} bytes do not come with {word}")
         if self.claimed.touches(word.start, word.stop):
-            raise TakeError(
+            raise FetchError(
                 "broken", f"bytes {word.start} to {word.stop} come twice: senders must not overlap"
             )
         self.claimed.add(word.start, word.stop)
@@ -91,10 +96,10 @@ class RemoteStore:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._transport, self._keep, self._linger_s = transport, keep, linger_s
-        self._depot = Depot()
-        self._growing: dict[int, _Growing] = {}
-        self._offers: dict[int, Offer] = {}
-        self._arrivals = News()
+        self._depot = VersionStore()
+        self._growing: dict[int, _Upload] = {}
+        self._offers: dict[int, ServedVersion] = {}
+        self._arrivals = Broadcast()
         self._beginning = asyncio.Lock()
         self._listener: Listener | None = None
 
@@ -118,16 +123,16 @@ class RemoteStore:
     async def _serve(self, channel: Channel) -> None:
         word, _ = await channel.receive()
         match word:
-            case Ask():
-                await give(
+            case Request():
+                await serve_version(
                     channel, word, lambda ask: self._offers.get(ask.weights_id), self._arrivals
                 )
             case Push():
                 try:
                     await self._receive(channel, word)
-                except TakeError as error:
+                except FetchError as error:
                     await channel.send(Refused(reason=error.reason, error=str(error)))
-                    await _rest(channel)
+                    await _drain(channel)
             case _:
                 await channel.send(
                     Refused(
@@ -143,61 +148,63 @@ class RemoteStore:
         manifest = push.manifest
         self._depot.check(manifest)
         if not within(push.ranges, manifest.nbytes):
-            raise TakeError(
+            raise FetchError(
                 "broken", f"ranges must be within {manifest.nbytes} bytes, got {push.ranges}"
             )
         base = self._base(push.base)
         if self._depot.get(manifest.weights_id) is not None:
-            await channel.send(Wanted(ranges=()))
-            await _until_end(channel)
-            await channel.send(Whole())
+            await channel.send(Missing(ranges=()))
+            await _expect_end(channel)
+            await channel.send(Complete())
             return
         growing = await self._begun(manifest)
         gaps = [
             gap for start, stop in push.ranges for gap in growing.draft.filled.missing(start, stop)
         ]
-        await channel.send(Wanted(ranges=tuple(gaps)))
+        await channel.send(Missing(ranges=tuple(gaps)))
         growing.sending += 1
         self._wait_on(growing)
         try:
-            while not isinstance(await self._bucket(channel, growing, base), Whole):
-                await channel.send(Alive())
+            while not isinstance(await self._bucket(channel, growing, base), Complete):
+                await channel.send(KeepAlive())
             self._finish(growing)
         finally:
             growing.sending -= 1
             self._wait_on(growing)
         while not growing.offer.verified:
             if growing.offer.withdrawn:
-                raise TakeError("broken", growing.offer.withdrawn)
+                raise FetchError("broken", growing.offer.withdrawn)
             if not await growing.offer.news.wait():
-                await channel.send(Alive())
-        await channel.send(Whole())
+                await channel.send(KeepAlive())
+        await channel.send(Complete())
 
-    def _base(self, named: Base | None) -> Held | None:
+    def _base(self, named: Base | None) -> StoredVersion | None:
         if named is None:
             return None
         base = self._depot.base(named.weights_id)
         if base.name != named:
-            raise TakeError(
+            raise FetchError(
                 "base",
                 f"weights id {named.weights_id} is here with another content: {base.name.digest}",
             )
         return base
 
-    async def _begun(self, manifest: WeightManifest) -> _Growing:
+    async def _begun(self, manifest: WeightManifest) -> _Upload:
         async with self._beginning:
             growing = self._growing.get(manifest.weights_id)
             if growing is None:
-                draft = await in_thread(self._depot.begin, manifest, undo=Draft.close)
-                growing = self._growing[manifest.weights_id] = _Growing(
-                    draft, Offer(manifest, draft.fd)
+                draft = await in_thread(self._depot.begin, manifest, undo=VersionWriter.close)
+                growing = self._growing[manifest.weights_id] = _Upload(
+                    draft, ServedVersion(manifest, draft.fd)
                 )
                 self._offers[manifest.weights_id] = growing.offer
                 self._arrivals.wake()
         check_same(growing.draft.manifest, manifest)
         return growing
 
-    async def _bucket(self, channel: Channel, growing: _Growing, base: Held | None) -> Word:
+    async def _bucket(
+        self, channel: Channel, growing: _Upload, base: StoredVersion | None
+    ) -> Message:
         """Take one bucket, or the end. What breaks off can be sent again.
 
         Raises TakeError.
@@ -205,15 +212,15 @@ class RemoteStore:
         draft, offer = growing.draft, growing.offer
         change = bytearray()
         claim: Range | None = None
-        refusal: TakeError | None = None
+        refusal: FetchError | None = None
 
-        def room(word: Word, nbytes: int) -> memoryview:
+        def room(word: Message, nbytes: int) -> memoryview:
             nonlocal claim, change, refusal
-            if nbytes > LONGEST_BYTES:
-                raise TakeError("broken", f"a bucket of {nbytes} bytes is too long")
+            if nbytes > MAX_BUCKET_BYTES:
+                raise FetchError("broken", f"a bucket of {nbytes} bytes is too long")
             try:
                 claim = growing.claimed_by(word, nbytes, base)
-            except TakeError as error:
+            except FetchError as error:
                 refusal = error  # read it first: who sends would not hear us before
             if claim is not None and isinstance(word, Raw):
                 return draft.room(*claim)
@@ -226,7 +233,7 @@ class RemoteStore:
                 raise refusal
             async with growing.writing:
                 if offer.withdrawn:
-                    raise TakeError("broken", offer.withdrawn)
+                    raise FetchError("broken", offer.withdrawn)
                 if isinstance(word, Raw) and claim is not None:
                     await in_thread(draft.fill, word.start, word.stop)
                     offer.add(word.start, word.stop, check)
@@ -240,17 +247,17 @@ class RemoteStore:
                     # are
                     offer.end_changes(changes)
                     body = Body(len(change), check, memoryview(change))
-                    offer.add_change(changes, word.start, Change(word.stop, word.sizes, body))
+                    offer.add_change(changes, word.start, DeltaPiece(word.stop, word.sizes, body))
                     offer.add(word.start, word.stop)
-                elif not isinstance(word, Whole):
-                    raise TakeError("broken", f"expected a bucket, got {type(word).__name__}")
+                elif not isinstance(word, Complete):
+                    raise FetchError("broken", f"expected a bucket, got {type(word).__name__}")
         except BaseException:
             if claim is not None:
                 growing.claimed.remove(*claim)
             raise
         return word
 
-    def _finish(self, growing: _Growing) -> None:
+    def _finish(self, growing: _Upload) -> None:
         """Where this was the last part: verify the version, and keep it or drop it."""
         draft = growing.draft
         manifest = draft.manifest
@@ -258,7 +265,7 @@ class RemoteStore:
             return
         try:
             held = draft.finish()
-        except TakeError as error:
+        except FetchError as error:
             self._drop(manifest.weights_id, str(error))
             raise
         self._end(growing)
@@ -270,7 +277,7 @@ class RemoteStore:
             self._offers.pop(weights_id).withdraw(f"weights id {weights_id} was let go")
         close_all(gone)
 
-    def _wait_on(self, growing: _Growing) -> None:
+    def _wait_on(self, growing: _Upload) -> None:
         """Somebody has begun, or ended, to send."""
         weights_id = growing.draft.manifest.weights_id
         if growing.patience is not None:
@@ -284,7 +291,7 @@ class RemoteStore:
                 self._linger_s, self._drop, weights_id, reason
             )
 
-    def _end(self, growing: _Growing) -> None:
+    def _end(self, growing: _Upload) -> None:
         if growing.patience is not None:
             growing.patience.cancel()
         self._growing.pop(growing.draft.manifest.weights_id, None)
@@ -297,16 +304,16 @@ class RemoteStore:
             self._offers.pop(weights_id).withdraw(reason)
 
 
-async def _until_end(channel: Channel) -> None:
+async def _expect_end(channel: Channel) -> None:
     word, _ = await channel.receive()
-    if not isinstance(word, Whole):
-        raise TakeError("broken", f"nothing was wanted, got {type(word).__name__}")
+    if not isinstance(word, Complete):
+        raise FetchError("broken", f"nothing was wanted, got {type(word).__name__}")
 
 
-async def _rest(channel: Channel) -> None:
+async def _drain(channel: Channel) -> None:
     """Read what was on its way, so that the refusal arrives before the end does."""
     try:
         while True:
             await channel.receive(lambda _, nbytes: memoryview(bytearray(nbytes)))
-    except TakeError:
+    except FetchError:
         return

@@ -53,7 +53,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Unsharded:
     """Everything in one place: an engine on one device, or a relay."""
 
     @property
@@ -189,7 +189,7 @@ class TensorParallel:
         return _Dealt(part.dim, part.start + number * held, held, held)
 
 
-Layout = Whole | Fsdp | TensorParallel
+Layout = Unsharded | Fsdp | TensorParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from rollweave.weights.store import bytes_of
+from rollweave.weights.publication import bytes_of
 
 BUFFER_BYTES = 32 << 20
 """Of each buffer: some milliseconds of a PCIe link, against microseconds that a copy

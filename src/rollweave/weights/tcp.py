@@ -18,11 +18,12 @@ import xxhash
 
 from rollweave.io.wire import encode
 from rollweave.schema.errors import WireError
-from rollweave.schema.weights import RelayAddress
-from rollweave.weights.transport import Body, Carrier, Room, Serve
-from rollweave.weights.words import TakeError, Word, decode_word
+from rollweave.schema.weights import RelayAddress, TransportName
+from rollweave.weights.carriers import MooncakeCarrier, NixlCarrier
+from rollweave.weights.protocol import FetchError, Message, decode_message
+from rollweave.weights.transport import Allocate, Body, Carrier, Serve, Transport
 
-SILENT_S = 10.0
+IDLE_TIMEOUT_S = 10.0
 """Seconds without a byte after which a peer is gone.
 
 One that lives and has nothing to send says so several times within it.
@@ -36,21 +37,21 @@ HEAD = struct.Struct("<IQQ")
 CHECK = struct.Struct("<Q")
 """Then xxh3-64 of that and of the head."""
 
-HEAD_BYTES = 64 << 20
+MAX_HEAD_BYTES = 64 << 20
 """Bytes of the largest head: a manifest of a million tensors has fewer."""
 
 SLICE_BYTES = 1 << 20
 """Bytes sent or received before others get their turn."""
 
-CONNECTIONS = 256
+MAX_CONNECTIONS = 256
 """That one listener serves at once; who comes beyond them is turned away."""
 
-STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Connections that have not shown the secret yet; who comes beyond them takes the place
 of the one that has had longest to.
 """
 
-PAUSE_S = 0.1
+ACCEPT_PAUSE_S = 0.1
 """Seconds without accepting, where the process has no more descriptors."""
 
 
@@ -60,7 +61,7 @@ class Tcp:
     With a `carrier` only heads go over the sockets.
     """
 
-    def __init__(self, *, silent_s: float = SILENT_S, carrier: Carrier | None = None) -> None:
+    def __init__(self, *, silent_s: float = IDLE_TIMEOUT_S, carrier: Carrier | None = None) -> None:
         if silent_s <= 0:
             raise ValueError(f"silent_s must be above 0, got {silent_s}")
         self._silent_s, self._carrier = silent_s, carrier
@@ -71,7 +72,7 @@ class Tcp:
         sock = socket.socket(found[0][0], socket.SOCK_STREAM)
         try:
             sock.bind(found[0][4])
-            sock.listen(CONNECTIONS)
+            sock.listen(MAX_CONNECTIONS)
             sock.setblocking(False)
             return TcpListener(sock, host, serve, self._channel, self._silent_s)
         except BaseException:
@@ -88,9 +89,9 @@ class Tcp:
                 sock = socket.socket(found[0][0], socket.SOCK_STREAM)
                 sock.setblocking(False)
                 await loop.sock_connect(sock, found[0][4])
-                await loop.sock_sendall(sock, HELLO + _shown(address.secret))
-                if await _exactly(loop, sock, len(WELCOME)) != WELCOME:
-                    raise TakeError(
+                await loop.sock_sendall(sock, HELLO + _hashed(address.secret))
+                if await _receive(loop, sock, len(WELCOME)) != WELCOME:
+                    raise FetchError(
                         "source",
                         f"{where} has hung up: it is no relay, our secret is not its "
                         "own, or it has ended",
@@ -98,12 +99,12 @@ class Tcp:
             return self._channel(sock, where)
         except TimeoutError:
             _hang_up(sock)
-            raise TakeError(
+            raise FetchError(
                 "source", f"{where} did not answer within {self._silent_s:g} s"
             ) from None
         except OSError as error:
             _hang_up(sock)
-            raise TakeError("source", f"{where} cannot be reached: {error}") from error
+            raise FetchError("source", f"{where} cannot be reached: {error}") from error
         except BaseException:
             _hang_up(sock)
             raise
@@ -126,7 +127,7 @@ class TcpListener:
         self._sock, self._serve, self._channel, self._silent_s = sock, serve, channel, silent_s
         self._loop = asyncio.get_running_loop()
         self.address = RelayAddress(host=host, port=sock.getsockname()[1], secret=os.urandom(32))
-        self._shown = HELLO + _shown(self.address.secret)
+        self._shown = HELLO + _hashed(self.address.secret)
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._pause: asyncio.TimerHandle | None = None
@@ -152,14 +153,14 @@ class TcpListener:
             print(f"cannot accept connections for a moment: {error}", file=sys.stderr, flush=True)
             self._loop.remove_reader(self._sock)
             self._pause = self._loop.call_later(
-                PAUSE_S, self._loop.add_reader, self._sock, self._accept
+                ACCEPT_PAUSE_S, self._loop.add_reader, self._sock, self._accept
             )
             return
         sock.setblocking(False)
-        if len(self._tasks) - len(self._strangers) >= CONNECTIONS:
+        if len(self._tasks) - len(self._strangers) >= MAX_CONNECTIONS:
             sock.close()
             return
-        if len(self._strangers) >= STRANGERS:
+        if len(self._strangers) >= MAX_UNAUTHENTICATED:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -176,7 +177,7 @@ class TcpListener:
         try:
             async with asyncio.timeout(self._silent_s):
                 if not hmac.compare_digest(
-                    await _exactly(self._loop, sock, len(self._shown)), self._shown
+                    await _receive(self._loop, sock, len(self._shown)), self._shown
                 ):
                     return
                 task = asyncio.current_task()
@@ -185,7 +186,7 @@ class TcpListener:
                 await self._loop.sock_sendall(sock, WELCOME)
             channel = self._channel(sock, peer)
             await self._serve(channel)
-        except (TakeError, OSError, TimeoutError):
+        except (FetchError, OSError, TimeoutError):
             pass  # whoever asked sees the end of the connection, and tells why it matters
         except Exception:
             traceback.print_exc()  # a slip of ours ends this conversation alone
@@ -205,7 +206,7 @@ class TcpChannel:
         self._loop = asyncio.get_running_loop()
         self.waits_since: float | None = None
 
-    async def send(self, word: Word, body: Body | None = None) -> None:
+    async def send(self, word: Message, body: Body | None = None) -> None:
         head = encode(word)
         nbytes, check = (body.nbytes, body.check) if body is not None else (0, 0)
         start = HEAD.pack(len(head), nbytes, check)
@@ -222,43 +223,43 @@ class TcpChannel:
                 await self._send_file(body)
         except OSError as error:
             self.close()
-            raise TakeError("source", f"{self._peer} has gone: {error}") from error
+            raise FetchError("source", f"{self._peer} has gone: {error}") from error
         except BaseException:
             self.close()
             raise
 
-    async def receive(self, room: Room | None = None) -> tuple[Word, int]:
+    async def receive(self, room: Allocate | None = None) -> tuple[Message, int]:
         try:
             start = await self._take(HEAD.size + CHECK.size)
             size, nbytes, check = HEAD.unpack_from(start)
-            if size > HEAD_BYTES:
-                raise TakeError("broken", f"{self._peer} sent what is no message of ours")
+            if size > MAX_HEAD_BYTES:
+                raise FetchError("broken", f"{self._peer} sent what is no message of ours")
             head = await self._take(size)
             if (
                 xxhash.xxh3_64_intdigest(bytes(start[: HEAD.size]) + head)
                 != CHECK.unpack_from(start, HEAD.size)[0]
             ):
-                raise TakeError("broken", f"{self._peer} sent a head that was damaged on the way")
-            word: Word = decode_word(bytes(head))
+                raise FetchError("broken", f"{self._peer} sent a head that was damaged on the way")
+            word: Message = decode_message(bytes(head))
             if nbytes:
                 if room is None:
-                    raise TakeError(
+                    raise FetchError(
                         "broken", f"{self._peer} sent {nbytes} bytes with a {type(word).__name__}"
                     )
                 with room(word, nbytes) as view:
                     await self._take_body(view)
                     if xxhash.xxh3_64_intdigest(view) != check:
-                        raise TakeError(
+                        raise FetchError(
                             "broken",
                             f"{self._peer} sent {nbytes} bytes that were damaged on the way",
                         )
             return word, check
         except WireError as error:
             self.close()
-            raise TakeError("broken", f"{self._peer}: {error}") from error
+            raise FetchError("broken", f"{self._peer}: {error}") from error
         except OSError as error:
             self.close()
-            raise TakeError("source", f"{self._peer} has gone: {error}") from error
+            raise FetchError("source", f"{self._peer} has gone: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -300,7 +301,7 @@ class TcpChannel:
             async with asyncio.timeout(self._silent_s):
                 await ready
         except TimeoutError:
-            raise TakeError(
+            raise FetchError(
                 "source", f"{self._peer} has taken nothing for {self._silent_s:g} s"
             ) from None
         finally:
@@ -325,13 +326,13 @@ class TcpChannel:
                         self._sock, view[done : done + SLICE_BYTES]
                     )
             except TimeoutError:
-                raise TakeError(
+                raise FetchError(
                     "source", f"{self._peer} has said nothing for {self._silent_s:g} s"
                 ) from None
             finally:
                 self.waits_since = None
             if count == 0:
-                raise TakeError("source", f"{self._peer} has hung up")
+                raise FetchError("source", f"{self._peer} has hung up")
             done += count
             # where bytes come faster than they are taken, nothing above waits
             await asyncio.sleep(0)
@@ -355,7 +356,7 @@ class TcpChannel:
             return
         (size,) = CHECK.unpack(await self._take(CHECK.size))
         if size > SLICE_BYTES:
-            raise TakeError("broken", f"{self._peer} does not use the same transport")
+            raise FetchError("broken", f"{self._peer} does not use the same transport")
         token = bytes(await self._take(size))
         # The thread writes into `view`, so it is waited for, whatever happens to us.
         reading = asyncio.ensure_future(asyncio.to_thread(self._carrier.fetch, token, view))
@@ -367,12 +368,12 @@ class TcpChannel:
         await self._send_all(memoryview(b"\n"))
 
 
-def _shown(secret: bytes) -> bytes:
+def _hashed(secret: bytes) -> bytes:
     """A secret of any length in 32 bytes."""
     return hashlib.sha256(secret).digest()
 
 
-async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int) -> bytes:
+async def _receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int) -> bytes:
     """`count` bytes, or fewer where the peer hangs up."""
     data = b""
     while len(data) < count and (more := await loop.sock_recv(sock, count - len(data))):
@@ -392,3 +393,17 @@ def _mapped(body: Body) -> memoryview:
         body.fd, body.offset - base + body.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=base
     )
     return memoryview(found)[body.offset - base :]
+
+
+def transport_of(name: TransportName, *, host: str) -> Transport:
+    """The transport of that name, for a process that listens on `host`.
+
+    Raises ConfigError where its extra is not installed.
+    """
+    match name:
+        case "tcp":
+            return Tcp()
+        case "mooncake":
+            return Tcp(carrier=MooncakeCarrier(host))
+        case "nixl":
+            return Tcp(carrier=NixlCarrier())

@@ -8,15 +8,16 @@ nothing more; every wait ends: a peer of which nothing comes counts as gone (Tak
 source).
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 import xxhash
 
-from rollweave.schema.weights import RelayAddress
-from rollweave.weights.words import Word
+from rollweave.schema.weights import HEARTBEAT_S, RelayAddress
+from rollweave.weights.protocol import Message
 
-Room = Callable[[Word, int], memoryview]
+Allocate = Callable[[Message, int], memoryview]
 """Where the body of so many bytes goes, which comes with a word.
 
 Raises TakeError to refuse it.
@@ -53,10 +54,10 @@ class Channel(Protocol):
         while it does not wait, or cannot tell.
         """
 
-    async def send(self, word: Word, body: Body | None = None) -> None:
+    async def send(self, word: Message, body: Body | None = None) -> None:
         """Raises TakeError (source)."""
 
-    async def receive(self, room: Room | None = None) -> tuple[Word, int]:
+    async def receive(self, room: Allocate | None = None) -> tuple[Message, int]:
         """The next word, with its body in `room`, and the body's xxh3-64. Without a
         `room` a body is broken.
 
@@ -105,3 +106,36 @@ class Carrier(Protocol):
 
     def fetch(self, token: bytes, into: memoryview) -> None:
         """Read what a peer offers. Raises TakeError (source)."""
+
+
+STALL_BEATS = 3
+"""Ticks in a row that see one and the same wait: a source with nothing to send says so
+more often (offers.ALIVE_S).
+"""
+
+
+class StallDetector:
+    """Calls `stalled`, again and again as long as it lasts, while nothing comes over
+    `channel`, or it cannot be opened.
+    """
+
+    def __init__(self, stalled: Callable[[], None]) -> None:
+        self.channel: Channel | None = None
+        self._stalled = stalled
+        self._loop = asyncio.get_running_loop()
+        self._opening = self._loop.time()
+        self._since: float | None = None
+        self._ticks = 0
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(HEARTBEAT_S, self._tick)
+        since = self.channel.waits_since if self.channel is not None else self._opening
+        self._ticks = self._ticks + 1 if since is not None and since == self._since else 0
+        self._since = since
+        if self._ticks == STALL_BEATS:
+            self._ticks = 0
+            self._stalled()

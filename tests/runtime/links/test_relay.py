@@ -20,16 +20,17 @@ from rollweave.runtime.links.relay import (
     Suspected,
 )
 from rollweave.schema.weights import (
-    BEAT_S,
+    HEARTBEAT_S,
+    FetchReply,
+    FetchVersion,
     RelayAddress,
     RelaySpec,
-    Take,
-    TakeFailed,
-    Taken,
+    VersionFailed,
+    VersionFetched,
     WeightManifest,
 )
+from rollweave.weights.protocol import KeepAlive, Raw, Request
 from rollweave.weights.tcp import Tcp
-from rollweave.weights.words import Alive, Ask, Raw
 from tests.weights.host import KIB, Memory, tapped, versions
 
 ROOT = Path(__file__).parents[3]
@@ -77,7 +78,7 @@ async def take(
     source: RelayAddress | None = None,
     *,
     base_id: int | None = None,
-) -> Taken | TakeFailed:
+) -> FetchReply:
     answer = await relay.take(command(manifest, source, base_id=base_id))
     assert answer is not None
     return answer
@@ -85,13 +86,15 @@ async def take(
 
 def command(
     manifest: WeightManifest, source: RelayAddress | None = None, *, base_id: int | None = None
-) -> Take:
+) -> FetchVersion:
     keep = (base_id,) if base_id is not None else ()
-    return Take(manifest=manifest, source=source, base_id=base_id, keep=keep, chunk_bytes=64 * KIB)
+    return FetchVersion(
+        manifest=manifest, source=source, base_id=base_id, keep=keep, chunk_bytes=64 * KIB
+    )
 
 
-def payload(answer: Taken | TakeFailed | None) -> bytes:
-    assert isinstance(answer, Taken), answer
+def payload(answer: FetchReply | None) -> bytes:
+    assert isinstance(answer, VersionFetched), answer
     return Path(answer.manifest.location).read_bytes()
 
 
@@ -119,7 +122,7 @@ async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None
             assert "SIGKILL" in await relays[1].lost
             assert await answers[1] is None
             failed = await answers[2]
-            assert isinstance(failed, TakeFailed)
+            assert isinstance(failed, VersionFailed)
             assert failed.reason == "source"
             assert not answers[3].done()
             again = relays[2].take(command(memory.manifest, addresses[0]))
@@ -127,7 +130,7 @@ async def test_a_relay_killed_in_the_middle_of_a_broadcast(start: Start) -> None
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
                 assert payload(taken) == memory.payload
-                assert isinstance(taken, Taken)
+                assert isinstance(taken, VersionFetched)
                 assert taken.nbytes == memory.manifest.nbytes  # none twice
         assert [ask.ranges for ask in slow.asked] == [((0, memory.manifest.nbytes),)]
 
@@ -139,7 +142,7 @@ async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
     try:
         ranges = ((nbytes - 1, nbytes),)
         await channel.send(
-            Ask(
+            Request(
                 weights_id=manifest.weights_id,
                 digest=manifest.digest,
                 nbytes=manifest.nbytes,
@@ -147,7 +150,7 @@ async def passed(address: RelayAddress, memory: Memory, nbytes: int) -> None:
             )
         )
         word, _ = await channel.receive(lambda word, size: memoryview(bytearray(size)))
-        while isinstance(word, Alive):
+        while isinstance(word, KeepAlive):
             word, _ = await channel.receive(lambda word, size: memoryview(bytearray(size)))
         assert word == Raw(start=nbytes - 1, stop=nbytes)
     finally:
@@ -162,7 +165,7 @@ async def test_a_dead_master(start: Start) -> None:
         relays = [start(number) for number in range(3)]
         addresses = [(await relay.ready()).address for relay in relays]
         for relay, source in zip(relays, (None, *addresses), strict=False):
-            assert isinstance(await take(relay, old.manifest, source), Taken)
+            assert isinstance(await take(relay, old.manifest, source), VersionFetched)
         os.kill(relays[0].pid, signal.SIGSTOP)  # it takes nothing in any more, and says nothing
         answers = [
             relay.take(command(new.manifest, source, base_id=1))
@@ -172,12 +175,12 @@ async def test_a_dead_master(start: Start) -> None:
         assert "was killed" in await relays[0].lost
         assert await answers[0] is None
         failed = await answers[1]
-        assert isinstance(failed, TakeFailed)
+        assert isinstance(failed, VersionFailed)
         assert failed.reason == "source"
         again = relays[1].take(command(new.manifest, base_id=1))
         taken = await answers[2]
         assert payload(await again) == payload(taken) == new.payload
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, VersionFetched)
         assert 0 < taken.nbytes < new.manifest.nbytes / 10
 
 
@@ -233,7 +236,7 @@ async def test_a_relay_that_hangs_during_a_broadcast_is_passed_by_and_goes_on_wh
             for answer in (answers[0], again, answers[3]):
                 taken = await answer
                 assert payload(taken) == memory.payload
-                assert isinstance(taken, Taken)
+                assert isinstance(taken, VersionFetched)
                 assert taken.nbytes == memory.manifest.nbytes  # none twice
             assert not answers[1].done()
             os.kill(relays[1].pid, signal.SIGCONT)
@@ -276,10 +279,10 @@ async def test_nobody_is_suspected_because_we_were_busy_ourselves(start: Start) 
     and is heard first.
     """
     told: list[bool] = []
-    relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * BEAT_S)
+    relay = start(0, suspected=told.append, silent_s=(SUSPECT_BEATS + 2) * HEARTBEAT_S)
     await relay.ready()
     for _ in range(3):
-        time.sleep((SUSPECT_BEATS + 4) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        time.sleep((SUSPECT_BEATS + 4) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert told == []
@@ -295,7 +298,7 @@ async def test_what_is_not_read_is_no_silence(start: Start) -> None:
     await relay.ready()
     os.kill(relay.pid, signal.SIGSTOP)
     for _ in range(SUSPECT_BEATS - 1):
-        time.sleep((SUSPECT_BEATS + 1) * BEAT_S)  # noqa: ASYNC251 (that is the point)
+        time.sleep((SUSPECT_BEATS + 1) * HEARTBEAT_S)  # noqa: ASYNC251 (that is the point)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert told == [], "each time counts as one beat"
@@ -315,9 +318,9 @@ async def test_no_room(start: Start) -> None:
         source, relay = start(0), start(1, file_bytes=memory.manifest.nbytes // 2)
         address = (await source.ready()).address
         await relay.ready()
-        assert isinstance(await take(source, memory.manifest), Taken)
+        assert isinstance(await take(source, memory.manifest), VersionFetched)
         failed = await take(relay, memory.manifest, address)
-        assert isinstance(failed, TakeFailed)
+        assert isinstance(failed, VersionFailed)
         assert failed.reason == "room"
         taken = await take(relay, other.manifest)  # shared, not copied
         assert payload(taken) == other.payload
@@ -328,7 +331,7 @@ async def test_its_memory_goes_with_it(start: Start) -> None:
         relay = start(0)
         await relay.ready()
         taken = await take(relay, memory.manifest)
-        assert isinstance(taken, Taken)
+        assert isinstance(taken, VersionFetched)
         await relay.close()
         assert "was closed" in relay.lost.result()
         assert not os.path.exists(taken.manifest.location)  # noqa: ASYNC240 (it is not on a disk)
@@ -339,7 +342,7 @@ async def test_overtaken_takes_have_no_answer(start: Start) -> None:
         relay, other = start(0), start(1)
         await relay.ready()
         address = (await other.ready()).address
-        assert isinstance(await take(other, memory.manifest), Taken)
+        assert isinstance(await take(other, memory.manifest), VersionFetched)
         async with tapped(memory) as (_, nowhere):
             first = relay.take(command(memory.manifest, nowhere))
             second = relay.take(command(memory.manifest, address))
@@ -353,7 +356,7 @@ async def test_noise_at_the_door(start: Start) -> None:
         relay, other = start(0), start(1)
         address = (await relay.ready()).address
         await other.ready()
-        assert isinstance(await take(relay, memory.manifest), Taken)
+        assert isinstance(await take(relay, memory.manifest), VersionFetched)
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(20)]
         for noise in (
             b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100,

@@ -91,13 +91,13 @@ async def test_a_checkpoint_is_written_beside_what_comes_next(connect: Connect, 
     trainer = connect(kind)
     await trainer.ready()
     for step in range(3):
-        assert await trainer.ask(Save(path="beside", beside=True)) == Copied(
+        assert await trainer.ask(Save(path="beside", background=True)) == Copied(
             path="beside", copy_s=0.0
         )
         assert isinstance(await trainer.ask(train_on(step)), Trained)
         async with asyncio.timeout(20):
             assert await trainer.written() == Saved(path="beside", save_s=0.0)
-    assert isinstance(await trainer.ask(Save(path="beside", beside=True)), Copied)
+    assert isinstance(await trainer.ask(Save(path="beside", background=True)), Copied)
     trainer.kill()
     async with asyncio.timeout(20):
         with pytest.raises(TrainerLostError):

@@ -23,7 +23,7 @@ from rollweave.schema.base import TrajectoryId
 from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.events import PredictionReady
 from rollweave.schema.prediction import LengthContext, PredictorSpec
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths import build_regressor
 from tests.train.lengths.worlds import trajectories
 
 KINDS = ("thread", "process")
@@ -115,7 +115,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Open]:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_its_answers_are_those_of_the_predictor_itself(desk: Open, kind: str) -> None:
     """Before the first fit and after it."""
-    here, there = ProgressivePredictor(lambda: build("ridge")), desk(kind)
+    here, there = ProgressivePredictor(lambda: build_regressor("ridge")), desk(kind)
     for number, one in enumerate(trajectories(30, seed=1)):
         for context in one.contexts:
             expected = here.predict((f"t{number}", 0), context)
@@ -250,7 +250,7 @@ async def test_one_that_has_nothing_to_do_may_be_silent(desk: Open) -> None:
         ("crash", "exit status 3"),
         ("garbage", "no frame of ours"),
         ("noise", "no frame of ours"),
-        ("boast", "report.taken must be from 0 to 1"),
+        ("boast", "report.processed must be from 0 to 1"),
         ("stillborn", "cannot start"),
     ],
 )

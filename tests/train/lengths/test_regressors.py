@@ -13,15 +13,15 @@ import pytest
 from rollweave.core.policy.predict import ProgressivePredictor
 from rollweave.schema.config.sections import RolloutConfig
 from rollweave.schema.errors import ConfigError
-from rollweave.train.lengths.registry import NAMES, build
+from rollweave.train.lengths import REGRESSORS, build_regressor
 from tests.train.lengths.worlds import TURNS, Told, quality, teach, trajectories
 
-BUILT = [name for name in NAMES if name != "lm"]
+BUILT = [name for name in REGRESSORS if name != "lm"]
 LEARNED = ["ridge", "boosted"]
 
 
 def predictor_of(name: str) -> ProgressivePredictor:
-    return ProgressivePredictor(functools.partial(build, name))
+    return ProgressivePredictor(functools.partial(build_regressor, name))
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -158,15 +158,17 @@ def test_the_prompt_alone_says_the_same_at_every_turn_but_for_what_was_sampled()
 
 
 def test_names_are_those_of_the_configuration() -> None:
-    assert set(RolloutConfig.model_json_schema()["properties"]["predictor"]["enum"]) == set(NAMES)
+    assert set(RolloutConfig.model_json_schema()["properties"]["predictor"]["enum"]) == set(
+        REGRESSORS
+    )
     with pytest.raises(
         ConfigError,
         match=r"rollout.predictor must be one of ridge, .*, got "
         r"'rigde'",
     ):
-        build("rigde")
+        build_regressor("rigde")
     with pytest.raises(ConfigError, match="no checkpoint"):
-        build("lm")
+        build_regressor("lm")
 
 
 @pytest.mark.parametrize(

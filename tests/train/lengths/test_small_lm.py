@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollweave.core.policy.predict import ProgressivePredictor
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths import build_regressor
 from rollweave.train.lengths.small_lm import BATCH, backbone
 from tests.train.lengths.worlds import quality, teach, trajectories
 
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def predictor_of(name: str, checkpoint: str) -> ProgressivePredictor:
-    return ProgressivePredictor(functools.partial(build, name, checkpoint=checkpoint))
+    return ProgressivePredictor(functools.partial(build_regressor, name, checkpoint=checkpoint))
 
 
 @pytest.mark.parametrize("name", ["lm", "ridge", "boosted"])
@@ -74,4 +74,4 @@ def test_ids_that_the_checkpoint_does_not_know_are_folded(checkpoint: str) -> No
 
 def test_a_checkpoint_that_is_none_is_an_error_when_it_is_built(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="none"):
-        build("lm", checkpoint=str(tmp_path / "none"))
+        build_regressor("lm", checkpoint=str(tmp_path / "none"))

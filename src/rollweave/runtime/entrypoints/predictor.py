@@ -15,16 +15,16 @@ from rollweave.core.policy.predict import ProgressivePredictor, Question
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.prediction import (
-    Answer,
-    Ask,
     Fit,
-    Learn,
+    PredictedLength,
+    PredictionRequest,
+    PredictorMessage,
     PredictorReport,
     PredictorSpec,
-    PredictorWord,
+    RecordLength,
     StopPredictor,
 )
-from rollweave.train.lengths.registry import build
+from rollweave.train.lengths import build_regressor
 
 TOGETHER = 1024
 """Words that are taken at once: some milliseconds of work."""
@@ -35,7 +35,7 @@ NICENESS = 10
 
 def serve(
     spec: PredictorSpec,
-    words: "queue.SimpleQueue[PredictorWord]",
+    words: "queue.SimpleQueue[PredictorMessage]",
     report: Callable[[PredictorReport], None],
 ) -> None:
     """Work on the calling thread until `StopPredictor`.
@@ -43,9 +43,11 @@ def serve(
     Raises ConfigError for a spec that cannot be.
     """
     # imports what it needs now, and not while questions wait
-    build(spec.regressor, checkpoint=spec.checkpoint)
+    build_regressor(spec.regressor, checkpoint=spec.checkpoint)
     serving = _Serving(
-        ProgressivePredictor(functools.partial(build, spec.regressor, checkpoint=spec.checkpoint))
+        ProgressivePredictor(
+            functools.partial(build_regressor, spec.regressor, checkpoint=spec.checkpoint)
+        )
     )
     while True:
         batch = [words.get()]
@@ -69,15 +71,15 @@ class _Serving:
         self._taken = 0
         self._fit_s = 0.0
 
-    def take(self, word: Ask | Learn | Fit) -> None:
+    def take(self, word: PredictionRequest | RecordLength | Fit) -> None:
         self._taken += 1
         match word:
-            case Ask():
+            case PredictionRequest():
                 question = self._predictor.remember(
                     (word.trajectory_id, word.attempt), word.context
                 )
                 self._asked.append((word.number, question))
-            case Learn():
+            case RecordLength():
                 self._predictor.observe((word.trajectory_id, word.attempt), word.output_tokens)
             case Fit():
                 began = time.perf_counter()
@@ -88,13 +90,13 @@ class _Serving:
         """With the answers to what was asked since the last one."""
         values = self._predictor.estimate([question for _, question in self._asked])
         answers = tuple(
-            Answer(number=number, remaining_tokens=value)
+            PredictedLength(number=number, remaining_tokens=value)
             for (number, _), value in zip(self._asked, values, strict=True)
         )
         self._asked.clear()
         predictor = self._predictor
         return PredictorReport(
-            taken=self._taken,
+            processed=self._taken,
             answers=answers,
             failed=predictor.failed_fits + predictor.failed_predictions,
             fits=predictor.fits,
@@ -108,8 +110,8 @@ def main() -> None:
     parent = Parent.from_arguments()
     os.nice(NICENESS)
     spec = decoder_of(PredictorSpec)(parent.receive())
-    decode = decoder_of(PredictorWord)
-    words: queue.SimpleQueue[PredictorWord] = queue.SimpleQueue()
+    decode = decoder_of(PredictorMessage)
+    words: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
     parent.listen(lambda payload: words.put(decode(payload)))
     serve(spec, words, lambda report: parent.send(encode(report)))
 

@@ -8,16 +8,16 @@ import os
 from rollweave.io.parent import Parent
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.weights import (
-    BEAT_S,
-    RelayBeat,
+    HEARTBEAT_S,
     RelayCommand,
+    RelayHeartbeat,
     RelayReady,
     RelayReply,
     RelaySpec,
     StopRelay,
 )
 from rollweave.weights.relay import Relay
-from rollweave.weights.transports import transport_of
+from rollweave.weights.tcp import transport_of
 
 
 async def serve(parent: Parent, spec: RelaySpec) -> None:
@@ -44,9 +44,9 @@ async def serve(parent: Parent, spec: RelaySpec) -> None:
 
     parent.listen(heard)
     while not stopped.is_set():
-        say(RelayBeat())
+        say(RelayHeartbeat())
         try:
-            async with asyncio.timeout(BEAT_S):
+            async with asyncio.timeout(HEARTBEAT_S):
                 await stopped.wait()
         except TimeoutError:
             continue

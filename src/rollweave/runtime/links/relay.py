@@ -22,16 +22,17 @@ from rollweave.io.child import spawn
 from rollweave.io.wire import decoder_of, encode
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import (
-    BEAT_S,
-    RelayBeat,
+    HEARTBEAT_S,
+    FetchReply,
+    FetchVersion,
+    RelayHeartbeat,
     RelayReady,
     RelayReply,
     RelaySpec,
-    Stalled,
     StopRelay,
-    Take,
-    TakeFailed,
-    Taken,
+    VersionFailed,
+    VersionFetched,
+    VersionStalled,
 )
 
 T = TypeVar("T")
@@ -77,11 +78,11 @@ class RelayLink(Protocol):
     async def ready(self) -> RelayReady:
         """Wait until it listens, and say where. Raises `RelayLostError`."""
 
-    def take(self, command: Take) -> "asyncio.Future[Taken | TakeFailed | None]":
+    def take(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
         """Have it get a version, and say what came of it.
 
         The result is None where there is no answer: the relay is lost, or another
-        `Take` of the same version (the same bytes under one id), said later, has
+        `FetchVersion` of the same version (the same bytes under one id), said later, has
         overtaken this one, since it names another source, and its answer counts.
         """
 
@@ -97,7 +98,7 @@ Suspected = Callable[[bool], None]
 is heard again.
 """
 
-OnStalled = Callable[[Stalled], None]
+OnStalled = Callable[[VersionStalled], None]
 
 OpenRelay = Callable[[RelaySpec, Suspected, OnStalled], RelayLink]
 """Starts a relay. Raises OSError where no process can be made."""
@@ -148,9 +149,9 @@ class ProcessRelay:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self._ready: asyncio.Future[RelayReady] = self._loop.create_future()
-        # A relay answers every Take, those of one version in the order in which they
+        # A relay answers every FetchVersion, those of one version in the order in which they
         # came.
-        self._waiting: dict[int, deque[tuple[str, asyncio.Future[Taken | TakeFailed | None]]]] = {}
+        self._waiting: dict[int, deque[tuple[str, asyncio.Future[FetchReply | None]]]] = {}
         self._reason = ""
         self._child = spawn(
             name=spec.id,
@@ -172,8 +173,8 @@ class ProcessRelay:
     async def ready(self) -> RelayReady:
         return await asyncio.shield(self._ready)
 
-    def take(self, command: Take) -> "asyncio.Future[Taken | TakeFailed | None]":
-        answer: asyncio.Future[Taken | TakeFailed | None] = self._loop.create_future()
+    def take(self, command: FetchVersion) -> "asyncio.Future[FetchReply | None]":
+        answer: asyncio.Future[FetchReply | None] = self._loop.create_future()
         if self.lost.done():
             answer.set_result(None)
             return answer
@@ -200,33 +201,33 @@ class ProcessRelay:
 
     def _on_frame(self, payload: bytes) -> None:
         self._patience.cancel()
-        self._patience = self._loop.call_later(BEAT_S, self._miss)
+        self._patience = self._loop.call_later(HEARTBEAT_S, self._miss)
         missed, self._missed = self._missed, 0
         if missed >= SUSPECT_BEATS:
             self._suspected(False)
         match _decode(payload):
             case RelayReady() as ready:
                 _give(self._ready, ready)
-            case Taken() as taken:
+            case VersionFetched() as taken:
                 self._answer(taken.manifest.weights_id, taken)
-            case TakeFailed() as failed:
+            case VersionFailed() as failed:
                 self._answer(failed.weights_id, failed)
-            case Stalled() as word:
+            case VersionStalled() as word:
                 self._stalled(word)
-            case RelayBeat():
+            case RelayHeartbeat():
                 pass
 
     def _miss(self) -> None:
         """A beat has not come."""
         self._missed += 1
-        if self._missed * BEAT_S >= self._silent_s:
+        if self._missed * HEARTBEAT_S >= self._silent_s:
             self._give_up(f"said nothing for {self._silent_s:g} s")
             return
-        self._patience = self._loop.call_later(BEAT_S, self._miss)
+        self._patience = self._loop.call_later(HEARTBEAT_S, self._miss)
         if self._missed == SUSPECT_BEATS:
             self._suspected(True)
 
-    def _answer(self, weights_id: int, word: Taken | TakeFailed) -> None:
+    def _answer(self, weights_id: int, word: FetchReply) -> None:
         waiting = self._waiting.get(weights_id)
         if waiting is None:
             return self._give_up(f"answered for version id {weights_id}, which nobody asked for")

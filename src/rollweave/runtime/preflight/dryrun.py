@@ -26,7 +26,7 @@ from rollweave.runtime.supervisors.relays import host_of, missing_extra
 from rollweave.schema.config.loading import load
 from rollweave.schema.config.root import RunConfig
 from rollweave.schema.errors import ConfigError, CorruptJournalError
-from rollweave.train.lengths.registry import check_installed
+from rollweave.train.lengths import check_installed
 
 UNUSED = "no effect"
 """Name of the checks for settings without effect, which a real run shows, too."""

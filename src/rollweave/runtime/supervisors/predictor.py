@@ -25,14 +25,14 @@ from rollweave.schema.commands import FitPredictor, Harvest, Predict, Warn
 from rollweave.schema.errors import WireError
 from rollweave.schema.events import PredictionReady
 from rollweave.schema.prediction import (
-    Ask,
     Fit,
-    Learn,
     LengthContext,
+    PredictionRequest,
+    PredictorMessage,
     PredictorReport,
     PredictorSpec,
     PredictorStats,
-    PredictorWord,
+    RecordLength,
     StopPredictor,
 )
 
@@ -76,7 +76,7 @@ class Link(Protocol):
     Reports come until the loss, which comes once; none comes after `kill`.
     """
 
-    def send(self, word: PredictorWord) -> None:
+    def send(self, word: PredictorMessage) -> None:
         """Queue one word."""
 
     def kill(self) -> None:
@@ -130,7 +130,7 @@ class ProcessLink:
     def pid(self) -> int:
         return self._child.pid
 
-    def send(self, word: PredictorWord) -> None:
+    def send(self, word: PredictorMessage) -> None:
         self._child.send(encode(word))
 
     def kill(self) -> None:
@@ -155,13 +155,13 @@ class ThreadLink:
         self._loop = asyncio.get_running_loop()
         self._on_report, self._on_lost = on_report, on_lost
         self._killed = False
-        self._words: queue.SimpleQueue[PredictorWord] = queue.SimpleQueue()
+        self._words: queue.SimpleQueue[PredictorMessage] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._main, args=(spec,), name="predictor", daemon=True
         )
         self._thread.start()
 
-    def send(self, word: PredictorWord) -> None:
+    def send(self, word: PredictorMessage) -> None:
         self._words.put(word)
 
     def kill(self) -> None:
@@ -246,7 +246,7 @@ class PredictorSeat:
         number = self._sent + 1
         self._open[number] = _Asked(command, self._loop.time())
         self._say(
-            Ask(
+            PredictionRequest(
                 number=number,
                 trajectory_id=command.trajectory_id,
                 attempt=command.attempt,
@@ -257,7 +257,7 @@ class PredictorSeat:
     def harvest(self, command: Harvest) -> None:
         """An attempt is over."""
         self._tell(
-            Learn(
+            RecordLength(
                 trajectory_id=command.trajectory_id,
                 attempt=command.attempt,
                 output_tokens=command.output_tokens,
@@ -299,13 +299,13 @@ class PredictorSeat:
         except OSError as error:
             self._warn(f"cannot be started: {error}; lengths are not predicted any more")
 
-    def _tell(self, word: PredictorWord) -> None:
+    def _tell(self, word: PredictorMessage) -> None:
         if self._link is None or self._waiting >= WORDS:
             self._count(dropped=1)
         else:
             self._say(word)
 
-    def _say(self, word: PredictorWord) -> None:
+    def _say(self, word: PredictorMessage) -> None:
         assert self._link is not None, "checked by whoever asks"
         self._sent += 1
         if self._patience is None:
@@ -315,11 +315,12 @@ class PredictorSeat:
     def _reported(self, report: PredictorReport) -> None:
         if self._closed:
             return
-        if not self._taken <= report.taken <= self._sent:
+        if not self._taken <= report.processed <= self._sent:
             raise WireError(
-                f"report.taken must be from {self._taken} to {self._sent}, got {report.taken}"
+                f"report.processed must be from {self._taken} to {self._sent}, got "
+                f"{report.processed}"
             )
-        self._taken = report.taken
+        self._taken = report.processed
         self._rest()
         if self._waiting > 0:
             self._patience = self._loop.call_later(self._silent_s, self._gave_no_sign)
@@ -337,7 +338,7 @@ class PredictorSeat:
             asked = self._open.pop(answer.number, None)
             if asked is not None:
                 self._answered(asked, now - asked.at, answer.remaining_tokens)
-        while self._open and next(iter(self._open)) <= report.taken:
+        while self._open and next(iter(self._open)) <= report.processed:
             self._open.pop(next(iter(self._open)))
             self._count(lost=1)
 

@@ -34,13 +34,14 @@ from rollweave.schema.events import (
     WeightsFetched,
 )
 from rollweave.schema.weights import (
+    FetchReply,
+    FetchVersion,
     RelayAddress,
     RelaySpec,
-    Stalled,
-    Take,
-    TakeFailed,
-    Taken,
     TransportName,
+    VersionFailed,
+    VersionFetched,
+    VersionStalled,
     WeightManifest,
 )
 
@@ -141,7 +142,7 @@ class Relays:
             manifest.nbytes, nodes=len(self._seats), start_s=START_S, byte_s=self._byte_s
         )
         answer = seat.link.take(
-            Take(
+            FetchVersion(
                 manifest=manifest,
                 base_id=command.base_id,
                 source=source,
@@ -216,7 +217,7 @@ class Relays:
             kind = RelaySuspected if silent else RelayRecovered
             self._post(kind(relay_id=relay_id, epoch=seat.epoch))
 
-    def _stalled(self, relay_id: str, seat: Seat, word: Stalled) -> None:
+    def _stalled(self, relay_id: str, seat: Seat, word: VersionStalled) -> None:
         source = next(
             (other for other, its in self._seats.items() if its.address == word.source), None
         )
@@ -246,7 +247,10 @@ class Relays:
         return manifest, source.address
 
     async def _taken(
-        self, command: FetchWeights, seat: Seat, answer: "asyncio.Future[Taken | TakeFailed | None]"
+        self,
+        command: FetchWeights,
+        seat: Seat,
+        answer: "asyncio.Future[FetchReply | None]",
     ) -> None:
         started = self._clock()
         found = await answer
@@ -255,7 +259,9 @@ class Relays:
             # same weights
             return
         name = f"take {command.weights_id} from {command.source or 'the trainer'}"
-        nbytes, error = (found.nbytes, "") if isinstance(found, Taken) else (0, found.error)
+        nbytes, error = (
+            (found.nbytes, "") if isinstance(found, VersionFetched) else (0, found.error)
+        )
         self._trace.span(
             RELAYS,
             command.relay_id,
@@ -266,7 +272,7 @@ class Relays:
             nbytes=nbytes,
             error=error,
         )
-        if isinstance(found, TakeFailed):
+        if isinstance(found, VersionFailed):
             self._post(_refused(command, seat, found.reason, found.error))
             return
         if command.source is not None and command.base_id is None and found.nbytes:

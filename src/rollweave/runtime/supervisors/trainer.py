@@ -318,7 +318,7 @@ class TrainerSeat:
         started = self._clock()
         try:
             reply = await backend.ask(
-                Save(path=str(self._checkpoints.path(step)), export=command.export, beside=True)
+                Save(path=str(self._checkpoints.path(step)), export=command.export, background=True)
             )
         except TrainerLostError:
             return

@@ -25,7 +25,7 @@ from rollweave.io.http.listening import listening
 from rollweave.schema.serving import EngineSpec
 from rollweave.schema.weights import WeightManifest
 from rollweave.service.loop import LoopThread
-from rollweave.weights.store import Publisher
+from rollweave.weights.publication import Publisher
 
 START_S = 300.0
 """To read a checkpoint: minutes for a large one on a slow disk."""

@@ -21,7 +21,7 @@ from rollweave.schema.base import Struct
 from rollweave.schema.prediction import LengthContext
 from rollweave.sim.papers.rows import Experiment, Row
 from rollweave.sim.workload import Plan, workload
-from rollweave.train.lengths.registry import build, check_installed
+from rollweave.train.lengths import build_regressor, check_installed
 
 NAME = "heddle-fig13"
 
@@ -90,7 +90,7 @@ def quality(task: str, batches: Batches, *, regressor: str = "ridge") -> dict[st
         for number in range(batches.count)
     ]
     for way, (name, asks) in ways.items():
-        predictor = ProgressivePredictor(functools.partial(build, name))
+        predictor = ProgressivePredictor(functools.partial(build_regressor, name))
         for number, batch in enumerate(drawn):
             if number > 0:
                 for turns, answers in _answers(predictor, batch, asks).items():

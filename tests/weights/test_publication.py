@@ -18,11 +18,11 @@ from hypothesis import given, settings
 
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
-from rollweave.weights.store import (
+from rollweave.weights.publication import (
     ALIGNMENT,
     Draft,
+    PayloadWriter,
     Publisher,
-    Slices,
     bytes_of,
     lay_out,
     publish,
@@ -173,7 +173,7 @@ def test_a_pipe_in_the_place_of_the_payload_does_not_block(tmp_path: Path) -> No
 
 CHILD = """
 import sys, pathlib, msgspec, torch
-from rollweave.weights.store import publish
+from rollweave.weights.publication import publish
 tensors = {"w": torch.arange(1000.0)}
 publication = publish(tensors, version=5, weights_id=6, directory=pathlib.Path(sys.argv[1]), memfd=sys.argv[2] == "memfd")
 sys.stdout.buffer.write(msgspec.json.encode(publication.manifest) + b"\\n")
@@ -266,7 +266,7 @@ def test_slices_in_any_order_make_the_same_version(
         order.shuffle(slices)
     directory = tmp_path_factory.getbasetemp()
     draft = Draft(metas, version=1, weights_id=1, directory=directory)
-    hands = [draft.slices, *(Slices.of(draft.offer) for _ in range(writers - 1))]
+    hands = [draft.slices, *(PayloadWriter.of(draft.offer) for _ in range(writers - 1))]
     for offset, data in slices:
         hand = order.choice(hands)
         assert hand is not None
@@ -295,10 +295,10 @@ def test_only_the_draft_that_is_meant_is_opened(tmp_path: Path, memfd: bool) -> 
         msgspec.structs.replace(offer, location=str(tmp_path / "nowhere")),
         msgspec.structs.replace(offer, nbytes=41),
     ):
-        assert Slices.of(wrong) is None
+        assert PayloadWriter.of(wrong) is None
     other.abandon()
     draft.abandon()
-    assert Slices.of(offer) is None
+    assert PayloadWriter.of(offer) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -362,7 +362,7 @@ def test_two_publishers_of_one_directory_do_not_meet(tmp_path: Path, memfd: bool
 
 MANY = """
 import sys, pathlib, torch
-from rollweave.weights.store import Publisher, read_tensors
+from rollweave.weights.publication import Publisher, read_tensors
 own = float(sys.argv[2])
 for version in range(40):
     publisher = Publisher(pathlib.Path(sys.argv[1]), keep=1, memfd=False)
@@ -389,7 +389,7 @@ def test_a_publisher_that_cannot_see_the_other_process_leaves_its_files(tmp_path
         some_tensors(), version=1, weights_id=1, directory=tmp_path, memfd=False
     ) as publication:
         code = (
-            "import pathlib; from rollweave.weights.store import Publisher; "
+            "import pathlib; from rollweave.weights.publication import Publisher; "
             f"Publisher(pathlib.Path({str(tmp_path)!r})).close()"
         )
         subprocess.run(["unshare", "-Urpf", "--mount-proc", sys.executable, "-c", code], check=True)

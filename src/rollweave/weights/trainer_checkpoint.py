@@ -22,7 +22,9 @@ STATE = "state.json"
 MODEL = "model.safetensors"
 
 
-def read_saved(directory: Path, *, step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_trainer_checkpoint(
+    directory: Path, *, step: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The model's tensors of the checkpoint of `step`, by name, on the CPU, as `dtype`.
 
     Raises `WeightsError` for a checkpoint that is torn, damaged, gone, or of another

@@ -80,7 +80,7 @@ class Publication:
         self.close()
 
 
-class Offer(Struct, frozen=True, kw_only=True):
+class DraftHandle(Struct, frozen=True, kw_only=True):
     """A draft to which other processes of this host may add.
 
     `mark` is in its name, and nowhere else in the world.
@@ -91,7 +91,7 @@ class Offer(Struct, frozen=True, kw_only=True):
     mark: str
 
 
-class Slices:
+class PayloadWriter:
     """Write access to a payload in the making. Slices may come in any order, from
     several processes, but each only once.
 
@@ -108,7 +108,7 @@ class Slices:
         self._hashed = 0
 
     @classmethod
-    def of(cls, offer: Offer) -> Self | None:
+    def of(cls, offer: DraftHandle) -> Self | None:
         """Access to a draft of another process; None where its memory is not to be had
         from here: another machine, say.
         """
@@ -200,8 +200,8 @@ class Draft:
                 for a, b in itertools.pairwise(metas)
                 if a.offset + a.nbytes < b.offset
             }
-            self.slices = Slices(fd, nbytes, gaps)
-            self.offer = Offer(location=location, nbytes=nbytes, mark=mark)
+            self.slices = PayloadWriter(fd, nbytes, gaps)
+            self.offer = DraftHandle(location=location, nbytes=nbytes, mark=mark)
             _allocate(fd, nbytes)
         except OSError as error:
             if fd >= 0:

@@ -10,19 +10,19 @@ from rollweave.schema.base import TaggedStruct
 from rollweave.schema.errors import WeightsError
 from rollweave.schema.weights import WeightManifest
 
-Reason = Literal["source", "base", "broken", "room"]
+FailureReason = Literal["source", "base", "broken", "room"]
 """As in `TakeFailed`."""
 
 Range = tuple[int, int]
 """Bytes `[start, stop)` of a payload."""
 
 
-class TakeError(WeightsError):
+class FetchError(WeightsError):
     """A version, or a part of it, has not come; whoever wanted it has what it had."""
 
-    def __init__(self, reason: Reason, error: str) -> None:
+    def __init__(self, reason: FailureReason, error: str) -> None:
         super().__init__(error)
-        self.reason: Reason = reason
+        self.reason: FailureReason = reason
 
 
 class Base(TaggedStruct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Base(TaggedStruct, frozen=True, kw_only=True):
     digest: str
 
 
-class Ask(TaggedStruct, frozen=True, kw_only=True):
+class Request(TaggedStruct, frozen=True, kw_only=True):
     """To a relay or a store: give me these `ranges` of a version, in order, as they
     come to be there.
 
@@ -61,7 +61,7 @@ class Push(TaggedStruct, frozen=True, kw_only=True):
     base: Base | None = None
 
 
-class Wanted(TaggedStruct, frozen=True, kw_only=True):
+class Missing(TaggedStruct, frozen=True, kw_only=True):
     """What of a push is not here yet."""
 
     ranges: tuple[Range, ...]
@@ -74,7 +74,7 @@ class Raw(TaggedStruct, frozen=True, kw_only=True):
     stop: int
 
 
-class Pieces(TaggedStruct, frozen=True, kw_only=True):
+class RawRanges(TaggedStruct, frozen=True, kw_only=True):
     """With a body: these `ranges` of the payload, one after the other.
 
     They are short, and not worth a message each.
@@ -93,11 +93,11 @@ class Delta(TaggedStruct, frozen=True, kw_only=True):
     sizes: tuple[int, ...]
 
 
-class Alive(TaggedStruct, frozen=True, kw_only=True):
+class KeepAlive(TaggedStruct, frozen=True, kw_only=True):
     """There is nothing to send yet."""
 
 
-class Whole(TaggedStruct, frozen=True, kw_only=True):
+class Complete(TaggedStruct, frozen=True, kw_only=True):
     """The version is there, whole and verified; or, to a store: this is the end of a
     push.
     """
@@ -106,12 +106,14 @@ class Whole(TaggedStruct, frozen=True, kw_only=True):
 class Refused(TaggedStruct, frozen=True, kw_only=True):
     """There will be nothing. The last word of whoever says it."""
 
-    reason: Reason
+    reason: FailureReason
     error: str
 
 
-decode_word = decoder_of(Ask | Push | Wanted | Raw | Pieces | Delta | Alive | Whole | Refused)
-Word = Ask | Push | Wanted | Raw | Pieces | Delta | Alive | Whole | Refused
+decode_message = decoder_of(
+    Request | Push | Missing | Raw | RawRanges | Delta | KeepAlive | Complete | Refused
+)
+Message = Request | Push | Missing | Raw | RawRanges | Delta | KeepAlive | Complete | Refused
 
 
 def within(ranges: Collection[Range], nbytes: int) -> bool:

@@ -12,8 +12,8 @@ from rollweave.schema.errors import WeightsError
 from rollweave.schema.training import Publish, Published, Restore, Save, Saved, Trained, TrainOn
 from rollweave.train.checkpoint import Checkpoint, save
 from rollweave.train.trainer import Trainer
-from rollweave.weights.saved import read_saved
-from rollweave.weights.store import read_tensors
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.trainer_checkpoint import read_trainer_checkpoint
 from tests.train.builders import make_batch, make_config, make_model
 
 
@@ -49,7 +49,11 @@ def test_a_checkpoint_gives_the_bits_that_were_published(
     trainer.handle(Restore(path=str(tmp_path / "c")))
     again = trainer.handle(Publish(version=1, weights_id=8, keep=(7,)))
     assert isinstance(again, Published)
-    found = bits(read_saved(tmp_path / "c", step=1, dtype=getattr(torch, config.published_dtype)))
+    found = bits(
+        read_trainer_checkpoint(
+            tmp_path / "c", step=1, dtype=getattr(torch, config.published_dtype)
+        )
+    )
     assert found == bits(read_tensors(first.manifest)) == bits(read_tensors(again.manifest))
     trainer.close()
 
@@ -68,9 +72,11 @@ def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
         ),
         export_dtype=torch.float32,
     )
-    assert torch.equal(read_saved(path, step=2, dtype=torch.float32)["w"], torch.ones(50))
+    assert torch.equal(
+        read_trainer_checkpoint(path, step=2, dtype=torch.float32)["w"], torch.ones(50)
+    )
     with pytest.raises(WeightsError, match="must be of step 3"):
-        read_saved(path, step=3, dtype=torch.float32)
+        read_trainer_checkpoint(path, step=3, dtype=torch.float32)
     file = path / name
     whole = bytearray(file.read_bytes())
     if damage == "missing":
@@ -81,9 +87,9 @@ def test_any_damage_is_refused(tmp_path: Path, name: str, damage: str) -> None:
             {"truncated": whole[: len(whole) // 2], "flipped": whole, "empty": b""}[damage]
         )
     with pytest.raises(WeightsError, match="torn"):
-        read_saved(path, step=2, dtype=torch.float32)
+        read_trainer_checkpoint(path, step=2, dtype=torch.float32)
 
 
 def test_a_checkpoint_that_is_gone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="torn or none"):
-        read_saved(tmp_path / "c", step=0, dtype=torch.float32)
+        read_trainer_checkpoint(tmp_path / "c", step=0, dtype=torch.float32)

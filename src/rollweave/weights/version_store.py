@@ -15,7 +15,6 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +23,8 @@ import xxhash
 from rollweave.schema.errors import DeltaError
 from rollweave.schema.weights import WeightManifest
 from rollweave.weights import delta
-from rollweave.weights.memory import READ_CHUNK, is_sealed, seal
-from rollweave.weights.ranges import Ranges
-from rollweave.weights.words import Base, TakeError
+from rollweave.weights.memory import READ_CHUNK, Ranges, available_bytes, is_sealed, seal
+from rollweave.weights.protocol import Base, FetchError
 
 SPARE_BYTES = 64 << 20
 """Of memory that the host must have left beside a new version: the kernel kills
@@ -34,7 +32,7 @@ somebody when it has none.
 """
 
 
-class Cut(NamedTuple):
+class Chunk(NamedTuple):
     """Bytes `[start, stop)` of a payload that travel together, and weights/delta's
     blocks in them.
     """
@@ -44,21 +42,21 @@ class Cut(NamedTuple):
     spans: tuple[delta.Span, ...]
 
 
-def cuts(manifest: WeightManifest, chunk_bytes: int) -> Iterator[Cut]:
+def chunks_of(manifest: WeightManifest, chunk_bytes: int) -> Iterator[Chunk]:
     """The payload in pieces of whole blocks, each of at most `chunk_bytes` or of one
     block. Raises DeltaError.
     """
     held: list[delta.Span] = []
     for span in delta.plan(manifest.tensors, manifest.nbytes):
         if held and span.stop - held[0].start > chunk_bytes:
-            yield Cut(held[0].start, held[-1].stop, tuple(held))
+            yield Chunk(held[0].start, held[-1].stop, tuple(held))
             held = []
         held.append(span)
     if held:
-        yield Cut(held[0].start, held[-1].stop, tuple(held))
+        yield Chunk(held[0].start, held[-1].stop, tuple(held))
 
 
-class Held:
+class StoredVersion:
     """A version that is here. `manifest.location` is this host's memory."""
 
     def __init__(self, manifest: WeightManifest, fd: int) -> None:
@@ -87,7 +85,7 @@ class Held:
             self._mapped = b""
 
 
-class Draft:
+class VersionWriter:
     """A version that comes in pieces, each once, in any order. Either `finish` makes it
     a `Held`, or `close` removes it.
 
@@ -135,7 +133,7 @@ class Draft:
         Raises TakeError (broken).
         """
         if not 0 <= start < stop <= self.manifest.nbytes:
-            raise TakeError(
+            raise FetchError(
                 "broken",
                 f"bytes {start} to {stop} are not within the version's {self.manifest.nbytes}",
             )
@@ -147,7 +145,7 @@ class Draft:
         Raises TakeError (broken) where some were before.
         """
         if self.filled.touches(start, stop):
-            raise TakeError("broken", f"bytes {start} to {stop} came twice")
+            raise FetchError("broken", f"bytes {start} to {stop} came twice")
         self.filled.add(start, stop)
         for low, high in self.filled:
             if low <= self.done < high:
@@ -161,14 +159,14 @@ class Draft:
         """
         view = self.room(start, stop)
         if self._origin is not None and _read(self._origin, view, start) < stop - start:
-            raise TakeError(
+            raise FetchError(
                 "source", f"{self.manifest.location} shrank below {stop} bytes while it was read"
             )
         self.fill(start, stop)
         return xxhash.xxh3_64_intdigest(view)
 
     def apply(
-        self, start: int, stop: int, body: memoryview, sizes: Collection[int], base: Held
+        self, start: int, stop: int, body: memoryview, sizes: Collection[int], base: StoredVersion
     ) -> None:
         """Make bytes `[start, stop)` of `base` and a change.
 
@@ -176,7 +174,7 @@ class Draft:
         """
         spans, at = self._blocks(start, stop), 0
         if len(spans) != len(sizes) or sum(sizes) != len(body):
-            raise TakeError(
+            raise FetchError(
                 "broken",
                 f"a change of bytes {start} to {stop} has {len(spans)} blocks, got {len(sizes)}",
             )
@@ -188,11 +186,11 @@ class Draft:
                     body[at : at + size], old[part], self._view[part], itemsize=span.itemsize
                 )
             except DeltaError as error:
-                raise TakeError("base", f"bytes {span.start} to {span.stop}: {error}") from error
+                raise FetchError("base", f"bytes {span.start} to {span.stop}: {error}") from error
             at += size
         self.fill(start, stop)
 
-    def finish(self) -> Held:
+    def finish(self) -> StoredVersion:
         """The version, verified and sealed; this draft is over.
 
         Raises TakeError (broken), and has removed it then.
@@ -202,12 +200,12 @@ class Draft:
             done, manifest = self.done, self.manifest
             self.close()
             if done != manifest.nbytes:
-                raise TakeError(
+                raise FetchError(
                     "broken",
                     f"weights version {manifest.version} is torn: {done} of "
                     f"{manifest.nbytes} bytes",
                 )
-            raise TakeError(
+            raise FetchError(
                 "broken",
                 f"weights version {manifest.version}: digest {found}, its manifest says "
                 f"{manifest.digest}",
@@ -216,7 +214,7 @@ class Draft:
         if self._ours:
             seal(self.fd, in_flight=True)
         fd, self.fd = self.fd, -1
-        return Held(
+        return StoredVersion(
             msgspec.structs.replace(self.manifest, location=f"/proc/{os.getpid()}/fd/{fd}"), fd
         )
 
@@ -247,17 +245,19 @@ class Draft:
         first, end = self._spans.get(start), self._spans.get(stop)
         last = end[0] if end is not None else len(self._plan)
         if first is None or (end is None and stop != self.manifest.nbytes) or last <= first[0]:
-            raise TakeError("broken", f"a change of bytes {start} to {stop} is not of whole blocks")
+            raise FetchError(
+                "broken", f"a change of bytes {start} to {stop} is not of whole blocks"
+            )
         return self._plan[first[0] : last]
 
 
-class Depot:
+class VersionStore:
     """All versions of one host, by weights id."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, StoredVersion] = {}
 
-    def get(self, weights_id: int) -> Held | None:
+    def get(self, weights_id: int) -> StoredVersion | None:
         return self._held.get(weights_id)
 
     def ids(self) -> list[int]:
@@ -272,30 +272,30 @@ class Depot:
             if held.manifest.weights_id == manifest.weights_id:
                 check_same(held.manifest, manifest)
             if held.manifest.tensors != manifest.tensors:
-                raise TakeError(
+                raise FetchError(
                     "broken",
                     f"weights version {manifest.version} is of another model than "
                     f"version {held.manifest.version}",
                 )
 
-    def base(self, base_id: int) -> Held:
+    def base(self, base_id: int) -> StoredVersion:
         """What a change is made from. Raises TakeError (base)."""
         held = self._held.get(base_id)
         if held is None:
-            raise TakeError("base", f"weights id {base_id} is not here; there are {self.ids()}")
+            raise FetchError("base", f"weights id {base_id} is not here; there are {self.ids()}")
         return held
 
-    def begin(self, manifest: WeightManifest) -> Draft:
+    def begin(self, manifest: WeightManifest) -> VersionWriter:
         """Memory for a version. Raises TakeError (broken, room)."""
         self.check(manifest)
-        fd = _claimed(manifest)
+        fd = _allocate(manifest)
         try:
-            return Draft(manifest, fd, ours=True)
+            return VersionWriter(manifest, fd, ours=True)
         except BaseException:
             os.close(fd)
             raise
 
-    def adopt(self, manifest: WeightManifest) -> Draft:
+    def adopt(self, manifest: WeightManifest) -> VersionWriter:
         """A version from this host's memory, which `load` takes. Sealed memory is
         shared, not copied.
 
@@ -307,22 +307,22 @@ class Depot:
             # ever.
             origin = os.open(manifest.location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise TakeError(
+            raise FetchError(
                 "source", f"{manifest.location}: cannot open, the publisher is gone? ({error})"
             ) from error
         try:
             status = os.fstat(origin)
             if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.nbytes:
-                raise TakeError(
+                raise FetchError(
                     "source",
                     f"{manifest.location}: {status.st_size} bytes, the "
                     f"manifest says {manifest.nbytes}",
                 )
             if is_sealed(origin):
-                return Draft(manifest, origin, ours=False)
-            fd = _claimed(manifest)
+                return VersionWriter(manifest, origin, ours=False)
+            fd = _allocate(manifest)
             try:
-                return Draft(manifest, fd, ours=True, origin=origin)
+                return VersionWriter(manifest, fd, ours=True, origin=origin)
             except BaseException:
                 os.close(fd)
                 raise
@@ -330,12 +330,12 @@ class Depot:
             os.close(origin)
             raise
 
-    def admit(self, held: Held) -> None:
+    def admit(self, held: StoredVersion) -> None:
         """From now on everybody sees it."""
         assert held.manifest.weights_id not in self._held, "an id is taken once"
         self._held[held.manifest.weights_id] = held
 
-    def hold(self, manifest: WeightManifest) -> Held:
+    def hold(self, manifest: WeightManifest) -> StoredVersion:
         """Take a whole version from this host's memory.
 
         Raises TakeError, and nothing has changed.
@@ -351,7 +351,7 @@ class Depot:
         self.admit(held)
         return held
 
-    def keep(self, ids: Collection[int]) -> list[Held]:
+    def keep(self, ids: Collection[int]) -> list[StoredVersion]:
         """Let go of all others, which the caller closes: freeing gigabytes takes
         seconds, and may be done in a thread.
         """
@@ -364,17 +364,17 @@ class Depot:
         close_all(self.keep(()))
 
 
-def close_all(gone: Collection[Held]) -> None:
+def close_all(gone: Collection[StoredVersion]) -> None:
     for held in gone:
         held.close()
 
 
-Read = Callable[[slice], memoryview]
+ReadBytes = Callable[[slice], memoryview]
 """Bytes of a payload."""
 
 
-def encoded(
-    spans: Collection[delta.Span], old: Read, new: Read, pool: ThreadPoolExecutor
+def encode_spans(
+    spans: Collection[delta.Span], old: ReadBytes, new: ReadBytes, pool: ThreadPoolExecutor
 ) -> list[bytes]:
     """weights/delta's blocks of these bytes. Waits for `pool`."""
 
@@ -388,7 +388,7 @@ def encoded(
 def check_same(here: WeightManifest, other: WeightManifest) -> None:
     """Raises TakeError (broken) for two contents under one id."""
     if (here.digest, here.nbytes, here.tensors) != (other.digest, other.nbytes, other.tensors):
-        raise TakeError(
+        raise FetchError(
             "broken",
             f"weights id {other.weights_id} is here with another content ({here.digest}, not "
             f"{other.digest}): "
@@ -396,11 +396,11 @@ def check_same(here: WeightManifest, other: WeightManifest) -> None:
         )
 
 
-def _claimed(manifest: WeightManifest) -> int:
+def _allocate(manifest: WeightManifest) -> int:
     """A memory file that has all its pages. Raises TakeError (room)."""
     left = available_bytes()
     if manifest.nbytes + SPARE_BYTES > left:
-        raise TakeError(
+        raise FetchError(
             "room", f"no room for {manifest.nbytes} bytes of weights: the host has {left} left"
         )
     fd = -1
@@ -413,32 +413,10 @@ def _claimed(manifest: WeightManifest) -> int:
     except OSError as error:
         if fd >= 0:
             os.close(fd)
-        raise TakeError(
+        raise FetchError(
             "room", f"no room for {manifest.nbytes} bytes of weights: {error}"
         ) from error
     return fd
-
-
-def available_bytes() -> int:
-    """Bytes that this process can still claim: of the host's memory, and of its control
-    group's where that has a limit.
-    """
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    left = int(fields["MemAvailable"].split()[0]) << 10
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (
-            (group / "memory.max").read_text().strip(),
-            int((group / "memory.current").read_text()),
-        )
-        usage = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        if limit != "max":
-            left = min(
-                left, int(limit) - used + int(usage["inactive_file"]) + int(usage["active_file"])
-            )
-    except (OSError, ValueError, KeyError):
-        pass  # no such group, or an older kind
-    return left
 
 
 def _read(fd: int, view: memoryview, offset: int) -> int:
@@ -458,11 +436,11 @@ def _check_layout(manifest: WeightManifest) -> None:
     if manifest.nbytes < 0 or len({meta.name for meta in manifest.tensors}) != len(
         manifest.tensors
     ):
-        raise TakeError("broken", f"{where}: tensor names must be distinct, and bytes at least 0")
+        raise FetchError("broken", f"{where}: tensor names must be distinct, and bytes at least 0")
     for meta in manifest.tensors:
         elements = math.prod(meta.shape)
         if meta.offset < 0 or meta.nbytes < 0 or meta.offset + meta.nbytes > manifest.nbytes:
-            raise TakeError(
+            raise FetchError(
                 "broken", f"{where}: tensor {meta.name} is not within {manifest.nbytes} bytes"
             )
         if (
@@ -470,7 +448,7 @@ def _check_layout(manifest: WeightManifest) -> None:
             or (elements == 0) != (meta.nbytes == 0)
             or (elements and meta.nbytes % elements)
         ):
-            raise TakeError(
+            raise FetchError(
                 "broken",
                 f"{where}: {meta.nbytes} bytes do not hold tensor "
                 f"{meta.name} of shape {meta.shape}",
@@ -478,7 +456,7 @@ def _check_layout(manifest: WeightManifest) -> None:
     end = 0
     for meta in sorted(manifest.tensors, key=lambda meta: (meta.offset, meta.nbytes)):
         if meta.nbytes and meta.offset < end:
-            raise TakeError(
+            raise FetchError(
                 "broken", f"{where}: tensor {meta.name} overlaps another one at byte {meta.offset}"
             )
         end = max(end, meta.offset + meta.nbytes)

@@ -16,24 +16,24 @@ from typing import NamedTuple
 
 import xxhash
 
-from rollweave.schema.weights import BEAT_S, WeightManifest
+from rollweave.schema.weights import HEARTBEAT_S, WeightManifest
 from rollweave.weights.memory import READ_CHUNK
-from rollweave.weights.transport import Body, Channel
-from rollweave.weights.words import (
-    Alive,
-    Ask,
+from rollweave.weights.protocol import (
     Base,
+    Complete,
     Delta,
-    Pieces,
+    FetchError,
+    KeepAlive,
     Range,
     Raw,
+    RawRanges,
     Refused,
-    TakeError,
-    Whole,
+    Request,
     within,
 )
+from rollweave.weights.transport import Body, Channel
 
-ALIVE_S = BEAT_S
+KEEPALIVE_S = HEARTBEAT_S
 """Seconds between two words to somebody for whom there is nothing yet."""
 
 SHORT_BYTES = 64 << 10
@@ -41,13 +41,13 @@ SHORT_BYTES = 64 << 10
 and a shard may have thousands of them.
 """
 
-TOGETHER_BYTES = 4 << 20
+BATCH_BYTES = 4 << 20
 """Of short ranges in one message, at most."""
 
-TOGETHER = 4096
+BATCH_RANGES = 4096
 """Short ranges in one message, at most."""
 
-UNKNOWN_S = 10.0
+UNKNOWN_VERSION_S = 10.0
 """Seconds that somebody may wait for a version of which nobody here has heard yet: its
 `Take` may be on the way to us.
 """
@@ -62,7 +62,7 @@ class _Piece(NamedTuple):
     check: int | None
 
 
-class Change(NamedTuple):
+class DeltaPiece(NamedTuple):
     """A piece as a change: weights/delta's blocks, of `sizes` bytes, one after the
     other.
     """
@@ -73,14 +73,14 @@ class Change(NamedTuple):
 
 
 @dataclass
-class Changes:
+class VersionDelta:
     """All of a version's pieces that are here as changes since one base; the last ends
     at `stop`.
     """
 
     base: Base
     starts: list[int] = field(default_factory=list)
-    pieces: dict[int, Change] = field(default_factory=dict)
+    pieces: dict[int, DeltaPiece] = field(default_factory=dict)
     stop: int = -1
     open: bool = True
     """More are coming, so that it is better to wait for them than to take the bytes as
@@ -97,7 +97,7 @@ class Changes:
         return min(self.stop, stop) if self.open and at < self.stop else stop
 
 
-class News:
+class Broadcast:
     """Wakes all who wait, at every change."""
 
     def __init__(self) -> None:
@@ -110,14 +110,14 @@ class News:
     async def wait(self) -> bool:
         """Return True at the next change, or False when a while has gone by."""
         try:
-            async with asyncio.timeout(ALIVE_S):
+            async with asyncio.timeout(KEEPALIVE_S):
                 await self._event.wait()
         except TimeoutError:
             return False
         return True
 
 
-class Offer:
+class ServedVersion:
     """One version, in memory file `fd`, which stays its owner's, who may put another of
     the same bytes in its place.
     """
@@ -126,8 +126,8 @@ class Offer:
         self.manifest, self.fd = manifest, fd
         self._starts: list[int] = []
         self._pieces: dict[int, _Piece] = {}
-        self._changes: dict[Base, Changes] = {}
-        self.news = News()
+        self._changes: dict[Base, VersionDelta] = {}
+        self.news = Broadcast()
         self.verified = False
         self.withdrawn = ""
 
@@ -143,7 +143,7 @@ class Offer:
             self._pieces[start] = _Piece(stop, check)
             self.news.wake()
 
-    def expect(self, base: Base | None) -> Changes | None:
+    def expect(self, base: Base | None) -> VersionDelta | None:
         """From now on changes since `base`, and no other, will come; those that came
         before still count.
         """
@@ -151,12 +151,12 @@ class Offer:
             changes.open = False
         found = None
         if base is not None:
-            found = self._changes.setdefault(base, Changes(base))
+            found = self._changes.setdefault(base, VersionDelta(base))
             found.open = True
         self.news.wake()
         return found
 
-    def add_change(self, changes: Changes, start: int, change: Change) -> None:
+    def add_change(self, changes: VersionDelta, start: int, change: DeltaPiece) -> None:
         """Bytes `[start, change.stop)` have come as a change."""
         if start not in changes.pieces:
             bisect.insort(changes.starts, start)
@@ -164,7 +164,7 @@ class Offer:
         changes.stop = max(changes.stop, change.stop)
         self.news.wake()
 
-    def end_changes(self, changes: Changes) -> None:
+    def end_changes(self, changes: VersionDelta) -> None:
         """No more will come, as far as one can tell."""
         changes.open = False
         self.news.wake()
@@ -220,7 +220,7 @@ class Offer:
         for start, stop in ranges:
             number = bisect.bisect_right(self._starts, start) - 1
             nbytes += stop - start
-            if stop - start >= SHORT_BYTES or nbytes > TOGETHER_BYTES:
+            if stop - start >= SHORT_BYTES or nbytes > BATCH_BYTES:
                 break
             if number < 0 or self._pieces[self._starts[number]].stop < stop:
                 break
@@ -234,14 +234,14 @@ class Offer:
             self._pieces[word.start] = piece._replace(check=check)
 
 
-Find = Callable[[Ask], Offer | None]
+Lookup = Callable[[Request], ServedVersion | None]
 """The offer of what is asked for; None: it may come.
 
 Raises TakeError where it never will.
 """
 
 
-async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
+async def serve_version(channel: Channel, ask: Request, find: Lookup, arrivals: Broadcast) -> None:
     """Answer `ask` over `channel`, which is left open; `arrivals` tells that `find` may
     find more.
 
@@ -249,9 +249,11 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
     """
     try:
         if not within(ask.ranges, ask.nbytes):
-            raise TakeError("broken", f"ranges must be within {ask.nbytes} bytes, got {ask.ranges}")
-        offer = await _found(channel, ask, find, arrivals)
-    except TakeError as error:
+            raise FetchError(
+                "broken", f"ranges must be within {ask.nbytes} bytes, got {ask.ranges}"
+            )
+        offer = await _lookup(channel, ask, find, arrivals)
+    except FetchError as error:
         await channel.send(Refused(reason=error.reason, error=str(error)))
         return
     owned = offer.fd
@@ -271,13 +273,13 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
         number = 0
         while number < len(ask.ranges):
             short = (
-                offer.short(ask.ranges[number : number + TOGETHER])
+                offer.short(ask.ranges[number : number + BATCH_RANGES])
                 if ask.base is None and not offer.withdrawn
                 else ()
             )
             if len(short) > 1:
                 await channel.send(
-                    Pieces(ranges=short), await asyncio.to_thread(_together, current(), short)
+                    RawRanges(ranges=short), await asyncio.to_thread(_batch, current(), short)
                 )
                 number += len(short)
                 continue
@@ -290,38 +292,42 @@ async def give(channel: Channel, ask: Ask, find: Find, arrivals: News) -> None:
                     own = current()
                     await channel.send(
                         word,
-                        body._replace(fd=own) if body is not None else await _raw(offer, word, own),
+                        body._replace(fd=own)
+                        if body is not None
+                        else await _raw_body(offer, word, own),
                     )
                     at, spoke = word.stop, loop.time()
-                elif (told := await _waited(channel, offer, spoke)) is not None:
+                elif (told := await _wait_for_change(channel, offer, spoke)) is not None:
                     spoke = told
                 else:
                     return
         while ask.confirm and not offer.verified:
-            told = await _waited(channel, offer, spoke)
+            told = await _wait_for_change(channel, offer, spoke)
             if told is None:
                 return
             spoke = told
         if ask.confirm:
-            await channel.send(Whole())
+            await channel.send(Complete())
     finally:
         os.close(fd)
 
 
-def _together(fd: int, ranges: Sequence[Range]) -> Body:
+def _batch(fd: int, ranges: Sequence[Range]) -> Body:
     return Body.of(b"".join(os.pread(fd, stop - start, start) for start, stop in ranges))
 
 
-async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offer:
+async def _lookup(
+    channel: Channel, ask: Request, find: Lookup, arrivals: Broadcast
+) -> ServedVersion:
     loop = asyncio.get_running_loop()
-    until = loop.time() + UNKNOWN_S
+    until = loop.time() + UNKNOWN_VERSION_S
     while (offer := find(ask)) is None:
         if loop.time() > until:
-            raise TakeError("source", f"weights id {ask.weights_id} is not here")
+            raise FetchError("source", f"weights id {ask.weights_id} is not here")
         if not await arrivals.wait():
-            await channel.send(Alive())
+            await channel.send(KeepAlive())
     if (offer.manifest.digest, offer.manifest.nbytes) != (ask.digest, ask.nbytes):
-        raise TakeError(
+        raise FetchError(
             "source",
             f"weights id {ask.weights_id} is here with another content ({offer.manifest.digest}, "
             f"not {ask.digest}): "
@@ -330,7 +336,7 @@ async def _found(channel: Channel, ask: Ask, find: Find, arrivals: News) -> Offe
     return offer
 
 
-async def _waited(channel: Channel, offer: Offer, spoke: float) -> float | None:
+async def _wait_for_change(channel: Channel, offer: ServedVersion, spoke: float) -> float | None:
     """Wait for news, or for a sign of life to be due.
 
     When we spoke last; or None, and refused, where no news will come.
@@ -339,20 +345,20 @@ async def _waited(channel: Channel, offer: Offer, spoke: float) -> float | None:
         await channel.send(Refused(reason="source", error=offer.withdrawn))
         return None
     loop = asyncio.get_running_loop()
-    if await offer.news.wait() and loop.time() < spoke + ALIVE_S:
+    if await offer.news.wait() and loop.time() < spoke + KEEPALIVE_S:
         return spoke
-    await channel.send(Alive())
+    await channel.send(KeepAlive())
     return loop.time()
 
 
-async def _raw(offer: Offer, word: Raw | Delta, fd: int) -> Body:
+async def _raw_body(offer: ServedVersion, word: Raw | Delta, fd: int) -> Body:
     assert isinstance(word, Raw), "changes have bodies"
-    check = await asyncio.to_thread(check_of, fd, word.start, word.stop)
+    check = await asyncio.to_thread(checksum_of, fd, word.start, word.stop)
     offer.checked(word, check)
     return Body.of_file(fd, word.start, word.stop, check=check)
 
 
-def check_of(fd: int, start: int, stop: int) -> int:
+def checksum_of(fd: int, start: int, stop: int) -> int:
     """xxh3-64 of bytes `[start, stop)` of a file."""
     found = xxhash.xxh3_64()
     for at in range(start, stop, READ_CHUNK):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollweave.train.ranks import join
+from rollweave.train.distributed import init_ranks
 from tests.train.builders import make_model
 from tests.train.rank_worker import run
 
@@ -86,4 +86,4 @@ def test_two_ranks_match_one(tmp_path: Path, kind: str) -> None:
 def test_ranks_need_an_address() -> None:
     assert "MASTER_ADDR" not in os.environ
     with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
-        join(0, 2, torch.device("cpu"))
+        init_ranks(0, 2, torch.device("cpu"))

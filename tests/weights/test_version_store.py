@@ -13,21 +13,28 @@ import pytest
 from hypothesis import given, settings
 
 from rollweave.schema.weights import TensorMeta
-from rollweave.weights.depot import Depot, Draft, Held, close_all, cuts, encoded
-from rollweave.weights.ranges import Ranges
-from rollweave.weights.store import read_tensors
-from rollweave.weights.words import TakeError
+from rollweave.weights.memory import Ranges
+from rollweave.weights.protocol import FetchError
+from rollweave.weights.publication import read_tensors
+from rollweave.weights.version_store import (
+    StoredVersion,
+    VersionStore,
+    VersionWriter,
+    chunks_of,
+    close_all,
+    encode_spans,
+)
 from tests.support.properties import examples
 from tests.weights.host import KIB, SHAPES, Memory, changed, tensors_of, versions
 
 BYTES = st.integers(0, 30)
 
 
-def read(held: Held) -> bytes:
+def read(held: StoredVersion) -> bytes:
     return Path(held.manifest.location).read_bytes()
 
 
-def assert_sealed(held: Held) -> None:
+def assert_sealed(held: StoredVersion) -> None:
     fd = os.open(held.manifest.location, os.O_RDWR)
     try:
         with pytest.raises(OSError, match=r"permitted|denied"):
@@ -41,20 +48,20 @@ def assert_sealed(held: Held) -> None:
         os.close(fd)
 
 
-def filled(draft: Draft, payload: bytes) -> Draft:
+def filled(draft: VersionWriter, payload: bytes) -> VersionWriter:
     draft.room(0, len(payload))[:] = payload
     draft.fill(0, len(payload))
     return draft
 
 
-def reason_of(error: pytest.ExceptionInfo[TakeError]) -> str:
+def reason_of(error: pytest.ExceptionInfo[FetchError]) -> str:
     return error.value.reason
 
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_version_of_this_host(sealed: bool) -> None:
     memory = Memory(os.urandom(1 << 20), weights_id=1, tensors=(), sealed=sealed)
-    depot = Depot()
+    depot = VersionStore()
     held = depot.hold(memory.manifest)
     if not sealed:
         os.pwrite(memory.fd, b"x", 0)
@@ -66,7 +73,7 @@ def test_a_version_of_this_host(sealed: bool) -> None:
 
 def test_engines_read_it_like_the_trainers() -> None:
     with versions(1) as (memory,):
-        depot = Depot()
+        depot = VersionStore()
         draft = filled(depot.begin(memory.manifest), memory.payload)
         assert depot.get(1) is None
         held = draft.finish()
@@ -93,14 +100,14 @@ def test_pieces_in_any_order_of_any_kind(
     sizes: list[int], chunk: int, order: object, kinds: list[bool]
 ) -> None:
     with versions(2, tensors=tensors_of(*sizes)) as (old, new), ThreadPoolExecutor(2) as pool:
-        depot = Depot()
+        depot = VersionStore()
         base = depot.hold(old.manifest)
         draft = depot.begin(new.manifest)
-        pieces = list(cuts(new.manifest, chunk))
+        pieces = list(chunks_of(new.manifest, chunk))
         order.shuffle(pieces)  # type: ignore[attr-defined]
         for number, cut in enumerate(pieces):
             if kinds[number % len(kinds)]:
-                blocks = encoded(
+                blocks = encode_spans(
                     cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
                 )
                 draft.apply(
@@ -121,21 +128,21 @@ def test_pieces_in_any_order_of_any_kind(
 
 def test_torn_and_damaged_versions_are_refused_and_leave_nothing() -> None:
     with versions(2) as (old, new):
-        depot = Depot()
+        depot = VersionStore()
         base = depot.hold(old.manifest)
         before = len(os.listdir("/proc/self/fd"))
         draft = depot.begin(new.manifest)
         draft.room(0, KIB)[:] = new.payload[:KIB]
         draft.fill(0, KIB)
-        with pytest.raises(TakeError, match=f"torn: {KIB} of") as error:
+        with pytest.raises(FetchError, match=f"torn: {KIB} of") as error:
             draft.finish()
         assert reason_of(error) == "broken"
-        with pytest.raises(TakeError, match="digest"):
+        with pytest.raises(FetchError, match="digest"):
             filled(depot.begin(new.manifest), changed(new.payload, seed=4, fraction=1e-6)).finish()
         draft = filled(depot.begin(new.manifest), new.payload)
-        with pytest.raises(TakeError, match="came twice"):
+        with pytest.raises(FetchError, match="came twice"):
             draft.fill(5, 6)
-        with pytest.raises(TakeError, match="not within"):
+        with pytest.raises(FetchError, match="not within"):
             draft.room(0, new.manifest.nbytes + 1)
         draft.close()
         draft.close()
@@ -148,10 +155,10 @@ def test_torn_and_damaged_versions_are_refused_and_leave_nothing() -> None:
 def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
     with versions(2) as (old, new), ThreadPoolExecutor(1) as pool:
         other = Memory(changed(old.payload, seed=8), weights_id=7, tensors=SHAPES)
-        depot = Depot()
+        depot = VersionStore()
         base, wrong = depot.hold(old.manifest), depot.hold(other.manifest)
-        (cut, *_) = cuts(new.manifest, 1)
-        blocks = encoded(
+        (cut, *_) = chunks_of(new.manifest, 1)
+        blocks = encode_spans(
             cut.spans, base.view().__getitem__, memoryview(new.payload).__getitem__, pool
         )
         body, sizes = b"".join(blocks), [len(block) for block in blocks]
@@ -164,10 +171,10 @@ def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
             (body[:-1], base, [len(body) - 1]),
             (body, base, [*sizes, 0]),
         ):
-            with pytest.raises(TakeError):
+            with pytest.raises(FetchError):
                 draft.apply(cut.start, cut.stop, memoryview(damaged), lengths, against)
             assert draft.done == 0
-        with pytest.raises(TakeError, match="whole blocks"):
+        with pytest.raises(FetchError, match="whole blocks"):
             draft.apply(cut.start, cut.stop - 4, memoryview(body), sizes, base)
         draft.apply(cut.start, cut.stop, memoryview(body), sizes, base)
         assert draft.done == cut.stop
@@ -178,14 +185,14 @@ def test_changes_of_another_base_or_damaged_ones_write_nothing() -> None:
 
 def test_no_room_and_no_base() -> None:
     with versions(1) as (memory,):
-        depot = Depot()
+        depot = VersionStore()
         depot.hold(memory.manifest)
         huge = msgspec.structs.replace(memory.manifest, weights_id=2, nbytes=1 << 60)
         for manifest in (huge, msgspec.structs.replace(huge, tensors=memory.manifest.tensors)):
-            with pytest.raises(TakeError, match="no room") as error:
+            with pytest.raises(FetchError, match="no room") as error:
                 depot.begin(manifest)
             assert reason_of(error) == "room"
-        with pytest.raises(TakeError, match=r"weights id 9 is not here; there are \[1\]") as error:
+        with pytest.raises(FetchError, match=r"weights id 9 is not here; there are \[1\]") as error:
             depot.base(9)
         assert reason_of(error) == "base"
         depot.close()
@@ -207,8 +214,8 @@ def test_a_layout_that_cannot_be(change: dict[str, object]) -> None:
     bad = msgspec.structs.replace(shapes[0], **change)
     with versions(1, tensors=shapes) as (memory,):
         for tensors in ((bad, shapes[1]), (shapes[0], shapes[0])):
-            with pytest.raises(TakeError) as error:
-                Depot().check(msgspec.structs.replace(memory.manifest, tensors=tensors))
+            with pytest.raises(FetchError) as error:
+                VersionStore().check(msgspec.structs.replace(memory.manifest, tensors=tensors))
             assert reason_of(error) == "broken"
 
 
@@ -218,7 +225,7 @@ def test_a_scalar_and_nothing() -> None:
         TensorMeta(name="one", dtype="float64", shape=(), offset=0, nbytes=8),
     )
     memory = Memory(os.urandom(8), weights_id=1, tensors=shapes)
-    depot = Depot()
+    depot = VersionStore()
     assert bytes(depot.hold(memory.manifest).view()) == memory.payload
     depot.close()
     memory.close()

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroup:
     """This rank among `world`."""
 
     rank: int
@@ -63,7 +63,7 @@ class Ranks:
         return found
 
 
-def join(rank: int, world: int, device: torch.device) -> Ranks:
+def init_ranks(rank: int, world: int, device: torch.device) -> RankGroup:
     """Meet the other ranks at MASTER_ADDR:MASTER_PORT (torchrun's contract).
 
     Raises `ValueError` where these are not set.
@@ -77,15 +77,15 @@ def join(rank: int, world: int, device: torch.device) -> Ranks:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=world
         )
-    return Ranks(rank=rank, world=world)
+    return RankGroup(rank=rank, world=world)
 
 
-def leave(ranks: Ranks) -> None:
+def shutdown_ranks(ranks: RankGroup) -> None:
     if ranks.world > 1 and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks) -> None:
+def shard_model(model: nn.Module, layers: Sequence[nn.Module], ranks: RankGroup) -> None:
     """Shard parameters over the ranks, layer by layer (FSDP2).
 
     Nothing happens with one rank.
@@ -119,19 +119,19 @@ def is_sharded(tensor: torch.Tensor) -> "TypeIs[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, gathered from all ranks where it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the tensor, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def sharded_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """`value`, sharded and placed as `target` is."""
     value = value.to(device=target.device, dtype=target.dtype)
     if is_sharded(target):
