@@ -291,7 +291,9 @@ def _sampling(config: RunConfig, run: RunDir) -> Sampling:
     codec = ChatCodec.from_directory(run.model)
     words = TaskSource(config).allowed_words(config.tasks[0].name)
     return Sampling(
-        temperature=config.rollout.temperature, allowed=codec.words(words), stop=codec.stop
+        temperature=config.rollout.temperature,
+        allowed=codec.single_token_ids(words),
+        stop=codec.stop,
     )
 
 

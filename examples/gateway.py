@@ -21,15 +21,15 @@ from rollweave import (
     Gateway,
     GenerateRequest,
     GenerateResult,
-    Recorded,
     Sampling,
     SessionLimits,
+    SessionRecording,
     serve_gateway,
     start_engine,
 )
 
 
-async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, Recorded]:
+async def record(checkpoint: Path, command: list[str], device: str) -> tuple[int, SessionRecording]:
     """The program's exit status, and what it was told and sampled."""
     engine, ids = start_engine(checkpoint, device=device), itertools.count()
     context = (await engine.ready()).max_context

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rollweave.io.http.fields import refused_field
     from rollweave.record.summary import Summary
     from rollweave.rollout.chat.codec import ChatCodec
-    from rollweave.rollout.gateway.server import Gateway, Recorded, serve_gateway
+    from rollweave.rollout.gateway.server import Gateway, SessionRecording, serve_gateway
     from rollweave.rollout.gateway.sessions import SessionLimits
     from rollweave.sandbox.base import SandboxSpec
     from rollweave.sandbox.tools import Bash, IPython
@@ -79,7 +79,6 @@ __all__ = [
     "Message",
     "Observation",
     "Options",
-    "Recorded",
     "RolloutClient",
     "RolloutRequest",
     "Rollouts",
@@ -90,6 +89,7 @@ __all__ = [
     "Score",
     "SegmentKind",
     "SessionLimits",
+    "SessionRecording",
     "Split",
     "Step",
     "StopReason",
@@ -127,7 +127,7 @@ _NAMES_OF = {
         "new_task",
         "payload_of",
     ),
-    "rollout.gateway.server": ("Gateway", "Recorded", "serve_gateway"),
+    "rollout.gateway.server": ("Gateway", "SessionRecording", "serve_gateway"),
     "rollout.gateway.sessions": ("SessionLimits",),
     "envs.handlers.base": ("Agent", "AgentHandler", "Job", "Tool"),
     "envs.handlers.toolbox": ("toolbox",),

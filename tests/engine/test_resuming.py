@@ -21,12 +21,12 @@ from rollweave.schema.serving import (
     Generated,
     GenerateRequest,
     GenerateResult,
-    Partial,
-    Piece,
+    PartialOutput,
     Progress,
     Resume,
     Suspend,
     Suspended,
+    TokenDelta,
     VersionSpan,
 )
 from tests.support.properties import examples
@@ -59,7 +59,7 @@ def whole(path: str) -> list[GenerateResult]:
     return [results[str(i)] for i in range(len(PROMPTS))]
 
 
-def cut(result: GenerateResult, count: int, **changes: Any) -> Partial:
+def cut(result: GenerateResult, count: int, **changes: Any) -> PartialOutput:
     """The first `count` tokens."""
     spans = (VersionSpan(start=0, end=count, version=result.versions[0].version),)
     parts: dict[str, Any] = {
@@ -67,14 +67,14 @@ def cut(result: GenerateResult, count: int, **changes: Any) -> Partial:
         "logprobs": result.logprobs[:count],
         "versions": spans,
     }
-    return Partial(**(parts | changes))
+    return PartialOutput(**(parts | changes))
 
 
-def resuming(asked: GenerateRequest, partial: Partial) -> GenerateRequest:
+def resuming(asked: GenerateRequest, partial: PartialOutput) -> GenerateRequest:
     return msgspec.structs.replace(asked, resumed=partial)
 
 
-def pieces(outcome: Outcome) -> list[Piece]:
+def pieces(outcome: Outcome) -> list[TokenDelta]:
     return [piece for progress in outcome.of(Progress) for piece in progress.pieces]
 
 
@@ -245,7 +245,7 @@ def test_an_id_that_is_live_is_refused_though_its_turn_has_ended_already(
 )
 def test_a_partial_that_does_not_fit_itself_is_none(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must"):
-        Partial(
+        PartialOutput(
             **(
                 {
                     "tokens": (1, 2),
@@ -257,7 +257,7 @@ def test_a_partial_that_does_not_fit_itself_is_none(changes: dict[str, Any]) -> 
         )
     sent = json.dumps({"tokens": [1], "logprobs": [], "versions": []}).encode()
     with pytest.raises(msgspec.ValidationError, match="log-prob"):
-        msgspec.json.decode(sent, type=Partial)
+        msgspec.json.decode(sent, type=PartialOutput)
 
 
 def test_the_budget_counts_what_the_resumed_part_took(
@@ -279,7 +279,7 @@ def test_the_budget_counts_what_the_resumed_part_took(
 # What is told on the way.
 
 
-def grown(told: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def grown(told: Sequence[TokenDelta]) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """What the pieces of one request come to; each fits the one before."""
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

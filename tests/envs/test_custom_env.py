@@ -14,7 +14,7 @@ import pytest
 from rollweave.envs.registry import names, resolve
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.schema.config.loading import load
 from rollweave.schema.work import Purpose
@@ -64,7 +64,7 @@ def test_its_transcripts_are_made_of_its_words() -> None:
     for messages in itertools.islice(of.transcripts(seed=0), 20):
         assert {
             piece
-            for token in scripted(codec, messages).tokens
+            for token in tokenize_transcript(codec, messages).tokens
             if len(piece := codec.decode([token])) == 1
         } == {"\n"}
 

@@ -39,7 +39,7 @@ def bad_reward(record: dict[str, Any], answer: str) -> float:
 
 
 def score(of: TaskSource, task: Task, *said: str) -> Score:
-    return asyncio.run(of.worlds(task.tag).score(episode(task, *said), seed=0))
+    return asyncio.run(of.provider(task.tag).score(episode(task, *said), seed=0))
 
 
 def write(path: Path, *records: Any) -> str:
@@ -259,7 +259,7 @@ def test_gymnasium_options_that_cannot_work() -> None:
 def test_gymnasiums_reward_is_the_sum_of_its_steps(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": "gym", "tag": "g", "options": {"id": GUESS}})
     ended = episode(draw(of, "g"), "1", "2", rewards=(0.25, 1.0), success=True)
-    assert asyncio.run(of.worlds("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
+    assert asyncio.run(of.provider("g").score(ended, seed=0)) == Score(reward=1.25, success=True)
 
 
 def test_an_episode_knows_what_the_agent_said() -> None:

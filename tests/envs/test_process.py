@@ -44,7 +44,7 @@ async def of(tmp_path: Path) -> AsyncIterator[TaskSource]:
 
 
 async def opened(of: TaskSource, name: str = "echo") -> OpenedEnv:
-    env = await of.worlds(name).open(draw(of, name), seed=0)
+    env = await of.provider(name).open(draw(of, name), seed=0)
     await env.reset(draw(of, name))
     return env
 
@@ -57,7 +57,7 @@ def pid(env: OpenedEnv) -> int:
 
 async def test_a_life_and_the_next_in_the_same_process(of: TaskSource) -> None:
     task = draw(of, "echo")
-    env = await of.worlds("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task, seed=0)
     assert await env.reset(task) == Observation.of(f"hello {task.seed}")
     assert await env.step("a") == Step.of("you said a", reward=0.25)
     first = pid(env)
@@ -74,10 +74,10 @@ async def test_a_life_and_the_next_in_the_same_process(of: TaskSource) -> None:
 
 
 async def test_it_is_the_same_as_inline(of: TaskSource) -> None:
-    inline = of.worlds("inline lake")
+    inline = of.provider("inline lake")
     for index in range(3):
         task = of.draw("inline lake", index, Purpose.TRAIN)
-        here, there = await inline.open(task, seed=0), await of.worlds("lake").open(task, seed=0)
+        here, there = await inline.open(task, seed=0), await of.provider("lake").open(task, seed=0)
         assert await here.reset(task) == await there.reset(task)
         for action in ("<down>", "nonsense", "<right>", "<right>"):
             step = await here.step(action)
@@ -168,7 +168,7 @@ async def test_what_the_environment_started_ends_with_it(of: TaskSource) -> None
 
 async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
     task = draw(of, "echo")
-    env = await of.worlds("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task, seed=0)
     started = pid(env)
     call = asyncio.create_task(env.reset(task))
     await asyncio.sleep(0)
@@ -181,7 +181,7 @@ async def test_a_cancelled_start_leaves_no_process(of: TaskSource) -> None:
 
 async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
     task = draw(of, "bad")
-    env = await of.worlds("bad").open(task, seed=0)
+    env = await of.provider("bad").open(task, seed=0)
     with pytest.raises(EnvError, match="making the environment raised RuntimeError: no database"):
         await env.reset(task)
     await env.close()
@@ -191,7 +191,7 @@ async def test_environments_that_cannot_start_or_close(of: TaskSource) -> None:
 
 
 async def test_rewards_are_computed_there_too(of: TaskSource) -> None:
-    worlds, task = of.worlds("scored"), draw(of, "scored")
+    worlds, task = of.provider("scored"), draw(of, "scored")
     assert await worlds.score(episode(task, "score"), seed=0) == Score(reward=2.0, success=True)
     with pytest.raises(RewardError, match="score raised ValueError: bad"):
         await worlds.score(episode(task, "raise"), seed=0)
@@ -205,7 +205,7 @@ async def test_rewards_are_computed_there_too(of: TaskSource) -> None:
 
 
 async def test_a_reward_without_a_hook_needs_no_process(of: TaskSource) -> None:
-    score = await of.worlds("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)), seed=0)
+    score = await of.provider("echo").score(episode(draw(of, "echo"), rewards=(1.0, 0.5)), seed=0)
     assert score == Score(reward=1.5)
     assert len(of.workers) == 0
 
@@ -214,7 +214,7 @@ async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(
     tmp_path: Path,
 ) -> None:
     of = source(tmp_path, ECHO, env_hang=1.0)
-    env = await of.worlds("echo").open(draw(of, "echo"), seed=0)
+    env = await of.provider("echo").open(draw(of, "echo"), seed=0)
     first = pid(env)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -223,7 +223,7 @@ async def test_a_start_that_hangs_is_survived_and_a_closed_pool_starts_nothing(
     await gone(first)
     await of.close()
     with pytest.raises(EnvError, match="the run is ending"):
-        await of.worlds("echo").open(draw(of, "echo"), seed=0)
+        await of.provider("echo").open(draw(of, "echo"), seed=0)
 
 
 def test_workers_do_not_outlive_a_parent_that_is_killed_while_they_hang(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ import asyncio, pathlib, sys
 from tests.envs.worlds import HERE, draw, source
 async def main():
     of = source(pathlib.Path({str(tmp_path)!r}), {{"env": "tests.envs.worlds:Echo", "tag": "echo", "isolation": "process"}})
-    env = await of.worlds("echo").open(draw(of, "echo"), seed=0)
+    env = await of.provider("echo").open(draw(of, "echo"), seed=0)
     await env.reset(draw(of, "echo"))
     call = asyncio.create_task(env.step("block"))
     await asyncio.sleep(0)

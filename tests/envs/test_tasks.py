@@ -13,7 +13,7 @@ from rollweave.core.evaluation import FINAL_TASKS_FROM
 from rollweave.envs.base import Observation, Split, split_of
 from rollweave.envs.tasks import InlineEnv, TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.schema.errors import ConfigError, EnvError
 from rollweave.schema.work import Purpose, SegmentKind
@@ -39,7 +39,7 @@ def test_a_domain_is_called_by_its_tag(tmp_path: Path) -> None:
     assert (task.env, task.tag, task.id) == ("nim", "game", "game-train-3")
     for call in (
         lambda: draw(of, "nim"),
-        lambda: of.worlds("nim"),
+        lambda: of.provider("nim"),
         lambda: of.allowed_words("nim"),
     ):
         with pytest.raises(
@@ -84,7 +84,7 @@ def test_what_cannot_work_is_refused_at_once(tmp_path: Path) -> None:
 async def test_inline_environments(tmp_path: Path) -> None:
     of = source(tmp_path, {"env": f"{HERE}Echo", "tag": "echo", "options": {"greeting": "hi"}})
     task = draw(of, "echo")
-    env = await of.worlds("echo").open(task, seed=0)
+    env = await of.provider("echo").open(task, seed=0)
     assert isinstance(env, InlineEnv)
     assert await env.reset(task) == Observation.of(f"hi {task.seed}")
     env.kill()
@@ -102,7 +102,7 @@ def test_every_word_of_a_transcript_is_one_token(tmp_path: Path) -> None:
     of = source(tmp_path, *GAMES)
     chat = codec(of)
     for messages in itertools.islice(of.transcripts(seed=1), 60):
-        pieces = [chat.decode([token]) for token in scripted(chat, messages).tokens]
+        pieces = [chat.decode([token]) for token in tokenize_transcript(chat, messages).tokens]
         single = [piece for piece in pieces if len(piece) == 1]
         assert set(single) <= {"\n"}, pieces
 
@@ -113,7 +113,7 @@ def test_transcripts_come_by_warmup_weight_and_teach_the_ends_of_turns(tmp_path:
     said = list(itertools.islice(of.transcripts(seed=1), 300))
     assert said == list(itertools.islice(of.transcripts(seed=1), 300))
     assert said[:20] != list(itertools.islice(of.transcripts(seed=2), 20))
-    sequences = [scripted(chat, messages) for messages in said]
+    sequences = [tokenize_transcript(chat, messages) for messages in said]
     texts = [chat.decode(sequence.tokens) for sequence in sequences]
     shares = [sum(mark in text for text in texts) / 300 for mark in (" at=", "=?", " pile=")]
     assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6], abs=0.01)

@@ -40,7 +40,7 @@ async def of(tmp_path: Path, gate: Gate) -> AsyncIterator[TaskSource]:
 
 
 async def opened(of: TaskSource, kind: str) -> blocking.Plain:
-    env = await of.worlds(kind).open(draw(of, kind), seed=0)
+    env = await of.provider(kind).open(draw(of, kind), seed=0)
     await env.reset(draw(of, kind))
     return env  # type: ignore[return-value]
 
@@ -178,7 +178,7 @@ async def test_more_are_not_left_behind_than_a_bound(of: TaskSource, gate: Gate)
     ):
         await opened(of, "Plain")
     with pytest.raises(RewardError, match=f"at most {LEFT_BEHIND} calls"):
-        await of.worlds("Scored").score(episode(draw(of, "Scored")), seed=0)
+        await of.provider("Scored").score(episode(draw(of, "Scored")), seed=0)
     await opened(of, "Async")  # has none
 
 
@@ -194,7 +194,7 @@ async def test_a_constructor_that_blocks_or_fails(of: TaskSource, gate: Gate) ->
 
 
 async def test_a_reward_has_a_thread_and_is_left_behind_too(of: TaskSource, gate: Gate) -> None:
-    worlds, seen = of.worlds("Scored"), episode(draw(of, "Scored"))
+    worlds, seen = of.provider("Scored"), episode(draw(of, "Scored"))
     call = asyncio.create_task(worlds.score(seen, seed=0))
     await entered(gate)
     call.cancel()

@@ -1,4 +1,4 @@
-"""Unfinished turns that go on elsewhere: whatever engines tell, lose and answer, never
+"""PartialTurn turns that go on elsewhere: whatever engines tell, lose and answer, never
 from a wrong token.
 """
 
@@ -16,9 +16,9 @@ from rollweave.engine.clients.base import Heard
 from rollweave.engine.clients.client import EngineClient
 from rollweave.engine.clients.inproc import in_thread
 from rollweave.engine.clients.process import in_process
-from rollweave.rollout.driver import Answer
-from rollweave.rollout.partial import Unfinished
-from rollweave.rollout.telling import Telling
+from rollweave.rollout.driver import TurnResult
+from rollweave.rollout.partial import PartialTurn
+from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Turns
 from rollweave.schema.base import EngineId, GroupId, TaskId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
@@ -36,15 +36,15 @@ from rollweave.schema.serving import (
     Finish,
     GenerateRequest,
     GenerateResult,
-    Partial,
-    Piece,
+    PartialOutput,
     Sampling,
+    TokenDelta,
     VersionSpan,
-    covers,
+    spans_cover,
 )
 from rollweave.schema.work import Purpose, Task
 from tests.engine.clients.test_conformance import environment, real_loop, tiny_checkpoint
-from tests.rollout.worlds import TRAJECTORY, NoSpans, OneWordEngine
+from tests.rollout.fakes import TRAJECTORY, NoSpans, OneWordEngine
 
 PROMPT = (5, 6)
 TRUTH = tuple(range(10, 30))
@@ -55,7 +55,7 @@ def logprobs_of(tokens: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(-token / 100 for token in tokens)
 
 
-def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> Piece:
+def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: Any) -> TokenDelta:
     tokens = TRUTH[start:end]
     parts: dict[str, Any] = {
         "tokens": tokens,
@@ -63,7 +63,7 @@ def piece(start: int, end: int, *, version: int = 3, id: str = "r", **changes: A
         "versions": (VersionSpan(start=start, end=end, version=version),) if end > start else (),
         "generate_s": float(end),
     }
-    return Piece(id=id, start=start, **(parts | changes))
+    return TokenDelta(id=id, start=start, **(parts | changes))
 
 
 def result(
@@ -76,9 +76,9 @@ def result(
     return GenerateResult(id="r", finish=finish, **(parts | changes))
 
 
-def partial(end: int) -> Partial:
+def partial(end: int) -> PartialOutput:
     whole = piece(0, end)
-    return Partial(
+    return PartialOutput(
         tokens=whole.tokens,
         logprobs=whole.logprobs,
         versions=whole.versions,
@@ -94,11 +94,11 @@ def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, in
     """Lost, twice, out of order: as soon as one does not begin where the last one
     ended, there is nothing to go on from.
     """
-    known, versions, broken = Unfinished(), list[int](), False
+    known, versions, broken = PartialTurn(), list[int](), False
     for start, count, version in told:
         end = min(start + count, len(TRUTH))
         broken = broken or start != len(versions)
-        known.hear(piece(start, end, version=version, generate_s=0.0))
+        known.append(piece(start, end, version=version, generate_s=0.0))
         if not broken:
             versions += [version] * (end - start)
         found = known.partial
@@ -129,11 +129,11 @@ def test_pieces_in_any_order_are_a_beginning_or_nothing(told: list[tuple[int, in
     ],
 )
 def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, Any]) -> None:
-    known = Unfinished()
-    known.hear(piece(0, 2))
-    known.hear(piece(2, 4, **changes))
+    known = PartialTurn()
+    known.append(piece(0, 2))
+    known.append(piece(2, 4, **changes))
     assert known.partial is None
-    known.hear(piece(2, 4))
+    known.append(piece(2, 4))
     assert known.partial is None, "what is broken stays so"
 
 
@@ -156,9 +156,9 @@ def test_a_piece_that_is_not_whole_in_itself_leaves_nothing(changes: dict[str, A
 def test_the_answer_to_an_abort_is_all_there_is_or_there_is_nothing(
     answer: GenerateResult, kept: int
 ) -> None:
-    known = Unfinished(partial(2))
-    known.hear(piece(2, 4))
-    known.end(answer)
+    known = PartialTurn(partial(2))
+    known.append(piece(2, 4))
+    known.finish(answer)
     assert known.partial == (partial(kept) if kept else None)
 
 
@@ -185,7 +185,7 @@ class Puppet(OneWordEngine):
         self.aborted.append(request_id)
 
     @property
-    def resumed(self) -> Partial | None:
+    def resumed(self) -> PartialOutput | None:
         """What the newest request resumes."""
         return self.calls[-1][0].resumed
 
@@ -209,7 +209,7 @@ class Stage:
             purpose=Purpose.TRAIN,
             initiated_version=3,
         )
-        self.telling = Telling(self.events.append)
+        self.progress = ProgressReporter(self.events.append)
         self.turns = Turns(
             command=self.init,
             engine=self.engines.get,  # type: ignore[arg-type]
@@ -217,13 +217,13 @@ class Stage:
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
             budget_s=lambda: 60.0,
-            telling=self.telling,
+            progress=self.progress,
         )
-        self.task: asyncio.Task[Answer] | None = None
+        self.task: asyncio.Task[TurnResult] | None = None
 
     def ask(
         self, sampling: Sampling | None = None, tokens: tuple[int, ...] = PROMPT
-    ) -> asyncio.Task[Answer]:
+    ) -> asyncio.Task[TurnResult]:
         turn = self.turns.turn(0, tokens, sampling or Sampling(max_tokens=20))
         self.task = asyncio.get_running_loop().create_task(turn)
         return self.task
@@ -326,7 +326,7 @@ async def test_an_aborted_turn_goes_on_from_all_that_its_engine_had(order: str) 
         stage.start("e1", 1, resume=True)
     assert second.resumed == partial(7)
     assert second.calls[0][0].rank == (9.0 if order == "started first" else 0.0)
-    assert stage.turns.seen == PROMPT + TRUTH[:7]
+    assert stage.turns.known_context == PROMPT + TRUTH[:7]
     second.calls[0][2](piece(7, 9))
     await finished(stage, second, 7)
 
@@ -486,7 +486,7 @@ async def test_an_attempt_that_ends_leaves_nothing_behind(when: str) -> None:
     await turned()
     assert first.calls[0][1].cancelled()
     assert second.calls == []
-    assert stage.telling._turns == {}
+    assert stage.progress._turns == {}
 
 
 # What the core is told.
@@ -499,25 +499,25 @@ async def test_the_core_is_told_of_long_turns_now_and_then() -> None:
     stage.start("e0", 0)
     _, future, heard = stage.engines["e0"].calls[0]
     heard(piece(0, 2))
-    stage.telling.look()
+    stage.progress.report()
     assert stage.of(TurnsProgressed) == []  # not long yet
     heard(piece(2, 4))
     heard(piece(4, 6))
-    stage.telling.look()
-    stage.telling.look()
+    stage.progress.report()
+    stage.progress.report()
     told = TurnProgress(trajectory_id=TRAJECTORY, attempt=0, turn=0, dispatch=0, output_tokens=6)
     # once, for nothing came to it
     assert stage.of(TurnsProgressed) == [TurnsProgressed(turns=(told,))]
     heard(piece(6, 8))
-    stage.telling.look()
+    stage.progress.report()
     assert len(stage.of(TurnsProgressed)) == 2
     heard(piece(8, 10))
     future.set_result(result(20, finish=Finish.LENGTH))
     assert stage.task is not None
     await stage.task
-    stage.telling.look()
+    stage.progress.report()
     assert len(stage.of(TurnsProgressed)) == 2
-    assert stage.telling._timer is None  # nobody looks where there is nothing to see
+    assert stage.progress._timer is None  # nobody looks where there is nothing to see
 
 
 async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
@@ -527,17 +527,17 @@ async def test_a_turn_that_leaves_its_engine_is_told_of_no_more() -> None:
     stage.start("e0", 0)
     _, future, heard = stage.engines["e0"].calls[0]
     heard(piece(0, 2))
-    stage.telling.look()
+    stage.progress.report()
     stage.abort("e0", 0)
     heard(piece(2, 4))
-    stage.telling.look()
+    stage.progress.report()
     assert stage.of(TurnsProgressed) == []
     future.set_result(result(5))
     await turned()
     stage.start("e1", 1, resume=True)
     stage.engines["e1"].calls[0][2](piece(5, 9))
-    stage.telling.look()
-    stage.telling.look()
+    stage.progress.report()
+    stage.progress.report()
     (event,) = stage.of(TurnsProgressed)
     assert [(told.dispatch, told.output_tokens) for told in event.turns] == [(1, 9)]
     await finished(stage, stage.engines["e1"], 5)
@@ -589,7 +589,7 @@ class Watched:
         assert heard is not None
         tell = heard
 
-        def listen(each: Piece) -> None:
+        def listen(each: TokenDelta) -> None:
             if self.left:
                 tell(each)
                 self.left -= 1
@@ -631,8 +631,8 @@ async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
             stage.abort("e0", number)
         await turned()
         assert stage.turns._open is not None
-        assert kept < len(stage.turns._open.known) < LONG
-        kept = len(stage.turns._open.known)
+        assert kept < len(stage.turns._open.partial_turn) < LONG
+        kept = len(stage.turns._open.partial_turn)
     stage.engines["e1"] = Watched(last, 1000)
     stage.start("e1", 2, resume=True)
     assert stage.task is not None
@@ -646,7 +646,7 @@ async def test_a_turn_of_lost_engines_is_the_uninterrupted_one_bit_for_bit(
     assert kept <= answer.resumed_tokens < LONG
     (done,) = stage.of(TurnDone)
     assert (done.output_tokens, done.dispatch) == (LONG, 2)
-    assert covers(answer.versions, 0, LONG)
+    assert spans_cover(answer.versions, LONG)
     assert (
         msgspec.structs.replace(answer, tokens=()).resumed_tokens
         + (await last.stats()).output_tokens

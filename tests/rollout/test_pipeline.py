@@ -36,7 +36,7 @@ from rollweave.schema.work import (
     Task,
     Trajectory,
 )
-from tests.rollout.worlds import CODEC, ENGINE, LOST, TRAJECTORY, Bench, Script, said, words
+from tests.rollout.fakes import CODEC, ENGINE, LOST, TRAJECTORY, Harness, Script, said, words
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def cancel(reason: StopReason = StopReason.STALE, attempt: int = 0) -> CancelTra
 
 
 async def test_a_whole_life(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    ended = await bench.play()
+    harness = Harness(store)
+    ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
-    assert [type(event) for event in bench.events] == [
+    assert [type(event) for event in harness.events] == [
         EnvReady,
         TurnRequested,
         TurnDone,
@@ -70,8 +70,8 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
     ]
     # in the store before the event, not scored yet
     assert store.get([TRAJECTORY])[0].reward is None
-    bench.eval()
-    ready = await bench.until(RewardReady)
+    harness.eval()
+    ready = await harness.until(RewardReady)
     assert (ready.reward, ready.success) == (1.5, True)
     (trajectory,) = store.get([TRAJECTORY])
     assert (trajectory.reward, trajectory.success, trajectory.blame) == (1.5, True, Blame.NONE)
@@ -84,7 +84,7 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
     assert sequence.versions() == (3, 3)
     assert sequence.output_mask().count(True) == 2 * len(words("hi"))
     assert ended.tokens == len(sequence.tokens)
-    assert bench.worlds.log == [
+    assert harness.provider.log == [
         "open",
         "reset",
         "step hi",
@@ -92,23 +92,23 @@ async def test_a_whole_life(store: TrajectoryStore) -> None:
         "close",
         "score 1.5 after ['hi', 'hi']",
     ]
-    await bench.idle()
-    assert bench.pipeline.alive == 0
+    await harness.idle()
+    assert harness.pipeline.active_attempts == 0
 
 
 async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(
     store: TrajectoryStore,
 ) -> None:
     async def seeds(attempt: int) -> list[int]:
-        bench = Bench(store)
-        bench.init(attempt)
-        await bench.until(EnvReady)
-        bench.run(attempt)
+        harness = Harness(store)
+        harness.init(attempt)
+        await harness.until(EnvReady)
+        harness.run(attempt)
         for turn in range(2):
-            await bench.until(TurnRequested, after=2 * turn + 1)
-            bench.turn(turn, attempt=attempt)
-        await bench.until(TrajectoryEnded)
-        return [request.sampling.seed for request in bench.engine.requests]
+            await harness.until(TurnRequested, after=2 * turn + 1)
+            harness.turn(turn, attempt=attempt)
+        await harness.until(TrajectoryEnded)
+        return [request.sampling.seed for request in harness.engine.requests]
 
     first, again, other = await seeds(0), await seeds(0), await seeds(1)
     assert first == again
@@ -159,12 +159,12 @@ async def test_sampling_seeds_follow_from_run_trajectory_attempt_and_turn(
 async def test_whatever_an_environment_does_is_a_typed_end(
     store: TrajectoryStore, script: Script, reason: StopReason, error: str
 ) -> None:
-    bench = Bench(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
-    ended = await bench.play()
+    harness = Harness(store, script, step_s=0.05 if reason is StopReason.ENV_HANG else 10.0)
+    ended = await harness.play()
     assert ended.stop_reason is reason
     assert error in ended.error
-    assert not any(env.held for env in bench.worlds.envs)
-    await bench.idle()
+    assert not any(env.held for env in harness.provider.envs)
+    await harness.idle()
     entry = TrajectoryReader(store._directory).entries[-1]
     assert TrajectoryReader(store._directory).load(entry).stop_reason is reason
     if reason is not StopReason.FINISHED:
@@ -173,42 +173,44 @@ async def test_whatever_an_environment_does_is_a_typed_end(
 
 async def test_limits_end_a_trajectory_as_the_agents_doing(store: TrajectoryStore) -> None:
     endless = Script(steps=[Step.of("on")] * 20)
-    assert (await Bench(store, endless, max_turns=3).play()).stop_reason is StopReason.MAX_TURNS
-    ended = await Bench(store, endless, max_turns=20, max_tokens=100).play()
+    assert (await Harness(store, endless, max_turns=3).play()).stop_reason is StopReason.MAX_TURNS
+    ended = await Harness(store, endless, max_turns=20, max_tokens=100).play()
     assert ended.stop_reason is StopReason.MAX_TOKENS
     (trajectory,) = store.get([TRAJECTORY])
     assert len(trajectory.sequences[0].tokens) <= 100
 
 
 async def test_a_turn_that_the_token_limit_cuts_is_not_played(store: TrajectoryStore) -> None:
-    bench = Bench(store, max_tokens=60, max_turn_tokens=128)
-    bench.engine.answer = said("x" * 10, finish=Finish.LENGTH)
-    ended = await bench.play()
+    harness = Harness(store, max_tokens=60, max_turn_tokens=128)
+    harness.engine.answer = said("x" * 10, finish=Finish.LENGTH)
+    ended = await harness.play()
     assert ended.stop_reason is StopReason.MAX_TOKENS
-    assert bench.worlds.log == ["open", "reset", "close"]
-    assert bench.engine.requests[0].sampling.max_tokens == 60 - len(bench.engine.requests[0].tokens)
+    assert harness.provider.log == ["open", "reset", "close"]
+    assert harness.engine.requests[0].sampling.max_tokens == 60 - len(
+        harness.engine.requests[0].tokens
+    )
 
 
 async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(
     store: TrajectoryStore,
 ) -> None:
-    cut = Bench(store, max_turn_tokens=4)
+    cut = Harness(store, max_turn_tokens=4)
     cut.engine.answer = said("righ", finish=Finish.LENGTH)
     ended = await cut.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.FINISHED, 2)
-    assert cut.worlds.log == ["open", "reset", "step righ (cut)", "step righ (cut)", "close"]
+    assert cut.provider.log == ["open", "reset", "step righ (cut)", "step righ (cut)", "close"]
     assert [event.cut for event in cut.events if isinstance(event, TurnDone)] == [True, True]
     (trajectory,) = store.get([TRAJECTORY])
     assert [span.finish_reason for span in trajectory.sequences[0].turns] == ["length", "length"]
     cut.eval()
     await cut.until(RewardReady)
-    assert [message.finish_reason for message in cut.worlds.scored[0].messages] == [
+    assert [message.finish_reason for message in cut.provider.scored[0].messages] == [
         "",
         "length",
         "",
         "length",
     ]
-    whole = Bench(store, max_turn_tokens=4)
+    whole = Harness(store, max_turn_tokens=4)
     await whole.play()
     assert [event.cut for event in whole.events if isinstance(event, TurnDone)] == [False, False]
     (trajectory,) = store.get([TRAJECTORY])
@@ -218,51 +220,53 @@ async def test_a_turn_that_its_own_limit_cuts_is_marked_counted_and_told(
 async def test_the_time_budget_counts_environment_and_generation_but_no_queueing(
     store: TrajectoryStore,
 ) -> None:
-    bench = Bench(store, Script(steps=[None]), time_s=0.2)
-    ended = await bench.play()
-    assert (ended.stop_reason, bench.pipeline.alive) == (StopReason.TIME_BUDGET, 0)
-    bench = Bench(store, time_s=0.2)
-    bench.engine.answer = said("too slow", finish=Finish.TIME)
-    ended = await bench.play()
+    harness = Harness(store, Script(steps=[None]), time_s=0.2)
+    ended = await harness.play()
+    assert (ended.stop_reason, harness.pipeline.active_attempts) == (StopReason.TIME_BUDGET, 0)
+    harness = Harness(store, time_s=0.2)
+    harness.engine.answer = said("too slow", finish=Finish.TIME)
+    ended = await harness.play()
     assert (ended.stop_reason, ended.turns) == (StopReason.TIME_BUDGET, 0)
     assert ended.error == "the active time ran out in turn 0"
-    assert not any(isinstance(event, TurnDone) for event in bench.events)
-    bench = Bench(store, time_s=0.2)
-    bench.init()
-    await bench.until(EnvReady)
+    assert not any(isinstance(event, TurnDone) for event in harness.events)
+    harness = Harness(store, time_s=0.2)
+    harness.init()
+    await harness.until(EnvReady)
     await asyncio.sleep(0.25)  # waits for its RUN slot
-    bench.run()
-    await bench.until(TurnRequested)
+    harness.run()
+    await harness.until(TurnRequested)
     await asyncio.sleep(0.25)  # waits for an engine
-    bench.turn(0)
-    await bench.until(TurnDone)
-    assert 0 < bench.engine.requests[0].budget_s <= 0.2  # what is left of it; the engine sees to it
-    bench.pipeline.cancel(cancel())
-    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+    harness.turn(0)
+    await harness.until(TurnDone)
+    assert (
+        0 < harness.engine.requests[0].budget_s <= 0.2
+    )  # what is left of it; the engine sees to it
+    harness.pipeline.cancel(cancel())
+    assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
 
 
 async def test_time_in_the_engines_queue_is_told_and_is_no_active_time(
     store: TrajectoryStore,
 ) -> None:
-    bench = Bench(store, time_s=30.0)
-    bench.engine.answer = msgspec.structs.replace(said("hi"), queue_s=100.0, generate_s=20.0)
-    ended = await bench.play()
-    budgets = [request.budget_s for request in bench.engine.requests]
+    harness = Harness(store, time_s=30.0)
+    harness.engine.answer = msgspec.structs.replace(said("hi"), queue_s=100.0, generate_s=20.0)
+    ended = await harness.play()
+    budgets = [request.budget_s for request in harness.engine.requests]
     assert budgets[0] - budgets[1] == pytest.approx(20.0, abs=5.0)  # and what the environment took
-    assert (await bench.until(TurnDone)).queue_s == 100.0
+    assert (await harness.until(TurnDone)).queue_s == 100.0
     # 40 of 30 seconds, known when the environment is to act
     assert ended.stop_reason is StopReason.TIME_BUDGET
 
 
 async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.engine.answer = EngineError("refused")
-    bench.turn(0, 0)
-    failed = await bench.until(TurnFailed)
+    harness = Harness(store)
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.engine.answer = EngineError("refused")
+    harness.turn(0, 0)
+    failed = await harness.until(TurnFailed)
     assert (failed.turn, failed.dispatch, failed.error) == (0, 0, "refused")
     for number, broken in enumerate(
         [
@@ -273,107 +277,107 @@ async def test_a_failed_turn_is_said_and_the_next_try_goes_on(store: TrajectoryS
         ],
         1,
     ):
-        bench.engine.answer = broken
-        seen = len(bench.events)
-        bench.turn(0, number)
-        assert (await bench.until(TurnFailed, after=seen)).dispatch == number
-    seen = len(bench.events)
-    bench.engine.answer = "hi"
-    bench.turn(0, 5)
-    assert (await bench.until(TurnDone, after=seen)).dispatch == 5
-    bench.pipeline.cancel(cancel())
-    await bench.idle()
+        harness.engine.answer = broken
+        seen = len(harness.events)
+        harness.turn(0, number)
+        assert (await harness.until(TurnFailed, after=seen)).dispatch == number
+    seen = len(harness.events)
+    harness.engine.answer = "hi"
+    harness.turn(0, 5)
+    assert (await harness.until(TurnDone, after=seen)).dispatch == 5
+    harness.pipeline.cancel(cancel())
+    await harness.idle()
 
 
 async def test_text_alone_may_be_evaluated(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init(purpose=Purpose.EVAL)
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.engine.answer = msgspec.structs.replace(said("hi"), text_only=True)
-    bench.turn(0, 0)
-    await bench.until(TurnDone)
-    bench.pipeline.cancel(cancel())
-    await bench.idle()
+    harness = Harness(store)
+    harness.init(purpose=Purpose.EVAL)
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.engine.answer = msgspec.structs.replace(said("hi"), text_only=True)
+    harness.turn(0, 0)
+    await harness.until(TurnDone)
+    harness.pipeline.cancel(cancel())
+    await harness.idle()
 
 
 async def test_a_lost_engine_says_so_itself_and_one_that_is_gone_fails_the_turn(
     store: TrajectoryStore,
 ) -> None:
-    bench = Bench(store)
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.engine.answer = LOST
-    bench.turn(0, 0)
-    await reached(lambda: bool(bench.engine.requests) and bench.engine.live == 0)
+    harness = Harness(store)
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.engine.answer = LOST
+    harness.turn(0, 0)
+    await reached(lambda: bool(harness.engine.requests) and harness.engine.live == 0)
     for _ in range(3):  # the answer's way through the callbacks
         await asyncio.sleep(0)
-    assert not any(isinstance(event, TurnFailed) for event in bench.events)
-    bench.engine_gone = True
-    bench.turn(0, 1)
-    assert (await bench.until(TurnFailed)).error == "the engine is gone"
-    bench.engine_gone, bench.engine.answer = False, "hi"
-    bench.turn(0, 2)
-    await bench.until(TurnDone)
-    bench.pipeline.cancel(cancel())
-    await bench.idle()
+    assert not any(isinstance(event, TurnFailed) for event in harness.events)
+    harness.engine_gone = True
+    harness.turn(0, 1)
+    assert (await harness.until(TurnFailed)).error == "the engine is gone"
+    harness.engine_gone, harness.engine.answer = False, "hi"
+    harness.turn(0, 2)
+    await harness.until(TurnDone)
+    harness.pipeline.cancel(cancel())
+    await harness.idle()
 
 
 async def test_an_aborted_turn_is_forgotten_and_asked_again(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.engine.answer = None
-    bench.turn(0, 0)
-    await reached(lambda: bench.engine.live == 1)
+    harness = Harness(store)
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.engine.answer = None
+    harness.turn(0, 0)
+    await reached(lambda: harness.engine.live == 1)
     late = AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=5)
-    bench.pipeline.abort_turn(late)
+    harness.pipeline.abort_turn(late)
     await asyncio.sleep(0)
-    assert bench.engine.live == 1  # another try is not touched
-    bench.pipeline.abort_turn(
+    assert harness.engine.live == 1  # another try is not touched
+    harness.pipeline.abort_turn(
         AbortTurn(trajectory_id=TRAJECTORY, attempt=0, turn=0, engine_id=ENGINE, dispatch=0)
     )
-    bench.engine.answer = "hi"
-    bench.turn(0, 1)
-    done = await bench.until(TurnDone)
+    harness.engine.answer = "hi"
+    harness.turn(0, 1)
+    done = await harness.until(TurnDone)
     assert (done.dispatch, done.cached_tokens, done.output_tokens) == (1, 2, 3)
-    bench.pipeline.cancel(cancel())
-    await bench.idle()
-    assert bench.engine.live == 0
+    harness.pipeline.cancel(cancel())
+    await harness.idle()
+    assert harness.engine.live == 0
 
 
 async def test_the_context_is_what_the_engine_has_seen(store: TrajectoryStore) -> None:
     """From the moment on at which the turn is told to be over, whether or not the
     episode has heard of it.
     """
-    bench = Bench(store)
+    harness = Harness(store)
     seen: list[tuple[int, ...] | None] = []
 
     def look() -> None:
-        seen.append(bench.pipeline.context_of(TRAJECTORY, 0))
+        seen.append(harness.pipeline.context_of(TRAJECTORY, 0))
 
-    bench.on_post = lambda event: (
+    harness.on_post = lambda event: (
         look() if isinstance(event, TurnDone | TurnRequested | TrajectoryEnded) else None
     )
-    await bench.play()
-    first, second = bench.engine.requests
+    await harness.play()
+    first, second = harness.engine.requests
     one, two = (*first.tokens, *words("hi")), (*second.tokens, *words("hi"))
     assert seen == [None, one, one, two, None]
     assert second.tokens[: len(one)] == one
-    assert bench.pipeline.context_of(TRAJECTORY, 1) is None
+    assert harness.pipeline.context_of(TRAJECTORY, 1) is None
 
 
 async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
+    harness = Harness(store)
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
 
     def rerank(**changes: Any) -> None:
         names: dict[str, Any] = {
@@ -383,22 +387,22 @@ async def test_a_rank_changes_where_the_turn_is_generated(store: TrajectoryStore
             "engine_id": ENGINE,
             "dispatch": 3,
         }
-        bench.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
+        harness.pipeline.rerank(RerankTurn(**(names | changes), rank=9.0))
 
     rerank()
-    bench.engine.answer = None
-    bench.turn(0, 3)
-    await reached(lambda: bench.engine.live == 1)
+    harness.engine.answer = None
+    harness.turn(0, 3)
+    await reached(lambda: harness.engine.live == 1)
     for late in ({"attempt": 1}, {"turn": 1}, {"dispatch": 2}):
         rerank(**late)
-    bench.engine_gone = True
+    harness.engine_gone = True
     rerank()
-    assert bench.engine.ranks == []
-    bench.engine_gone = False
+    assert harness.engine.ranks == []
+    harness.engine_gone = False
     rerank()
-    assert bench.engine.ranks == [(bench.engine.requests[0].id, 9.0)]
-    bench.pipeline.cancel(cancel())
-    await bench.idle()
+    assert harness.engine.ranks == [(harness.engine.requests[0].id, 9.0)]
+    harness.pipeline.cancel(cancel())
+    await harness.idle()
 
 
 STAGES = [
@@ -422,16 +426,16 @@ async def test_cancellation_at_any_await_ends_everything(
         steps=[None] if stage == "stepping" else [Step(done=True)],
         close=None if stage == "closing" else "closed",
     )
-    bench = Bench(store, script)
-    bench.engine.answer = None if stage == "generating" else "hi"
-    bench.init()
+    harness = Harness(store, script)
+    harness.engine.answer = None if stage == "generating" else "hi"
+    harness.init()
     if stage not in ("opening", "resetting"):
-        await bench.until(EnvReady)
+        await harness.until(EnvReady)
         if stage != "waiting to run":
-            bench.run()
-            await bench.until(TurnRequested)
+            harness.run()
+            await harness.until(TurnRequested)
             if stage != "waiting for a turn":
-                bench.turn(0)
+                harness.turn(0)
     awaited = {
         "opening": "open",
         "resetting": "reset",
@@ -440,20 +444,20 @@ async def test_cancellation_at_any_await_ends_everything(
     }.get(stage)
     await reached(
         lambda: (
-            awaited in bench.worlds.log
+            awaited in harness.provider.log
             if awaited
-            else stage != "generating" or bench.engine.live == 1
+            else stage != "generating" or harness.engine.live == 1
         )
     )
     await asyncio.sleep(0)
-    bench.pipeline.cancel(cancel())
-    ended = await bench.until(TrajectoryEnded)
-    await bench.idle()
+    harness.pipeline.cancel(cancel())
+    ended = await harness.until(TrajectoryEnded)
+    await harness.idle()
     assert ended.stop_reason is (StopReason.FINISHED if stage == "closing" else StopReason.STALE)
-    assert bench.engine.live == 0
-    assert not any(env.held for env in bench.worlds.envs)
-    assert bench.pipeline.alive == 0
-    assert sum(isinstance(event, TrajectoryEnded) for event in bench.events) == 1
+    assert harness.engine.live == 0
+    assert not any(env.held for env in harness.provider.envs)
+    assert harness.pipeline.active_attempts == 0
+    assert sum(isinstance(event, TrajectoryEnded) for event in harness.events) == 1
     entries = TrajectoryReader(store._directory).entries
     assert len(entries) == 1
 
@@ -467,62 +471,62 @@ async def test_no_attempt_generates_beyond_its_cancellation(
     """
     rng = random.Random(seed)
     attempt, turns, tries = rng.randrange(4), rng.randrange(4), rng.randrange(3)
-    bench = Bench(
+    harness = Harness(
         store,
         Script(steps=[Step.of("on") for _ in range(5)]),
-        keeps_turns=rng.random() < 0.5,
+        keep_partial_turns=rng.random() < 0.5,
         max_turns=8,
     )
-    bench.init(attempt)
-    await bench.until(EnvReady)
-    bench.run(attempt)
+    harness.init(attempt)
+    await harness.until(EnvReady)
+    harness.run(attempt)
     asked = 0
     for turn in range(turns + 1):
-        await bench.until(TurnRequested, after=asked)
-        asked = len(bench.events)
+        await harness.until(TurnRequested, after=asked)
+        asked = len(harness.events)
         if turn < turns:
-            bench.turn(turn, attempt=attempt)
+            harness.turn(turn, attempt=attempt)
     for number in range(tries):
-        bench.engine.answer = EngineError("broken")
-        bench.turn(turns, dispatch=number, attempt=attempt)
-        await bench.until(TurnFailed, after=asked)
-        asked = len(bench.events)
-    bench.engine.answer = None
-    bench.turn(turns, dispatch=tries, attempt=attempt)
-    await reached(lambda: bench.engine.live == 1)
-    bench.pipeline.cancel(cancel(attempt=attempt))
-    await bench.until(TrajectoryEnded)
-    await bench.idle()
-    assert bench.engine.live == 0, f"attempt {attempt} generates on, in turn {turns}, try {tries}"
+        harness.engine.answer = EngineError("broken")
+        harness.turn(turns, dispatch=number, attempt=attempt)
+        await harness.until(TurnFailed, after=asked)
+        asked = len(harness.events)
+    harness.engine.answer = None
+    harness.turn(turns, dispatch=tries, attempt=attempt)
+    await reached(lambda: harness.engine.live == 1)
+    harness.pipeline.cancel(cancel(attempt=attempt))
+    await harness.until(TrajectoryEnded)
+    await harness.idle()
+    assert harness.engine.live == 0, f"attempt {attempt} generates on, in turn {turns}, try {tries}"
 
 
 async def test_a_cancellation_before_the_first_moment_still_ends(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init()
-    bench.pipeline.cancel(cancel(StopReason.SURPLUS))
-    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.SURPLUS
-    await bench.idle()
-    assert bench.worlds.log == []
+    harness = Harness(store)
+    harness.init()
+    harness.pipeline.cancel(cancel(StopReason.SURPLUS))
+    assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.SURPLUS
+    await harness.idle()
+    assert harness.provider.log == []
 
 
 async def test_cancelling_what_is_not_there_is_answered(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.pipeline.cancel(cancel())
-    assert (await bench.until(TrajectoryEnded)).stop_reason is StopReason.STALE
+    harness = Harness(store)
+    harness.pipeline.cancel(cancel())
+    assert (await harness.until(TrajectoryEnded)).stop_reason is StopReason.STALE
 
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> None:
-    bench = Bench(store, Script(score=None))
-    await bench.play()
-    bench.eval()
+    harness = Harness(store, Script(score=None))
+    await harness.play()
+    harness.eval()
     if begun:
-        await reached(lambda: "score" in bench.worlds.log[-1])
-    seen = len(bench.events)
-    bench.pipeline.cancel(cancel(StopReason.SURPLUS))
-    assert (await bench.until(TrajectoryEnded, after=seen)).stop_reason is StopReason.SURPLUS
-    await bench.idle()
-    assert (len(store), bench.pipeline.alive) == (0, 0)
+        await reached(lambda: "score" in harness.provider.log[-1])
+    seen = len(harness.events)
+    harness.pipeline.cancel(cancel(StopReason.SURPLUS))
+    assert (await harness.until(TrajectoryEnded, after=seen)).stop_reason is StopReason.SURPLUS
+    await harness.idle()
+    assert (len(store), harness.pipeline.active_attempts) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -542,13 +546,13 @@ async def test_cancelling_an_evaluation(store: TrajectoryStore, begun: bool) -> 
 async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
     store: TrajectoryStore, score: Any, reason: StopReason, error: str
 ) -> None:
-    bench = Bench(store, Script(score=score), step_s=0.05 if score is None else 10.0)
-    await bench.play()
-    bench.eval()
-    failed = await bench.until(RewardFailed)
+    harness = Harness(store, Script(score=score), step_s=0.05 if score is None else 10.0)
+    await harness.play()
+    harness.eval()
+    failed = await harness.until(RewardFailed)
     assert failed.stop_reason is reason
     assert error in failed.error
-    await bench.idle()
+    await harness.idle()
     reader = TrajectoryReader(store._directory)
     trajectory = reader.load(reader.entries[0])
     assert (trajectory.reward, trajectory.stop_reason, trajectory.blame) == (
@@ -561,64 +565,64 @@ async def test_whatever_a_reward_does_is_never_a_reward_of_zero(
 async def test_evaluated_trajectories_are_forgotten_and_trained_ones_kept_until_evicted(
     store: TrajectoryStore,
 ) -> None:
-    bench = Bench(store)
-    await bench.play()
-    bench.eval()
-    await bench.until(RewardReady)
+    harness = Harness(store)
+    await harness.play()
+    harness.eval()
+    await harness.until(RewardReady)
     assert len(store) == 1
-    bench.pipeline.evict(Evict(trajectory_ids=(TRAJECTORY,), reason="stale"))
+    harness.pipeline.evict(Evict(trajectory_ids=(TRAJECTORY,), reason="stale"))
     assert len(store) == 0
-    bench = Bench(store)
-    bench.init(attempt=1, purpose=Purpose.EVAL)
-    await bench.until(EnvReady)
-    bench.run(1)
+    harness = Harness(store)
+    harness.init(attempt=1, purpose=Purpose.EVAL)
+    await harness.until(EnvReady)
+    harness.run(1)
     for turn in range(2):
-        await bench.until(TurnRequested, after=2 * turn + 1)
-        bench.turn(turn, attempt=1)
-    await bench.until(TrajectoryEnded)
-    bench.eval(1)
-    await bench.until(RewardReady)
+        await harness.until(TurnRequested, after=2 * turn + 1)
+        harness.turn(turn, attempt=1)
+    await harness.until(TrajectoryEnded)
+    harness.eval(1)
+    await harness.until(RewardReady)
     assert len(store) == 0
     assert len(TrajectoryReader(store._directory).entries) == 2
 
 
 async def test_commands_of_another_attempt_change_nothing(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.init(attempt=1)
-    await bench.until(EnvReady)
-    bench.run(attempt=0)
-    bench.turn(0, attempt=0)
-    bench.pipeline.cancel(cancel(attempt=0))
-    await bench.until(TrajectoryEnded)  # the old attempt is not there: answered
-    assert bench.pipeline.alive == 1
-    bench.run(attempt=1)
-    await bench.until(TurnRequested)
-    bench.turn(1, attempt=1)  # not the open turn
-    assert bench.engine.requests == []
-    bench.pipeline.cancel(cancel(attempt=1))
-    await bench.idle()
+    harness = Harness(store)
+    harness.init(attempt=1)
+    await harness.until(EnvReady)
+    harness.run(attempt=0)
+    harness.turn(0, attempt=0)
+    harness.pipeline.cancel(cancel(attempt=0))
+    await harness.until(TrajectoryEnded)  # the old attempt is not there: answered
+    assert harness.pipeline.active_attempts == 1
+    harness.run(attempt=1)
+    await harness.until(TurnRequested)
+    harness.turn(1, attempt=1)  # not the open turn
+    assert harness.engine.requests == []
+    harness.pipeline.cancel(cancel(attempt=1))
+    await harness.idle()
 
 
 async def test_a_reward_that_nobody_can_compute_any_more_fails(store: TrajectoryStore) -> None:
-    bench = Bench(store)
-    bench.eval()
-    assert (await bench.until(RewardFailed)).stop_reason is StopReason.REWARD_ERROR
+    harness = Harness(store)
+    harness.eval()
+    assert (await harness.until(RewardFailed)).stop_reason is StopReason.REWARD_ERROR
 
 
 async def test_the_end_of_the_world_kills_environments_and_keeps_the_record(
     store: TrajectoryStore,
 ) -> None:
-    bench = Bench(store, Script(steps=[None]))
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.turn(0)
-    await reached(lambda: "step hi" in bench.worlds.log)
-    for task in set(bench.tasks):
+    harness = Harness(store, Script(steps=[None]))
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.turn(0)
+    await reached(lambda: "step hi" in harness.provider.log)
+    for task in set(harness.tasks):
         task.cancel()
-    await bench.idle()
-    assert bench.worlds.log[-1] == "kill"
+    await harness.idle()
+    assert harness.provider.log[-1] == "kill"
     reader = TrajectoryReader(store._directory)
     (entry,) = reader.entries
     assert reader.load(entry).stop_reason is StopReason.CANCELLED
@@ -644,10 +648,10 @@ BAD = "\udcff \ud800"
 async def test_text_that_is_not_utf_8_ends_no_more_than_its_attempt(
     store: TrajectoryStore, tmp_path: Path, script: Script
 ) -> None:
-    bench = Bench(store, script)
-    ended = await bench.play()
-    await bench.idle()
-    assert not bench.pipeline.alive
+    harness = Harness(store, script)
+    ended = await harness.play()
+    await harness.idle()
+    assert not harness.pipeline.active_attempts
     assert len(ended.error) < 10_000
     msgspec.msgpack.encode(ended)
     (entry,) = TrajectoryReader(tmp_path / "trajectories").entries
@@ -655,12 +659,12 @@ async def test_text_that_is_not_utf_8_ends_no_more_than_its_attempt(
 
 
 async def test_a_score_whose_error_is_not_utf_8(store: TrajectoryStore) -> None:
-    bench = Bench(store, Script(score=RewardError(BAD)))
-    await bench.play()
-    bench.eval()
-    failed = await bench.until(RewardFailed)
+    harness = Harness(store, Script(score=RewardError(BAD)))
+    await harness.play()
+    harness.eval()
+    failed = await harness.until(RewardFailed)
     assert failed.error == "the reward: \ufffd \ufffd"
-    await bench.idle()
+    await harness.idle()
 
 
 class Broken:
@@ -721,40 +725,40 @@ async def test_a_bug_in_one_attempt_ends_that_attempt_alone(
             raise RuntimeError("a bug in make")
         return Broken(stage)
 
-    bench = Bench(store, make=make)
-    ended = await bench.play()
-    await bench.idle()
+    harness = Harness(store, make=make)
+    ended = await harness.play()
+    await harness.idle()
     assert ended.stop_reason is StopReason.ENV_ERROR
     assert ended.error.startswith("a failure that Rollweave did not foresee")
     assert f"a bug in {stage}" in ended.error
-    assert not bench.pipeline.alive
+    assert not harness.pipeline.active_attempts
     assert len(store) == 0
 
 
 async def test_a_bug_in_one_score_ends_that_attempt_alone(store: TrajectoryStore) -> None:
-    bench = Bench(store, make=lambda _: Broken("score"))
-    await bench.play()
-    bench.eval()
-    failed = await bench.until(RewardFailed)
-    await bench.idle()
+    harness = Harness(store, make=lambda _: Broken("score"))
+    await harness.play()
+    harness.eval()
+    failed = await harness.until(RewardFailed)
+    await harness.idle()
     assert failed.stop_reason is StopReason.REWARD_ERROR
     assert "a bug in score" in failed.error
 
 
 async def test_a_request_that_cannot_be_sent_fails_its_turn_alone(store: TrajectoryStore) -> None:
-    bench = Bench(store)
+    harness = Harness(store)
 
     def refuses(request: object, heard: object = None) -> asyncio.Future[GenerateResult]:
         raise ValueError("a frame must not be longer")
 
-    bench.engine.generate = refuses  # type: ignore[method-assign,assignment]
-    bench.init()
-    await bench.until(EnvReady)
-    bench.run()
-    await bench.until(TurnRequested)
-    bench.turn(0)
-    failed = await bench.until(TurnFailed)
+    harness.engine.generate = refuses  # type: ignore[method-assign,assignment]
+    harness.init()
+    await harness.until(EnvReady)
+    harness.run()
+    await harness.until(TurnRequested)
+    harness.turn(0)
+    failed = await harness.until(TurnFailed)
     assert failed.error == "the request cannot be sent: ValueError: a frame must not be longer"
-    bench.pipeline.cancel(cancel())
-    await bench.until(TrajectoryEnded)
-    await bench.idle()
+    harness.pipeline.cancel(cancel())
+    await harness.until(TrajectoryEnded)
+    await harness.idle()

@@ -13,7 +13,7 @@ from rollweave.schema.commands import LoadWeights
 from rollweave.schema.events import EngineLost, EngineSlot
 from rollweave.schema.serving import EngineStats, LoadSaved
 from rollweave.schema.weights import WeightManifest
-from tests.rollout.worlds import OneWordEngine
+from tests.rollout.fakes import OneWordEngine
 from tests.runtime.test_migration import A, B, staged
 
 BEAT = {"silence_s": 0.05, "beat_s": 0.01}

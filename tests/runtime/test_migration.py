@@ -37,7 +37,7 @@ from rollweave.schema.serving import (
 from tests.engine.clients.echo_engine import kv_manifest
 from tests.engine.clients.test_conformance import environment
 from tests.engine.models import build, request, save
-from tests.rollout.worlds import OneWordEngine
+from tests.rollout.fakes import OneWordEngine
 
 A, B = EngineId("a"), EngineId("b")
 TOKENS = tuple((5 * i + 3) % 91 for i in range(450))

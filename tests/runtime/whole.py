@@ -22,7 +22,7 @@ from rollweave.runtime.launch import Programs, train
 from rollweave.schema.config.loading import dumps, load
 from rollweave.schema.config.root import RunConfig
 from tests.engine.clients.echo_engine import process_state
-from tests.rollout.worlds import TEMPLATE
+from tests.rollout.fakes import TEMPLATE
 
 FAKES = Programs(
     engine="tests.engine.clients.echo_engine",

@@ -95,7 +95,7 @@ print(first.decode().strip(), b"[DONE]" in answer.read())
         )
         await sandbox.exec(["sh", "-c", "until cat alive 2> alive.not; do sleep 0.01; done"])
         script.free.set()
-        assert await asking == ": the turn is under way True"
+        assert await asking == ": the turn is in progress True"
 
 
 async def test_tools_work_while_programs_wait_and_more_wait_than_are_let_through(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollweave.rollout.telling import LOOK_S
+from rollweave.rollout.progress import REPORT_INTERVAL_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
@@ -69,7 +69,7 @@ class Stage:
     milliseconds.
     """
 
-    def __init__(self, *, keeps_turns: bool = True, engines: int = 2) -> None:
+    def __init__(self, *, keep_partial_turns: bool = True, engines: int = 2) -> None:
         self.clock, self.events = Clock(), list[tuple[float, Event]]()
         settings = EngineConfig(max_slots=4, block_tokens=4)
         trainer = TrainerCost(gpu=gpu("h800"), model=model("qwen3-8b"), gpus=8, link=link("rdma"))
@@ -91,7 +91,7 @@ class Stage:
             work={"long": Long()},
             seed=0,
             trace=None,
-            keeps_turns=keeps_turns,
+            keep_partial_turns=keep_partial_turns,
         )
         self.fleet.start(
             [e.EngineSlot(id=EngineId(name)) for name in [f"e{n}" for n in range(engines)]]
@@ -233,9 +233,11 @@ def test_where_it_goes_on_at_the_same_engine_its_kv_is_there() -> None:
     assert done.cached_tokens == PROMPT  # of the prompt: what was sampled is none
 
 
-@pytest.mark.parametrize(("keeps_turns", "resume"), [(True, False), (False, True)])
-def test_a_turn_that_begins_again_takes_its_whole_time(keeps_turns: bool, resume: bool) -> None:
-    stage, whole = Stage(keeps_turns=keeps_turns), alone()
+@pytest.mark.parametrize(("keep_partial_turns", "resume"), [(True, False), (False, True)])
+def test_a_turn_that_begins_again_takes_its_whole_time(
+    keep_partial_turns: bool, resume: bool
+) -> None:
+    stage, whole = Stage(keep_partial_turns=keep_partial_turns), alone()
     stage.start("e0", 0)
     stage.until(1.0 + whole / 2)
     stage.abort("e0", 0)
@@ -280,7 +282,7 @@ def test_a_turn_that_is_lost_again_and_again_loses_no_more_than_that_each_time()
 
 def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
     stage, whole = Stage(), alone()
-    assert whole > 5 * LOOK_S
+    assert whole > 5 * REPORT_INTERVAL_S
     stage.start("e0", 0)
     half = 1.0 + whole / 2
     stage.until(half)
@@ -290,7 +292,7 @@ def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
     end, _ = stage.done()
     told = stage.told()
     assert [at for at, _, _ in told if at <= half] == pytest.approx(
-        [1.0 + LOOK_S * n for n in range(2, len(first) + 2)]
+        [1.0 + REPORT_INTERVAL_S * n for n in range(2, len(first) + 2)]
     )
     assert {number for _, number, _ in told} == {0, 1}
     tokens = [count for _, _, count in told]
@@ -299,12 +301,12 @@ def test_the_core_is_told_of_the_turn_while_an_engine_is_at_it() -> None:
     for at, number, count in first:
         assert number == 0
         assert sampled_by(at - 1.0 - TELL_S) - 3 <= count <= sampled_by(at - 1.0)
-    stage.until(end + 3 * LOOK_S)
+    stage.until(end + 3 * REPORT_INTERVAL_S)
     assert stage.told() == told
 
 
 def test_nobody_looks_unless_turns_are_kept_and_none_are_told_that_nobody_has() -> None:
-    stage = Stage(keeps_turns=False)
+    stage = Stage(keep_partial_turns=False)
     stage.start("e0", 0)
     stage.done()
     assert stage.told() == []
@@ -329,7 +331,9 @@ class Resuming(World):
     """
 
     def __init__(self, made: RunConfig, *, resume: bool, kill_s: float) -> None:
-        super().__init__(made, listener=Deaf(), work={"webshop": Long(RUN_TURN)}, keeps_turns=True)
+        super().__init__(
+            made, listener=Deaf(), work={"webshop": Long(RUN_TURN)}, keep_partial_turns=True
+        )
         execute, self.referee = self.effects.execute, Referee()
         self.turns = self.lost = self.resumed = 0
 

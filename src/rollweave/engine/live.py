@@ -13,7 +13,13 @@ import math
 
 from rollweave.engine.detokenize import StopStrings
 from rollweave.engine.planner.batching import Entry
-from rollweave.schema.serving import Finish, GenerateRequest, GenerateResult, Piece, VersionSpan
+from rollweave.schema.serving import (
+    Finish,
+    GenerateRequest,
+    GenerateResult,
+    TokenDelta,
+    VersionSpan,
+)
 
 
 class Live:
@@ -138,12 +144,12 @@ class Live:
             if end > since
         )
 
-    def news(self, step_clock: float) -> Piece | None:
+    def news(self, step_clock: float) -> TokenDelta | None:
         """What was sampled since the last piece, if anything."""
         start, self.told = self.told, len(self.logprobs)
         if start == self.told:
             return None
-        return Piece(
+        return TokenDelta(
             id=self.request.id,
             start=start,
             tokens=tuple(self.entry.tokens[self.prompt + start :]),

@@ -52,7 +52,7 @@ class OpenedEnv(Protocol):
         """Free it at once, without waiting; harmless after `close`."""
 
 
-class Worlds:
+class DomainEnvProvider:
     """Opens environments and scores episodes of one task domain."""
 
     def __init__(
@@ -180,8 +180,8 @@ class TaskSource:
             else (Path(config.run.dir) / config.run.name / "logs").absolute()
         )
         self.threads = EnvThreads()
-        self._worlds = {
-            task.name: Worlds(task, config.faults, self.workers, self.threads)
+        self._providers = {
+            task.name: DomainEnvProvider(task, config.faults, self.workers, self.threads)
             for task in config.tasks
         }
 
@@ -243,10 +243,10 @@ class TaskSource:
             limits=domain.limits,
         )
 
-    def worlds(self, name: str) -> Worlds:
+    def provider(self, name: str) -> DomainEnvProvider:
         """Where the environments of domain `name` live."""
         self._domain(name)
-        return self._worlds[name]
+        return self._providers[name]
 
     def words(self) -> tuple[str, ...]:
         """The words of all domains, for a tokenizer from scratch."""

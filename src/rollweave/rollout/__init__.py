@@ -1,3 +1,3 @@
-"""The INIT/RUN/EVAL pipeline, the episode that drives one trajectory, and the store of
-what came of them.
+"""The INIT/RUN/EVAL pipeline, the drivers of one attempt, the chat codec and the
+gateway for agent programs.
 """

@@ -1,9 +1,9 @@
-"""The time of one attempt: what each stage took, and what is left of the active seconds
-that it has (ProRL Agent §3.2).
+"""The time of one attempt: the duration of each stage, and the active seconds that
+remain (ProRL Agent §3.2).
 
 Invariants: time counts only while the agent generates or the environment works, never
-while a turn queues; every call of somebody else's code has a limit; whatever goes wrong
-in it becomes one `EpisodeStopError` with a typed reason.
+while a turn queues; every call of user code has a limit; every failure in such a call
+becomes one `EpisodeStopError` with a typed reason.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class EpisodeStopError(RollweaveError):
-    """The attempt ends here, for this reason.
+    """End the attempt with this reason.
 
-    The message may quote foreign code; it is valid text of bounded length.
+    The message may quote user code; it is valid text of bounded length.
     """
 
     def __init__(self, reason: StopReason, message: str) -> None:
@@ -29,19 +29,19 @@ class EpisodeStopError(RollweaveError):
 
 
 class Budget:
-    """Of one attempt. `clock` is the run's, in seconds."""
+    """Track the time of one attempt. `clock` is the run's, in seconds."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         self._limits, self._clock = limits, clock
         self.init_s = self.generate_s = self.env_s = self.queue_s = self.eval_s = 0.0
 
     @property
-    def left_s(self) -> float:
-        """Active seconds that are left; below 0 where the last call took too long."""
+    def remaining_s(self) -> float:
+        """Return the active seconds that remain; negative if the last call overran."""
         return self._limits.time_s - self.init_s - self.generate_s - self.env_s - self.eval_s
 
     def timing(self) -> Timing:
-        """Of INIT and RUN; that of EVAL is stored with the reward."""
+        """Return the timing of INIT and RUN; that of EVAL is stored with the reward."""
         return Timing(
             init_s=self.init_s,
             run_s=self.generate_s + self.env_s,
@@ -50,26 +50,29 @@ class Budget:
             env_s=self.env_s,
         )
 
-    def took_turn(self, asked_at: float, generate_s: float) -> None:
-        """A turn that was asked for at `asked_at` has been answered now; what was not
-        generation was queueing.
+    def charge_turn(self, asked_at: float, generate_s: float) -> None:
+        """Charge a turn that was requested at `asked_at` and is answered now.
+
+        The part of it that was not generation was queueing.
         """
         self.generate_s += generate_s
         self.queue_s += max(0.0, self._clock() - asked_at - generate_s)
 
-    async def limited(
+    async def run_limited(
         self, call: Awaitable[T], *, hang: StopReason, failure: StopReason, what: str
     ) -> T:
-        """Await a call of the environment under the step's limit and what is left of
-        the budget. Its time is the caller's.
+        """Await a call of the environment under the step limit and the remaining
+        budget.
+
+        The caller charges the time.
         """
-        left_s = max(0.0, self.left_s)
+        left_s = max(0.0, self.remaining_s)
         try:
             async with asyncio.timeout(min(self._limits.step_s, left_s)) as scope:
                 return await call
         except Exception as error:
             if isinstance(error, TimeoutError) and scope.expired():
-                raise self.late(left_s, hang=hang, what=what) from None
+                raise self.timeout_error(left_s, hang=hang, what=what) from None
             text = (
                 str(error)
                 if isinstance(error, RollweaveError)
@@ -77,8 +80,10 @@ class Budget:
             )
             raise EpisodeStopError(failure, f"{what}: {text}") from error
 
-    def late(self, left_s: float, *, hang: StopReason, what: str) -> EpisodeStopError:
-        """Why `what`, which began with `left_s` active seconds left, was given up."""
+    def timeout_error(self, left_s: float, *, hang: StopReason, what: str) -> EpisodeStopError:
+        """Return the error for `what`, which began with `left_s` active seconds and
+        timed out.
+        """
         if left_s < self._limits.step_s:
             text = f"the active time of {self._limits.time_s:g} s ran out in {what}"
             return EpisodeStopError(StopReason.TIME_BUDGET, text)

@@ -1,4 +1,4 @@
-"""What drives one attempt, as the pipeline sees it, and what it is given."""
+"""The interface between the pipeline and the driver of one attempt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,27 +12,29 @@ from rollweave.schema.serving import GenerateResult, Sampling
 from rollweave.schema.work import StopReason, Trajectory
 
 
-class Answer(Struct, frozen=True, kw_only=True):
-    """A turn as an engine gave it."""
+class TurnResult(Struct, frozen=True, kw_only=True):
+    """A generation result and the engine that produced it."""
 
     result: GenerateResult
     engine_id: EngineId
 
 
 class TurnPort(Protocol):
-    """The episode's way to the agent."""
+    """The driver's access to the agent."""
 
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        """Continue `tokens`; waits for a slot and through retries."""
+    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
+        """Continue `tokens`; wait for a slot and through retries."""
 
-    def stepped(self, name: str, start: float, end: float) -> None:
-        """The environment worked from `start` to `end`, in seconds of the run's clock."""
+    def record_span(self, name: str, start: float, end: float) -> None:
+        """Record that the environment worked from `start` to `end`, in seconds of the
+        run's clock.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speech:
-    """How the agent speaks in one task domain: how messages become tokens, and its
-    sampling without seed and length.
+class AgentConfig:
+    """The agent's configuration in one task domain: the codec between messages and
+    tokens, and the sampling parameters without seed and length.
     """
 
     codec: ChatCodec
@@ -40,35 +42,35 @@ class Speech:
 
 
 class Driver(Protocol):
-    """What the pipeline drives through INIT, RUN and EVAL: one attempt, at an `Env`
-    (`episode.py`) or by a handler.
+    """Drives one attempt through INIT, RUN and EVAL, for an `Env` (`env_episode.py`) or
+    a handler (`handler_episode.py`).
 
-    Each stage is awaited once, in order, and raises `EpisodeStopError`, or is
-    cancelled; then comes `close` or `kill`.
+    The pipeline awaits each stage once, in order. A stage raises `EpisodeStopError` or
+    is cancelled. Then the pipeline calls `close` or `kill`.
     """
 
     stop_reason: StopReason
-    """Of INIT and RUN, once `trajectory` was called."""
+    """The reason of INIT and RUN; set by `trajectory`."""
 
     @property
     def eval_s(self) -> float:
-        """Seconds that the reward took."""
+        """Seconds that the computation of the reward took."""
 
     @property
     def result(self) -> str:
-        """What else is kept of the attempt: JSON, or ""."""
+        """Further output of the attempt that is stored: JSON, or ""."""
 
     @property
     def turns(self) -> int:
-        """That the agent has taken."""
+        """Number of turns that the agent has taken."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the first turn."""
+        """Length of the first turn's prompt in tokens."""
 
     @property
     def reward(self) -> float:
-        """So far."""
+        """Reward accumulated so far."""
 
     @property
     def plan(self) -> tuple[int, ...]:
@@ -76,25 +78,25 @@ class Driver(Protocol):
 
     @property
     def budget_s(self) -> float:
-        """Active seconds that are left."""
+        """Active seconds that remain."""
 
     async def init(self) -> None:
-        """Begin."""
+        """Prepare the attempt."""
 
     async def run(self, port: TurnPort) -> StopReason:
-        """Until the attempt has ended for a reason that may be trained on."""
+        """Run the attempt until it ends for a reason that permits training."""
 
     async def score(self) -> Score:
-        """Its reward; after `close`."""
+        """Return the reward; called after `close`."""
 
     async def close(self) -> None:
-        """Free what INIT took."""
+        """Release what INIT acquired."""
 
     def kill(self) -> None:
-        """Free it now."""
+        """Release it at once."""
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
-        """What is stored of the attempt."""
+        """Return the record of the attempt that is stored."""
 
 
 MakeEpisode = Callable[[StartInit], Driver]

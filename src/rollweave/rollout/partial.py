@@ -1,21 +1,28 @@
-"""What is known of a turn that an engine is sampling: enough to go on with it elsewhere
-(Laminar §3.2, partial response pool).
+"""The known part of a turn that an engine is sampling: enough to continue it on another
+engine (Laminar §3.2, partial response pool).
 
-Invariant: it is a beginning of the turn, or nothing. Whatever does not fit exactly
-where the last piece ended, or is not whole in itself, leaves nothing to go on from, for
-good: the turn is begun again rather than continued from wrong tokens.
+Invariant: the known part is a prefix of the turn, or empty. A delta that does not
+continue the known part exactly, or that is inconsistent, makes the turn unresumable for
+good: the turn is restarted rather than continued from wrong tokens.
 
-This is memory of the controller, and ends with it: after a crash attempts begin again
-(docs/decisions/0007).
+The pool lives in the controller's memory and is lost with it: after a crash attempts
+restart (docs/decisions/0007).
 """
 
-from rollweave.schema.serving import Finish, GenerateResult, Partial, Piece, VersionSpan, covers
+from rollweave.schema.serving import (
+    Finish,
+    GenerateResult,
+    PartialOutput,
+    TokenDelta,
+    VersionSpan,
+    spans_cover,
+)
 
 
-class Unfinished:
-    """One try of a turn, that goes on from `resumed`."""
+class PartialTurn:
+    """One dispatch of a turn, which continues from `resumed`."""
 
-    def __init__(self, resumed: Partial | None = None) -> None:
+    def __init__(self, resumed: PartialOutput | None = None) -> None:
         self._tokens: list[int] = list(resumed.tokens) if resumed is not None else []
         self._logprobs: list[float] = list(resumed.logprobs) if resumed is not None else []
         self._versions: list[VersionSpan] = list(resumed.versions) if resumed is not None else []
@@ -23,59 +30,61 @@ class Unfinished:
         self._broken = False
 
     def __len__(self) -> int:
-        """Tokens to go on from."""
+        """Return the number of tokens from which the turn can be continued."""
         return 0 if self._broken else len(self._tokens)
 
     @property
-    def partial(self) -> Partial | None:
-        """What another engine can go on from."""
+    def partial(self) -> PartialOutput | None:
+        """Return the output that another engine can continue, None if there is none."""
         if not len(self):
             return None
-        return Partial(
+        return PartialOutput(
             tokens=tuple(self._tokens),
             logprobs=tuple(self._logprobs),
             versions=tuple(self._versions),
             generate_s=self._generate_s,
         )
 
-    def hear(self, piece: Piece) -> None:
-        """Take what the engine has told."""
-        end = piece.start + len(piece.tokens)
-        fits = piece.start == len(self._tokens) and len(piece.tokens) == len(piece.logprobs)
+    def append(self, delta: TokenDelta) -> None:
+        """Append the tokens that the engine has reported."""
+        end = delta.start + len(delta.tokens)
+        fits = delta.start == len(self._tokens) and len(delta.tokens) == len(delta.logprobs)
         if (
             not fits
-            or not covers(piece.versions, piece.start, end)
-            or not piece.generate_s >= self._generate_s
+            or not spans_cover(delta.versions, end, start=delta.start)
+            or not delta.generate_s >= self._generate_s
         ):
             self._broken = True
             return
-        self._tokens += piece.tokens
-        self._logprobs += piece.logprobs
-        for span in piece.versions:
+        self._tokens += delta.tokens
+        self._logprobs += delta.logprobs
+        for span in delta.versions:
             if self._versions and self._versions[-1].version == span.version:
                 span = VersionSpan(
                     start=self._versions.pop().start, end=span.end, version=span.version
                 )
             self._versions.append(span)
-        self._generate_s = piece.generate_s
+        self._generate_s = delta.generate_s
 
-    def end(self, result: GenerateResult) -> None:
-        """The engine was to stop, and has answered with all that it has: at least what
-        it has told.
+    def finish(self, result: GenerateResult) -> None:
+        """Accept the answer of an engine that was told to stop: all that it has
+        sampled.
+
+        It must extend the tokens that the engine has reported.
         """
-        told = len(self._tokens)
-        whole = (
+        known = len(self._tokens)
+        complete = (
             result.finish is not Finish.ERROR
             and len(result.tokens) == len(result.logprobs)
             and not result.text_only
         )
-        same = result.tokens[:told] == tuple(self._tokens) and result.logprobs[:told] == tuple(
+        same = result.tokens[:known] == tuple(self._tokens) and result.logprobs[:known] == tuple(
             self._logprobs
         )
         if (
-            not whole
+            not complete
             or not same
-            or not covers(result.versions, 0, len(result.tokens))
+            or not spans_cover(result.versions, len(result.tokens))
             or not result.generate_s >= 0
         ):
             self._broken = True

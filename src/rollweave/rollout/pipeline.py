@@ -1,11 +1,11 @@
-"""The INIT/RUN/EVAL pipeline: executes what the core decided about trajectories, and
-reports what came of it.
+"""The INIT/RUN/EVAL pipeline: executes the core's decisions about trajectories, and
+reports their outcomes.
 
-It decides nothing: slots, queues, retries and deadlines are the core's. Invariants:
+It decides nothing: slots, queues, retries and deadlines belong to the core. Invariants:
 every attempt that was started ends in exactly one `TrajectoryEnded` (or, in EVAL, one
-reward event), posted after its environment is closed and its record is in the store; a
-command of another attempt or try changes nothing; a cancelled attempt leaves no task,
-environment or generation.
+reward event), posted after its environment is closed and its record is stored; a
+command for another attempt or dispatch changes nothing; a cancelled attempt leaves no
+task, environment or generation behind.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rollweave.record.store import Ended, Scored, TrajectoryStore
 from rollweave.rollout.budget import EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
 from rollweave.rollout.driver import Driver, MakeEpisode
-from rollweave.rollout.telling import Telling
+from rollweave.rollout.progress import ProgressReporter
 from rollweave.rollout.turns import Spans, Turns
 from rollweave.schema.base import EngineId, TrajectoryId
 from rollweave.schema.commands import (
@@ -57,10 +57,10 @@ Key = tuple[TrajectoryId, int]
 
 
 class Spawn(Protocol):
-    """Run a coroutine as a task that somebody owns."""
+    """Runs a coroutine as a task of an owner that awaits it."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start it."""
+        """Start the task."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,9 +70,9 @@ class _Attempt:
     command: StartInit
     episode: Driver
     turns: Turns
-    go: asyncio.Event
+    run_allowed: asyncio.Event
     task: asyncio.Task[None] | None = None
-    begun: bool = False
+    started: bool = False
     cancelled: StopReason | None = None
 
     @property
@@ -86,13 +86,13 @@ class _Evaluation:
 
     attempt: _Attempt
     task: asyncio.Task[None] | None = None
-    begun: bool = False
+    started: bool = False
     cancelled: StopReason | None = None
 
 
 class Pipeline:
-    """`make_episode` builds the driver of one attempt; `engine` finds an engine's
-    living process.
+    """`make_episode` builds the driver of one attempt; `engine` returns an engine's
+    live process.
     """
 
     def __init__(
@@ -106,13 +106,16 @@ class Pipeline:
         clock: Callable[[], float],
         spans: Spans,
         waiting_limit: int,
-        keeps_turns: bool = False,
+        keep_partial_turns: bool = False,
     ) -> None:
-        """`waiting_limit` bounds the rolled-out attempts that are remembered for a
+        """Create a pipeline without attempts.
+
+        `waiting_limit` bounds the number of rolled-out attempts that are kept for a
         `StartEval` that may never come.
 
-        With `keeps_turns` what engines have sampled of unfinished turns is kept, for a
-        `StartTurn` that resumes, and the core is told how far long ones have come.
+        With `keep_partial_turns`, the output of unfinished turns is kept for a
+        `StartTurn` that resumes them, and the progress of long turns is reported to the
+        core.
         """
         self._make_episode, self._engine, self._store = make_episode, engine, store
         self._post, self._spawn, self._clock, self._spans = post, spawn, clock, spans
@@ -120,30 +123,41 @@ class Pipeline:
         self._rolled_out: dict[Key, _Attempt] = {}
         self._evaluations: dict[Key, _Evaluation] = {}
         self._waiting_limit = waiting_limit
-        self._telling = Telling(post) if keeps_turns else None
+        self._telling = ProgressReporter(post) if keep_partial_turns else None
 
     @property
-    def alive(self) -> int:
-        """Attempts for which something is held."""
+    def active_attempts(self) -> int:
+        """Return the number of attempts that hold resources."""
         return len(self._attempts) + len(self._evaluations)
 
     def context_of(self, trajectory_id: TrajectoryId, attempt: int) -> tuple[int, ...] | None:
-        """The tokens of the attempt's last turn and all before: what its engine has
-        seen. None before the first turn's end.
+        """Return the tokens of the attempt's last turn and its context: what its engine
+        has processed.
 
-        What is kept of an unfinished turn is part of it.
+        They include the known part of an unfinished turn. None before the first turn
+        begins.
         """
-        held = self._attempts.get((trajectory_id, attempt))
-        return held.turns.seen if held is not None else None
+        active = self._attempts.get((trajectory_id, attempt))
+        return active.turns.known_context if active is not None else None
 
     # Commands.
+
+    def _with_attempt(
+        self,
+        command: StartRun | StartTurn | AbortTurn | RerankTurn,
+        act: Callable[[_Attempt], None],
+    ) -> None:
+        """Apply `act` to the attempt that the command addresses, unless it has ended."""
+        attempt = self._attempts.get((command.trajectory_id, command.attempt))
+        if attempt is not None:
+            act(attempt)
 
     def start_init(self, command: StartInit) -> None:
         key = (command.trajectory_id, command.attempt)
         try:
             episode = self._make_episode(command)
-        except Exception as bug:  # of ours, which fails this attempt, not all others
-            self._stillborn(command, _unforeseen(bug))
+        except Exception as bug:  # a bug of Rollweave fails only this attempt
+            self._fail_to_start(command, _bug_text(bug))
             return
         turns = Turns(
             command=command,
@@ -152,32 +166,24 @@ class Pipeline:
             clock=self._clock,
             spans=self._spans,
             budget_s=lambda: episode.budget_s,
-            telling=self._telling,
+            progress=self._telling,
         )
         attempt = self._attempts[key] = _Attempt(
-            command=command, episode=episode, turns=turns, go=asyncio.Event()
+            command=command, episode=episode, turns=turns, run_allowed=asyncio.Event()
         )
-        attempt.task = self._spawn(self._live(attempt), f"episode {attempt.lane}")
+        attempt.task = self._spawn(self._run_attempt(attempt), f"episode {attempt.lane}")
 
     def start_run(self, command: StartRun) -> None:
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
-            attempt.go.set()
+        self._with_attempt(command, lambda attempt: attempt.run_allowed.set())
 
     def start_turn(self, command: StartTurn) -> None:
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
-            attempt.turns.start(command)
+        self._with_attempt(command, lambda attempt: attempt.turns.start(command))
 
     def abort_turn(self, command: AbortTurn) -> None:
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
-            attempt.turns.abort(command)
+        self._with_attempt(command, lambda attempt: attempt.turns.abort(command))
 
     def rerank(self, command: RerankTurn) -> None:
-        attempt = self._attempts.get((command.trajectory_id, command.attempt))
-        if attempt is not None:
-            attempt.turns.rerank(command)
+        self._with_attempt(command, lambda attempt: attempt.turns.rerank(command))
 
     def start_eval(self, command: StartEval) -> None:
         key = (command.trajectory_id, command.attempt)
@@ -198,30 +204,31 @@ class Pipeline:
 
     def cancel(self, command: CancelTrajectory) -> None:
         key = (command.trajectory_id, command.attempt)
-        held = self._attempts.get(key) or self._evaluations.get(key)
-        if held is None:
+        active = self._attempts.get(key) or self._evaluations.get(key)
+        if active is None:
             self._rolled_out.pop(key, None)
             self._post(
                 TrajectoryEnded(trajectory_id=key[0], attempt=key[1], stop_reason=command.reason)
             )
             return
-        held.cancelled = command.reason
-        if isinstance(held, _Attempt):
-            held.turns.ending = True
-        if held.begun and held.task is not None:  # a task that has not begun looks for itself
-            held.task.cancel()
+        active.cancelled = command.reason
+        if isinstance(active, _Attempt):
+            active.turns.ending = True
+        # A task that has not started checks `cancelled` itself.
+        if active.started and active.task is not None:
+            active.task.cancel()
 
-    def seen(self, command: Predict) -> LengthContext:
-        """What the command says of an attempt, with what only we hold: its rewards so
-        far, and how its first turn began.
+    def length_context(self, command: Predict) -> LengthContext:
+        """Return the command's context with what only the pipeline knows: the rewards
+        so far, and the beginning of the first turn.
         """
         attempt = self._attempts.get((command.trajectory_id, command.attempt))
         if attempt is None:
             return command.context
         plan = attempt.episode.plan
-        spoken = attempt.turns.spoken
-        if not plan and spoken is not None:  # the episode has not taken its first turn's answer yet
-            plan = spoken[1][:PLAN_TOKENS]
+        last_turn = attempt.turns.last_turn
+        if not plan and last_turn is not None:  # the driver has not yet received the first answer
+            plan = last_turn[1][:PLAN_TOKENS]
         return msgspec.structs.replace(command.context, reward=attempt.episode.reward, plan=plan)
 
     def evict(self, command: Evict) -> None:
@@ -229,9 +236,9 @@ class Pipeline:
 
     # INIT and RUN.
 
-    async def _live(self, attempt: _Attempt) -> None:
-        """The attempt's life until its environment is closed."""
-        attempt.begun = True
+    async def _run_attempt(self, attempt: _Attempt) -> None:
+        """Run INIT and RUN, close the environment, and report the end."""
+        attempt.started = True
         episode, error = attempt.episode, ""
         try:
             try:
@@ -245,13 +252,13 @@ class Pipeline:
                 if attempt.cancelled is None:
                     raise
                 reason = attempt.cancelled
-            except Exception as bug:  # of ours, which fails this attempt, not all others
-                reason, error = StopReason.ENV_ERROR, _unforeseen(bug)
+            except Exception as bug:  # a bug of Rollweave fails only this attempt
+                reason, error = StopReason.ENV_ERROR, _bug_text(bug)
         except asyncio.CancelledError:
-            episode.kill()  # the world ends: nobody waits for an orderly close
+            episode.kill()  # the run is shutting down and does not wait for an orderly close
             self._end(attempt, StopReason.CANCELLED, "the run ended")
             raise
-        await _closed(episode)
+        await _close_or_kill(episode)
         self._end(attempt, reason, error)
 
     async def _init_and_run(self, attempt: _Attempt) -> StopReason:
@@ -265,11 +272,11 @@ class Pipeline:
                 prompt_tokens=attempt.episode.prompt_tokens,
             )
         )
-        await attempt.go.wait()
+        await attempt.run_allowed.wait()
         return await attempt.episode.run(attempt.turns)
 
     def _end(self, attempt: _Attempt, reason: StopReason, error: str) -> None:
-        """Write the record, then say it."""
+        """Store the record, then post the event."""
         command = attempt.command
         key = (command.trajectory_id, command.attempt)
         try:
@@ -277,11 +284,9 @@ class Pipeline:
             self._append(command, trajectory)
         except DiskError:
             raise
-        except (
-            Exception
-        ) as bug:  # the attempt's result cannot be kept, but the fact that it failed can
-            reason, error = StopReason.ENV_ERROR, _unforeseen(bug)
-            trajectory = _nothing(command, error)
+        except Exception as bug:  # the result cannot be stored, but the failure can
+            reason, error = StopReason.ENV_ERROR, _bug_text(bug)
+            trajectory = _empty_trajectory(command, error)
             self._append(command, trajectory)
         del self._attempts[key]
         self._spans.episode_over(attempt.lane)
@@ -289,7 +294,7 @@ class Pipeline:
             self._rolled_out[key] = attempt
             while len(self._rolled_out) > self._waiting_limit:
                 del self._rolled_out[next(iter(self._rolled_out))]
-        elif command.purpose is not Purpose.SERVE:  # which is told of failures too
+        elif command.purpose is not Purpose.SERVE:  # a service delivers failures too
             self._store.forget((command.trajectory_id,))
         self._post(
             TrajectoryEnded(
@@ -302,8 +307,8 @@ class Pipeline:
             )
         )
 
-    def _stillborn(self, command: StartInit, error: str) -> None:
-        trajectory = _nothing(command, error)
+    def _fail_to_start(self, command: StartInit, error: str) -> None:
+        trajectory = _empty_trajectory(command, error)
         self._append(command, trajectory)
         if command.purpose is not Purpose.SERVE:
             self._store.forget((command.trajectory_id,))
@@ -327,7 +332,7 @@ class Pipeline:
     # EVAL.
 
     async def _evaluate(self, key: Key, evaluation: _Evaluation) -> None:
-        evaluation.begun = True
+        evaluation.started = True
         attempt, started = evaluation.attempt, self._clock()
         score: Score | None = None
         reason, error = StopReason.FINISHED, ""
@@ -341,8 +346,8 @@ class Pipeline:
                 evaluation.cancelled = StopReason.CANCELLED
                 self._scored(key, evaluation, None, StopReason.CANCELLED, "the run ended")
                 raise
-        except Exception as bug:  # of ours, which fails this attempt, not all others
-            reason, error = StopReason.REWARD_ERROR, _unforeseen(bug)
+        except Exception as bug:  # a bug of Rollweave fails only this attempt
+            reason, error = StopReason.REWARD_ERROR, _bug_text(bug)
         self._spans.episode_span(attempt.lane, "eval", started, self._clock())
         self._spans.episode_over(attempt.lane)
         self._scored(key, evaluation, score, evaluation.cancelled or reason, error)
@@ -350,7 +355,7 @@ class Pipeline:
     def _scored(
         self, key: Key, evaluation: _Evaluation, score: Score | None, reason: StopReason, error: str
     ) -> None:
-        """Write the score, or why there is none; then say it."""
+        """Store the score, or why there is none; then post the event."""
         trajectory_id, number = key
         episode = evaluation.attempt.episode
         if evaluation.cancelled is not None:
@@ -398,15 +403,15 @@ class Pipeline:
             )
 
 
-def _unforeseen(bug: Exception) -> str:
-    """Describe a failure that nothing else has attributed."""
+def _bug_text(bug: Exception) -> str:
+    """Describe a failure that no other part has attributed."""
     return shortened(
         f"a failure that Rollweave did not foresee: {what_happened('the attempt', bug)}"
     )
 
 
-def _nothing(command: StartInit, error: str) -> Trajectory:
-    """Return the minimal record of an attempt of which nothing else can be kept."""
+def _empty_trajectory(command: StartInit, error: str) -> Trajectory:
+    """Return the minimal record of an attempt that has no other record."""
     reason = StopReason.ENV_ERROR
     return Trajectory(
         id=command.trajectory_id,
@@ -422,13 +427,11 @@ def _nothing(command: StartInit, error: str) -> Trajectory:
     )
 
 
-async def _closed(episode: Driver) -> None:
-    """Close the environment, or kill it."""
+async def _close_or_kill(episode: Driver) -> None:
+    """Close the environment; kill it if that fails or takes too long."""
     try:
         async with asyncio.timeout(CLOSE_S):
             await episode.close()
-    except (
-        Exception,
-        asyncio.CancelledError,
-    ):  # whatever its author's `close` does; a cancellation has been answered
+    except (Exception, asyncio.CancelledError):
+        # The author's `close` may raise anything; a cancellation has been handled before.
         episode.kill()

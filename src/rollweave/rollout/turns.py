@@ -1,14 +1,14 @@
-"""The agent's turns of one attempt: asked for, given to an engine when the core says
-so, answered once.
+"""The agent's turns of one attempt: each is requested, dispatched to an engine by the
+core, and answered once.
 
-Invariants: one turn is open at a time, and each that was asked for ends in `TurnDone`,
-in `TurnWithdrawn`, or with its attempt; a command that means another turn or try
-changes nothing; a turn that nobody waits for generates nothing.
+Invariants: one turn is open at a time, and each requested turn ends in `TurnDone`, in
+`TurnWithdrawn`, or with its attempt; a command for another turn or dispatch changes
+nothing; an abandoned turn generates nothing.
 
-Where unfinished turns are kept (`telling`), an engine tells of them as they come. One
-that is aborted, or whose engine is lost, then goes on where it stood if the core says
-that it may. One that an engine refuses begins again: what it was to go on from may be
-the reason.
+Where partial turns are kept (`progress`), an engine streams their tokens. A turn that
+is aborted, or whose engine is lost, then continues where it stood if the core permits.
+A turn that an engine refuses restarts, since the partial output may be the reason for
+the refusal.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ import msgspec
 
 from rollweave.engine.clients.base import EngineBackend
 from rollweave.rollout.budget import EpisodeStopError
-from rollweave.rollout.driver import Answer
-from rollweave.rollout.partial import Unfinished
-from rollweave.rollout.telling import Telling
+from rollweave.rollout.driver import TurnResult
+from rollweave.rollout.partial import PartialTurn
+from rollweave.rollout.progress import ProgressReporter
 from rollweave.schema.base import EngineId
 from rollweave.schema.commands import AbortTurn, RerankTurn, StartInit, StartTurn
 from rollweave.schema.errors import DiskError, EngineError, EngineLostError
@@ -32,57 +32,59 @@ from rollweave.schema.serving import (
     Finish,
     GenerateRequest,
     GenerateResult,
-    Partial,
-    Piece,
+    PartialOutput,
     Sampling,
+    TokenDelta,
+    spans_cover,
 )
 from rollweave.schema.text import shortened
 from rollweave.schema.work import Purpose, StopReason
 
 LEAST_BUDGET_S = 1e-3
-"""Seconds that a turn may be generated whose attempt has none left: the engine takes 0
-for no bound.
+"""Smallest generation budget in seconds, used when an attempt has no time left: an
+engine takes 0 as unbounded.
 """
 
 
 ABORT_S = 2.0
-"""Seconds that an engine has to answer an aborted turn with what there is: it does so
-between two steps. Then what it has told must do.
+"""Seconds that an engine has to answer an aborted turn with its partial output, which
+it does between two steps. After that, the tokens that it has streamed are used.
 """
 
 
 class Spans(Protocol):
-    """Where the pipeline says how long things took; `record/trace.py` draws it."""
+    """Receives the durations of an attempt's phases; `record/trace.py` draws them."""
 
     def episode_span(self, lane: str, name: str, start: float, end: float) -> None:
-        """One phase of the attempt `lane`."""
+        """Record one phase of the attempt `lane`."""
 
     def episode_over(self, lane: str) -> None:
-        """The attempt is over."""
+        """Record that the attempt is over."""
 
 
 @dataclasses.dataclass(slots=True)
-class _Open:
-    """The turn is with an engine (`generating`), or leaves one (`leaving`), or neither.
+class _OpenTurn:
+    """The turn that has been requested and not answered.
 
-    `next` waits until it has left.
+    An engine samples it (`generating`), or is aborting it (`aborting`), or neither.
+    `next` is dispatched once the abort has completed.
     """
 
     number: int
     tokens: tuple[int, ...]
     sampling: Sampling
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[TurnResult]
     dispatch: int = -1
     request_id: str = ""
-    known: Unfinished = dataclasses.field(default_factory=Unfinished)
+    partial_turn: PartialTurn = dataclasses.field(default_factory=PartialTurn)
     generating: asyncio.Future[GenerateResult] | None = None
-    leaving: asyncio.Future[GenerateResult] | None = None
+    aborting: asyncio.Future[GenerateResult] | None = None
     next: StartTurn | None = None
 
     def forget(self) -> None:
-        """Stop the generation, if any; its answer is not wanted."""
-        futures, self.generating, self.leaving, self.next = (
-            (self.generating, self.leaving),
+        """Stop the generation, if any, and discard its answer."""
+        futures, self.generating, self.aborting, self.next = (
+            (self.generating, self.aborting),
             None,
             None,
             None,
@@ -94,10 +96,10 @@ class _Open:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Turns:
-    """`TurnPort` of the attempt `command`. `engine` finds an engine's living process;
-    `budget_s` says what is left.
+    """The `TurnPort` of the attempt `command`. `engine` returns an engine's live
+    process; `budget_s` returns the active seconds that remain.
 
-    With `telling`, unfinished turns are kept, and it hears how far they have come.
+    With `progress`, partial turns are kept, and their progress is reported to it.
     """
 
     command: StartInit
@@ -106,13 +108,15 @@ class Turns:
     clock: Callable[[], float]
     spans: Spans
     budget_s: Callable[[], float]
-    telling: Telling | None = None
+    progress: ProgressReporter | None = None
     abort_s: float = ABORT_S
-    spoken: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The context of the last turn, and what was sampled in it."""
+    last_turn: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The context of the last turn, and the tokens that were sampled in it."""
     ending: bool = False
-    """The attempt is being cancelled: nobody has to hear of its open turn."""
-    _open: _Open | None = None
+    """Whether the attempt is being cancelled, so that its open turn need not be
+    withdrawn.
+    """
+    _open: _OpenTurn | None = None
     _done: TurnDone | None = None  # the last one
     _requests: int = 0
 
@@ -122,75 +126,78 @@ class Turns:
         return f"{self.command.trajectory_id}/{self.command.attempt}"
 
     @property
-    def seen(self) -> tuple[int, ...] | None:
-        """All that engines have seen of the attempt, as far as it is known.
+    def known_context(self) -> tuple[int, ...] | None:
+        """All tokens of the attempt that engines are known to have processed.
 
-        None before the first turn's beginning.
+        None before the first turn begins.
         """
         turn = self._open
-        over = turn is not None and self.spoken is not None and self.spoken[0] is turn.tokens
+        over = turn is not None and self.last_turn is not None and self.last_turn[0] is turn.tokens
         if turn is not None and turn.request_id and not over:
-            partial = turn.known.partial
+            partial = turn.partial_turn.partial
             return turn.tokens + (partial.tokens if partial is not None else ())
-        return sum(self.spoken, ()) if self.spoken is not None else None
+        return sum(self.last_turn, ()) if self.last_turn is not None else None
 
-    # The attempt's side.
+    # Called by the attempt's driver.
 
-    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> Answer:
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        turn = self._open = _Open(number=number, tokens=tokens, sampling=sampling, answer=answer)
+    async def turn(self, number: int, tokens: tuple[int, ...], sampling: Sampling) -> TurnResult:
+        answer: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        turn = self._open = _OpenTurn(
+            number=number, tokens=tokens, sampling=sampling, answer=answer
+        )
         name, attempt = self.command.trajectory_id, self.command.attempt
-        self._ask(turn)
+        self._request(turn)
         try:
             return await answer
         except asyncio.CancelledError:
-            # an agent program has given up this call, and goes on
+            # an agent program has abandoned this call but continues to run
             if not self.ending and answer.cancelled():
                 self.post(TurnWithdrawn(trajectory_id=name, attempt=attempt, turn=number))
             raise
         finally:
             self._open = None
             turn.forget()
-            self._left()
+            self._stop_reporting()
 
-    def stepped(self, name: str, start: float, end: float) -> None:
+    def record_span(self, name: str, start: float, end: float) -> None:
         self.spans.episode_span(self.lane, name, start, end)
 
-    # The core's side.
+    # Called for the core's commands.
 
     def start(self, command: StartTurn) -> None:
-        """Give the open turn to an engine; where it resumes, once the engine before has
-        let go of it.
+        """Dispatch the open turn to an engine; a resumed turn waits until the previous
+        engine has answered the abort.
         """
         turn = self._open
         if turn is None or turn.number != command.turn or turn.answer.done():
-            self._say_again(command)
+            self._repeat_answer(command)
             return
         if turn.generating is not None:
             if not _was_lost(turn.generating):
                 return
-            turn.generating = None  # the core has heard of its loss before we have
-            self._left()
+            turn.generating = None  # the core has learned of the loss before this process
+            self._stop_reporting()
         turn.dispatch = command.dispatch
         if not command.resume:
             turn.forget()
-            turn.known = Unfinished()
-        if turn.leaving is None:
-            self._give(turn, command)
+            turn.partial_turn = PartialTurn()
+        if turn.aborting is None:
+            self._dispatch(turn, command)
         else:
             turn.next = command
 
-    def _say_again(self, command: StartTurn) -> None:
-        """The turn was answered as the core gave it up: it has not heard that, nor what
-        the attempt has asked for since.
+    def _repeat_answer(self, command: StartTurn) -> None:
+        """Post the answer again: the turn was answered while the core was giving it up.
+
+        The core has received neither that answer nor the request that followed it.
         """
         if self._done is None or self._done.turn != command.turn:
-            return  # the attempt has ended meanwhile, and has said so
+            return  # the attempt has ended, which its own event reports
         self.post(msgspec.structs.replace(self._done, dispatch=command.dispatch))
         if self._open is not None and self._open.number != command.turn:
-            self._ask(self._open)
+            self._request(self._open)
 
-    def _ask(self, turn: _Open) -> None:
+    def _request(self, turn: _OpenTurn) -> None:
         self.post(
             TurnRequested(
                 trajectory_id=self.command.trajectory_id,
@@ -200,13 +207,13 @@ class Turns:
             )
         )
 
-    def _give(self, turn: _Open, command: StartTurn) -> None:
+    def _dispatch(self, turn: _OpenTurn, command: StartTurn) -> None:
         backend = self.engine(command.engine_id)
         if backend is None:
             self._failed(command, "the engine is gone")
             return
-        resumed = turn.known.partial
-        known = turn.known = Unfinished(resumed)
+        resumed = turn.partial_turn.partial
+        known = turn.partial_turn = PartialTurn(resumed)
         self._requests += 1
         turn.request_id = f"{self.lane}/{turn.number}/{self._requests}"
         request = GenerateRequest(
@@ -217,65 +224,65 @@ class Turns:
             budget_s=max(LEAST_BUDGET_S, self.budget_s()),
             resumed=resumed,
         )
-        started, telling = self.clock(), self.telling
+        started, progress = self.clock(), self.progress
 
-        def heard(piece: Piece) -> None:
-            known.hear(piece)
-            if telling is not None and turn.known is known and turn.generating is not None:
-                telling.turn_told(command, len(known))
+        def on_tokens(piece: TokenDelta) -> None:
+            known.append(piece)
+            if progress is not None and turn.partial_turn is known and turn.generating is not None:
+                progress.on_tokens(command, len(known))
 
         def done(future: asyncio.Future[GenerateResult]) -> None:
-            if turn.generating is future:  # else aborted, and forgotten
+            if turn.generating is future:  # otherwise the turn was aborted or reset
                 turn.generating = None
-                self._left()
+                self._stop_reporting()
                 self._generated(turn, command, started, future, resumed)
 
         try:
-            turn.generating = backend.generate(request, heard if telling is not None else None)
-        except Exception as error:  # a request that cannot be sent fails its turn, not all others
+            turn.generating = backend.generate(request, on_tokens if progress is not None else None)
+        except Exception as error:  # a request that cannot be sent fails only its turn
             self._failed(command, f"the request cannot be sent: {type(error).__name__}: {error}")
             return
         turn.generating.add_done_callback(done)
 
     def abort(self, command: AbortTurn) -> None:
-        """The turn stays open.
+        """Abort the dispatch; the turn stays open.
 
-        Where it is kept, the engine's answer is what it is resumed from.
+        Where partial turns are kept, the engine's answer is what the turn resumes from.
         """
-        turn = self._meant(command)
+        turn = self._addressed(command)
         if turn is None:
             return
         turn.next = None
         backend, generating = self.engine(command.engine_id), turn.generating
         if generating is None:
             return
-        self._left()
-        if self.telling is None or backend is None:
+        self._stop_reporting()
+        if self.progress is None or backend is None:
             turn.forget()
             return
-        turn.generating, turn.leaving = None, generating
+        turn.generating, turn.aborting = None, generating
         backend.abort(turn.request_id)
         late = asyncio.get_running_loop().call_later(self.abort_s, generating.cancel)
 
-        def left(future: asyncio.Future[GenerateResult]) -> None:
+        def aborted(future: asyncio.Future[GenerateResult]) -> None:
             late.cancel()
             raised = None if future.cancelled() else future.exception()
-            if turn.leaving is not future:
-                return  # forgotten
-            turn.leaving = None
+            if turn.aborting is not future:
+                return  # the turn has been reset
+            turn.aborting = None
             if raised is not None and not isinstance(raised, EngineLostError):
-                turn.known = Unfinished()
+                turn.partial_turn = PartialTurn()
             elif raised is None and not future.cancelled():
-                turn.known.end(future.result())
+                turn.partial_turn.finish(future.result())
             following, turn.next = turn.next, None
             if following is not None:
-                self._give(turn, following)
+                self._dispatch(turn, following)
 
-        generating.add_done_callback(left)
+        generating.add_done_callback(aborted)
 
     def rerank(self, command: RerankTurn) -> None:
-        """Tell the engine."""
-        turn, backend = self._meant(command), self.engine(command.engine_id)
+        """Pass the new rank to the engine."""
+        turn, backend = self._addressed(command), self.engine(command.engine_id)
         if turn is None or backend is None:
             return
         if turn.generating is not None:
@@ -283,12 +290,12 @@ class Turns:
         elif turn.next is not None:
             turn.next = msgspec.structs.replace(turn.next, rank=command.rank)
 
-    def _left(self) -> None:
-        if self.telling is not None:
-            self.telling.turn_left(self.command.trajectory_id)
+    def _stop_reporting(self) -> None:
+        if self.progress is not None:
+            self.progress.remove(self.command.trajectory_id)
 
-    def _meant(self, command: AbortTurn | RerankTurn) -> _Open | None:
-        """The open turn, if the command means it and its latest try."""
+    def _addressed(self, command: AbortTurn | RerankTurn) -> _OpenTurn | None:
+        """Return the open turn if the command addresses it and its latest dispatch."""
         turn = self._open
         named = turn is not None and (turn.number, turn.dispatch) == (
             command.turn,
@@ -298,20 +305,20 @@ class Turns:
 
     def _generated(
         self,
-        turn: _Open,
+        turn: _OpenTurn,
         command: StartTurn,
         started: float,
         future: asyncio.Future[GenerateResult],
-        resumed: Partial | None,
+        resumed: PartialOutput | None,
     ) -> None:
-        """The engine answered, refused, or is lost."""
+        """Handle the engine's answer, its refusal, or its loss."""
         if future.cancelled() or turn.answer.done():
             return
         raised = future.exception()
         if isinstance(raised, EngineLostError):
-            return  # EngineLost fails all turns of the engine at once
+            return  # `EngineLost` fails all turns of the engine at once
         if isinstance(raised, EngineError):
-            turn.known = Unfinished()
+            turn.partial_turn = PartialTurn()
             self._failed(command, str(raised))
             return
         result = future.result()
@@ -319,15 +326,15 @@ class Turns:
             text = f"the active time ran out in turn {turn.number}"
             turn.answer.set_exception(EpisodeStopError(StopReason.TIME_BUDGET, text))
             return
-        flaw = _flaw(result, self.command.purpose, resumed)
+        flaw = _result_error(result, self.command.purpose, resumed)
         if flaw:
             if result.finish is Finish.ABORTED:
-                turn.known.end(result)
+                turn.partial_turn.finish(result)
             else:
-                turn.known = Unfinished()
+                turn.partial_turn = PartialTurn()
             self._failed(command, flaw)
             return
-        self.spoken = (turn.tokens, result.tokens)
+        self.last_turn = (turn.tokens, result.tokens)
         limit = self.command.task.limits.max_turn_tokens
         self._done = TurnDone(
             trajectory_id=command.trajectory_id,
@@ -342,9 +349,9 @@ class Turns:
             and turn.sampling.max_tokens == limit <= len(result.tokens),
         )
         self.post(self._done)
-        turn.answer.set_result(Answer(result=result, engine_id=command.engine_id))
-        # A trace that cannot be written is told by whoever writes next: here is nobody
-        # to tell.
+        turn.answer.set_result(TurnResult(result=result, engine_id=command.engine_id))
+        # No caller here can handle a trace that cannot be written: the next writer
+        # reports the failure.
         with contextlib.suppress(DiskError):
             self.spans.episode_span(
                 self.lane, f"turn {turn.number} {command.engine_id}", started, self.clock()
@@ -368,27 +375,25 @@ def _was_lost(future: asyncio.Future[GenerateResult]) -> bool:
     )
 
 
-def _flaw(result: GenerateResult, purpose: Purpose, resumed: Partial | None) -> str:
-    """What is wrong with an engine's answer, or ""."""
+def _result_error(result: GenerateResult, purpose: Purpose, resumed: PartialOutput | None) -> str:
+    """Return what is wrong with an engine's answer, "" if nothing is."""
     if result.finish is Finish.ABORTED:
         return "the engine aborted the turn"
     if result.text_only and purpose is Purpose.TRAIN:
         return (
-            "the engine gives text only, without its tokens and log-probs: it serves evaluation, "
+            "the engine returns text only, without tokens and log-probs: it can serve evaluation, "
             "never training"
         )
     if not result.tokens or len(result.tokens) != len(result.logprobs):
         return (
-            f"the engine answered {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
+            f"the engine returned {len(result.tokens)} tokens with {len(result.logprobs)} log-probs"
         )
     given = resumed.tokens if resumed is not None and result.resumed_tokens else ()
     if result.resumed_tokens != len(given) or result.tokens[: len(given)] != given:
-        return f"the engine went on from other tokens than the {len(given)} that it was given"
-    position = 0
-    for span in result.versions:
-        if span.start != position or span.end <= span.start or span.version < 0:
-            return f"the engine's version spans are broken: {result.versions}"
-        position = span.end
-    if position != len(result.tokens):
-        return f"the engine's version spans cover {position} of {len(result.tokens)} tokens"
+        return f"the engine continued other tokens than the {len(given)} that it was given"
+    count = len(result.tokens)
+    if not spans_cover(result.versions, count):
+        return f"version spans must cover the engine's {count} tokens, got {result.versions}"
+    if any(span.version < 0 for span in result.versions):
+        return f"versions must be 0 or more in the engine's spans, got {result.versions}"
     return ""

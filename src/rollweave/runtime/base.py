@@ -46,12 +46,12 @@ class LiveWorld:
         trace: Trace,
         make_engine: Callable[[EngineSlot, int], EngineBackend],
         make_episode: MakeEpisode,
-        keeps_turns: bool = False,
+        keep_partial_turns: bool = False,
         machines: int = 0,
         silence_s: float | None = None,
         saved: Callable[[int, int], LoadSaved] | None = None,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`, `silence_s` and `saved` as in
+        """`keep_partial_turns` as in `rollout/pipeline.py`, `silence_s` and `saved` as in
         `runtime/supervisors/engines.py`.
         """
         self.core, self.clock, self.store = core, clock, store
@@ -79,7 +79,7 @@ class LiveWorld:
             clock=clock.now,
             spans=_EpisodeSpans(trace),
             waiting_limit=WAITING_PER_SLOT * config.rollout.max_running,
-            keeps_turns=keeps_turns,
+            keep_partial_turns=keep_partial_turns,
         )
 
     def _make_effects(

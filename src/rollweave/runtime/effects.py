@@ -171,7 +171,7 @@ class Effects:
                     command, self._pipeline.context_of(command.trajectory_id, command.attempt)
                 )
             case c.Predict():
-                self._predictor.predict(command, self._pipeline.seen(command))
+                self._predictor.predict(command, self._pipeline.length_context(command))
             case c.Harvest():
                 self._predictor.harvest(command)
             case c.StartInit():

@@ -1,7 +1,7 @@
 """Makes the driver of one attempt: its domain's environment or handler, the way its
 agent speaks, the run's seed.
 
-Invariant: what attempts share, sandboxes and the door for agent programs, begins when
+Invariant: what attempts share, sandboxes and the listener for agent programs, begins when
 one needs it, and ends with `close`.
 """
 
@@ -15,10 +15,10 @@ from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import is_handler, resolve
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.driver import Driver, Speech
-from rollweave.rollout.episode import Episode
-from rollweave.rollout.gateway.door import Door
-from rollweave.rollout.handled import Handled
+from rollweave.rollout.driver import AgentConfig, Driver
+from rollweave.rollout.env_episode import EnvEpisode
+from rollweave.rollout.gateway.server import GatewayListener
+from rollweave.rollout.handler_episode import HandlerEpisode
 from rollweave.runtime.clock import RunClock
 from rollweave.schema.commands import StartInit
 from rollweave.schema.config.root import RunConfig
@@ -36,25 +36,25 @@ class Episodes:
 
     def make(self, command: StartInit) -> Driver:
         name = command.task.tag
-        speech = _as_asked(self._speech(name, command.purpose), command.decoding)
+        agent = _as_asked(self._agent_config(name, command.purpose), command.decoding)
         seed = self._config.run.seed if command.decoding.seed is None else command.decoding.seed
         task = self._tasks[name]
         if not is_handler(task.env):
-            return Episode(
+            return EnvEpisode(
                 command,
-                worlds=self._source.worlds(name),
-                speech=speech,
+                provider=self._source.provider(name),
+                agent=agent,
                 seed=seed,
                 clock=self._clock.now,
             )
-        return Handled(
+        return HandlerEpisode(
             command,
             make=lambda: resolve(task.env)(**task.options),
-            speech=speech,
+            agent=agent,
             seed=seed,
             clock=self._clock.now,
             sandboxes=self._sandboxes,
-            door=self._door,
+            listener=self._listener,
         )
 
     async def close(self) -> None:
@@ -62,8 +62,8 @@ class Episodes:
         them.
         """
         await self._source.close()
-        if "_door" in self.__dict__:
-            await self._door.close()
+        if "_listener" in self.__dict__:
+            await self._listener.close()
         await self._sandboxes.close()
 
     @functools.cached_property
@@ -71,11 +71,11 @@ class Episodes:
         return ChatCodec.from_directory(self._model_dir)
 
     @functools.cached_property
-    def _door(self) -> Door:
-        return Door(self._codec, model=self._config.run.name)
+    def _listener(self) -> GatewayListener:
+        return GatewayListener(self._codec, model=self._config.run.name)
 
     @functools.cache  # noqa: B019 (one object a run)
-    def _speech(self, name: str, purpose: Purpose) -> Speech:
+    def _agent_config(self, name: str, purpose: Purpose) -> AgentConfig:
         rollout, codec = self._config.rollout, self._codec
         words = self._source.allowed_words(name)
         training = purpose is not Purpose.EVAL
@@ -85,12 +85,12 @@ class Episodes:
             top_k=rollout.top_k if training else 0,
             stop_token_ids=codec.stop_token_ids,
             stop=codec.stop,
-            allowed=(*codec.words(words), *codec.stop_token_ids) if words else (),
+            allowed=(*codec.single_token_ids(words), *codec.stop_token_ids) if words else (),
         )
-        return Speech(codec=codec, sampling=sampling)
+        return AgentConfig(codec=codec, sampling=sampling)
 
 
-def _as_asked(speech: Speech, decoding: Decoding) -> Speech:
+def _as_asked(agent: AgentConfig, decoding: Decoding) -> AgentConfig:
     """With what was asked for in the place of the service's own."""
     asked = {
         name: value
@@ -98,7 +98,7 @@ def _as_asked(speech: Speech, decoding: Decoding) -> Speech:
         if (value := getattr(decoding, name)) is not None
     }
     return (
-        dataclasses.replace(speech, sampling=msgspec.structs.replace(speech.sampling, **asked))
+        dataclasses.replace(agent, sampling=msgspec.structs.replace(agent.sampling, **asked))
         if asked
-        else speech
+        else agent
     )

@@ -98,7 +98,7 @@ class World(LiveWorld):
             trace=trace,
             make_engine=make_engine,
             make_episode=make_episode,
-            keeps_turns=config.rollout.mode is ModeName.DECOUPLED,
+            keep_partial_turns=config.rollout.mode is ModeName.DECOUPLED,
             silence_s=SILENCE_S,
             machines=config.weights.relays,
             saved=functools.partial(_saved, checkpoints, config.published_dtype),

@@ -6,6 +6,7 @@ one request never stalls another.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Literal
 
 from rollweave.schema.base import EngineId, Struct, TaggedStruct
@@ -70,7 +71,7 @@ class VersionSpan(Struct, frozen=True, kw_only=True):
     version: int
 
 
-class Partial(Struct, frozen=True, kw_only=True):
+class PartialOutput(Struct, frozen=True, kw_only=True):
     """The first tokens of a turn, at least one, which engines sampled in `generate_s`
     seconds of a slot.
     """
@@ -86,7 +87,7 @@ class Partial(Struct, frozen=True, kw_only=True):
                 f"a partial turn must have a log-prob for each token, got {len(self.logprobs)} "
                 f"for {len(self.tokens)}"
             )
-        if not covers(self.versions, 0, len(self.tokens)):
+        if not spans_cover(self.versions, len(self.tokens)):
             raise ValueError(
                 f"versions must cover the {len(self.tokens)} tokens of a partial "
                 f"turn, got {self.versions}"
@@ -95,7 +96,7 @@ class Partial(Struct, frozen=True, kw_only=True):
             raise ValueError(f"generate_s must be 0 or more, got {self.generate_s}")
 
 
-def covers(spans: tuple[VersionSpan, ...], start: int, end: int) -> bool:
+def spans_cover(spans: Sequence[VersionSpan], end: int, *, start: int = 0) -> bool:
     """Return whether the spans name one version for each of the tokens `[start, end)`,
     in order.
     """
@@ -121,7 +122,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     rank: float = 0.0
     budget_s: float = 0.0
-    resumed: Partial | None = None
+    resumed: PartialOutput | None = None
 
 
 class GenerateResult(Struct, frozen=True, kw_only=True):
@@ -363,7 +364,7 @@ class Generated(TaggedStruct, frozen=True, kw_only=True):
     result: GenerateResult
 
 
-class Piece(Struct, frozen=True, kw_only=True):
+class TokenDelta(Struct, frozen=True, kw_only=True):
     """Tokens of request `id`, from position `start` of the turn on. `versions` use
     positions of the turn, too.
 
@@ -388,10 +389,10 @@ costs an engine less than a thousandth of it.
 class Progress(TaggedStruct, frozen=True, kw_only=True):
     """The tokens sampled since the last `Progress`, for all live requests that stream.
 
-    No piece follows a request's result.
+    No delta follows a request's result.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TokenDelta, ...]
 
 
 class Suspended(TaggedStruct, frozen=True, kw_only=True):

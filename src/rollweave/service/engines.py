@@ -62,7 +62,7 @@ def connector(config: RunConfig) -> Connect:
             text_only=request.text_only,
             token=request.token,
         )
-        encode_text = ChatCodec.from_directory(directory).spoken if request.text_only else None
+        encode_text = ChatCodec.from_directory(directory).encode_turn if request.text_only else None
         return HttpEngine(
             spec,
             start_s=START_S,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rollweave.record.trace import ENVIRONMENTS, Trace
-from rollweave.rollout.telling import LOOK_S
+from rollweave.rollout.progress import REPORT_INTERVAL_S
 from rollweave.schema import commands as c
 from rollweave.schema import events as e
 from rollweave.schema.base import EngineId, TrajectoryId
@@ -78,10 +78,10 @@ class Rollouts:
         seed: int,
         trace: Trace | None,
         serverless: Serverless | None = None,
-        keeps_turns: bool = False,
+        keep_partial_turns: bool = False,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`."""
-        self._serverless, self._keeps_turns = serverless, keeps_turns
+        """`keep_partial_turns` as in `rollout/pipeline.py`."""
+        self._serverless, self._keeps_turns = serverless, keep_partial_turns
         self._looking = False
         self._clock, self._post, self._fleet, self._work, self._seed = (
             clock,
@@ -162,7 +162,7 @@ class Rollouts:
             self._post(_failed(command, "the engine is gone"))
         elif self._keeps_turns and not self._looking:
             self._looking = True
-            self._clock.after(LOOK_S, self._look)
+            self._clock.after(REPORT_INTERVAL_S, self._look)
 
     def abort_turn(self, command: c.AbortTurn) -> None:
         attempt = self._find(command.trajectory_id, command.attempt)
@@ -264,7 +264,7 @@ class Rollouts:
                 self._left(attempt, sampled)
 
     def _look(self) -> None:
-        """Tell the core how far turns have come, as `rollout/telling.py` does."""
+        """Tell the core how far turns have come, as `rollout/progress.py` does."""
         told = self._fleet.told()
         news, self._looking = [], False
         for attempt in self._by_key.values():
@@ -292,7 +292,7 @@ class Rollouts:
         if news:
             self._post(e.TurnsProgressed(turns=tuple(news)))
         if self._looking:
-            self._clock.after(LOOK_S, self._look)
+            self._clock.after(REPORT_INTERVAL_S, self._look)
 
     # What happens.
 

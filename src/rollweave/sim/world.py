@@ -71,9 +71,9 @@ class World:
         trace: Trace | None = None,
         costs: Costs | None = None,
         work: dict[str, Workload] | None = None,
-        keeps_turns: bool = False,
+        keep_partial_turns: bool = False,
     ) -> None:
-        """`keeps_turns` as in `rollout/pipeline.py`; mode decoupled always does."""
+        """`keep_partial_turns` as in `rollout/pipeline.py`; mode decoupled always does."""
         self.config = config
         self.core = Core(config, rules=rules_of(config))
         self.clock = Clock()
@@ -110,7 +110,7 @@ class World:
             seed=config.run.seed,
             trace=trace,
             serverless=self.serverless,
-            keeps_turns=keeps_turns or config.rollout.mode is ModeName.DECOUPLED,
+            keep_partial_turns=keep_partial_turns or config.rollout.mode is ModeName.DECOUPLED,
         )
         self.trainer = SimTrainer(
             clock=self.clock,

@@ -41,7 +41,6 @@ from rollweave.schema.serving import (
     Loaded,
     LoadFailed,
     LoadSaved,
-    Piece,
     Progress,
     Ready,
     ReleaseKv,
@@ -52,6 +51,7 @@ from rollweave.schema.serving import (
     Stats,
     Suspend,
     Suspended,
+    TokenDelta,
     VersionSpan,
 )
 
@@ -177,7 +177,7 @@ class EchoLoop:
         new = result.resumed_tokens
         if add.stream:
             spans = (VersionSpan(start=new, end=len(result.tokens), version=self._version),)
-            piece = Piece(
+            piece = TokenDelta(
                 id=result.id,
                 start=new,
                 tokens=result.tokens[new:],

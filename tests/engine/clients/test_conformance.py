@@ -31,10 +31,10 @@ from rollweave.schema.serving import (
     GenerateResult,
     KvOver,
     LoadSaved,
-    Partial,
-    Piece,
+    PartialOutput,
     Progress,
     Sampling,
+    TokenDelta,
     VersionSpan,
 )
 from rollweave.schema.weights import WeightManifest
@@ -263,10 +263,10 @@ async def test_abort_answers_and_cancel_forgets(connect: Connect, kind: str) -> 
     assert (await client.generate(request("r1", 5))).id == "r1"  # the id is free again
 
 
-def begun(result: GenerateResult, count: int) -> Partial:
+def begun(result: GenerateResult, count: int) -> PartialOutput:
     """The first `count` tokens of a turn, all of one version."""
     spans = (msgspec.structs.replace(result.versions[0], end=count),)
-    return Partial(
+    return PartialOutput(
         tokens=result.tokens[:count],
         logprobs=result.logprobs[:count],
         versions=spans,
@@ -302,7 +302,7 @@ async def test_a_turn_is_heard_of_while_it_comes(connect: Connect, kind: str) ->
     """Ours tells all that it has as it is suspended: in the midst of both turns, or
     they are asked for again.
     """
-    client, heard, others = connect(kind), list[Piece](), list[Piece]()
+    client, heard, others = connect(kind), list[TokenDelta](), list[TokenDelta]()
     await client.ready()
     while True:
         before = (await client.stats()).output_tokens
@@ -361,12 +361,12 @@ async def test_what_is_told_too_late_or_of_nobody_is_not_heard() -> None:
         said.append(on_reply)
         return Link()
 
-    client, heard = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[Piece]()
+    client, heard = EngineClient("e0", open_link, start_s=1.0, reply_s=1.0), list[TokenDelta]()
     tell = said[0]
 
-    def piece(id: str, start: int) -> Piece:
+    def piece(id: str, start: int) -> TokenDelta:
         span = VersionSpan(start=start, end=start + 1, version=0)
-        return Piece(id=id, start=start, tokens=(7,), logprobs=(-1.0,), versions=(span,))
+        return TokenDelta(id=id, start=start, tokens=(7,), logprobs=(-1.0,), versions=(span,))
 
     turn, quiet, cancelled = (
         client.generate(request("r0", 5), heard.append),

@@ -15,23 +15,23 @@ from rollweave.schema.serving import (
     Finish,
     GenerateRequest,
     GenerateResult,
-    Partial,
+    PartialOutput,
     Sampling,
     VersionSpan,
-    covers,
+    spans_cover,
 )
 from tests.engine.clients.wire import Exchange, prorl, serving
 
 
-def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> Partial:
+def partial(*tokens: int, generate_s: float = 0.0, version: int = 0) -> PartialOutput:
     spans = (VersionSpan(start=0, end=len(tokens), version=version),)
-    return Partial(
+    return PartialOutput(
         tokens=tokens, logprobs=(-0.25,) * len(tokens), versions=spans, generate_s=generate_s
     )
 
 
 def request(
-    resumed: Partial | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
+    resumed: PartialOutput | None, *, count: int = 6, budget_s: float = 0.0, **sampling: Any
 ) -> GenerateRequest:
     asked = Sampling(max_tokens=count, seed=40, **sampling)
     return GenerateRequest(id="r0", tokens=(5,), sampling=asked, budget_s=budget_s, resumed=resumed)
@@ -70,7 +70,7 @@ async def test_the_rest_is_asked_for_with_a_longer_prompt_and_another_seed() -> 
     ],
 )
 async def test_what_has_ended_already_is_not_asked_for(
-    resumed: Partial, sampling: Any, finish: Finish
+    resumed: PartialOutput, sampling: Any, finish: Finish
 ) -> None:
     result, asked = await answered(request(resumed, **sampling))
     assert (result.tokens, result.finish, asked) == (resumed.tokens, finish, [])
@@ -124,7 +124,7 @@ def test_spans_are_joined_as_if_they_had_been_one_turns(
             for at, version in enumerate(versions)
         )
 
-    resumed = Partial(
+    resumed = PartialOutput(
         tokens=(1,) * len(before), logprobs=(-1.0,) * len(before), versions=spans(before)
     )
     rest = GenerateResult(
@@ -136,7 +136,7 @@ def test_spans_are_joined_as_if_they_had_been_one_turns(
     )
     asked = GenerateRequest(id="r0", tokens=(5,), resumed=resumed)
     whole = joined(asked, rest)
-    assert covers(whole.versions, 0, len(whole.tokens))
+    assert spans_cover(whole.versions, len(whole.tokens))
     told = [span.version for span in whole.versions for _ in range(span.end - span.start)]
     assert told == before + after
     assert whole.tokens == (1,) * len(before) + (2,) * len(after)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollweave.rollout.chat.codec import MARK, ChatCodec, ChatError
-from rollweave.rollout.chat.conversation import Conversation, scripted
+from rollweave.rollout.chat.codec import PLACEHOLDER, ChatCodec, ChatError
+from rollweave.rollout.chat.conversation import Conversation, tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.schema.chat import Message
 from rollweave.schema.errors import ConfigError
@@ -73,7 +73,7 @@ def test_tokens_only_grow_and_sampled_ids_stay(
     for ids, ended, answer in turns:
         sampled = [*ids, *(of.stop_token_ids[:1] if ended else ())]
         before = conversation.tokens
-        conversation.sampled(sampled, [-0.5] * len(sampled), spans(len(sampled), cut))
+        conversation.add_turn(sampled, [-0.5] * len(sampled), spans(len(sampled), cut))
         assert conversation.tokens == (*before, *sampled)
         expected.append((len(before), len(before) + len(sampled), sampled))
         before = conversation.tokens
@@ -111,7 +111,7 @@ def test_a_well_behaved_template_gives_the_tokens_of_the_whole_rendering(
         end = {"whole end": closing, "stop token": closing[:1], "cut off": []}[ending]
         sampled = [*encode(content), *end]
         assert (
-            conversation.sampled(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)) == content
+            conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0)) == content
         )
         conversation.observe([say("user", answer)])
         said += [say("assistant", content), say("user", answer)]
@@ -123,7 +123,7 @@ def test_a_template_that_trims_changes_no_token_that_was_sampled() -> None:
     of = codec("trimming")
     conversation = Conversation(of, [say("system", "be brief"), say("user", " hello ")])
     sampled = [*encode("\n  padded \n"), *of.stop_token_ids[:1]]
-    conversation.sampled(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
+    conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
     conversation.observe([say("user", "more")])
     opening = whole("trimming", [say("system", "be brief"), say("user", " hello ")], prompt=True)
     rest = encode(
@@ -137,7 +137,7 @@ def test_a_template_that_drops_earlier_thinking_keeps_it_in_the_tokens() -> None
     conversation = Conversation(of, [say("user", "one")])
     sampled = [*encode("deep\n</think>\n\nyes"), *of.stop_token_ids[:1]]
     assert (
-        conversation.sampled(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
+        conversation.add_turn(sampled, [-1.0] * len(sampled), spans(len(sampled), 0))
         == "deep\n</think>\n\nyes"
     )
     conversation.observe([say("tool", "r1"), say("tool", "r2")])
@@ -158,7 +158,14 @@ def test_a_template_that_drops_earlier_thinking_keeps_it_in_the_tokens() -> None
 
 
 CLOSES = "<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
-SPELLINGS = [CLOSES, "<|eot|>", "\ue000", "\ue001<|bos|>\ue000", MARK, f"a {MARK}<|end|>"]
+SPELLINGS = [
+    CLOSES,
+    "<|eot|>",
+    "\ue000",
+    "\ue001<|bos|>\ue000",
+    PLACEHOLDER,
+    f"a {PLACEHOLDER}<|end|>",
+]
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -199,14 +206,14 @@ def test_what_ends_a_turn() -> None:
 def test_a_turn_that_is_only_text_is_no_output() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [say("user", "a")])
-    tokens = of.spoken("hi")
+    tokens = of.encode_turn("hi")
     assert (
-        conversation.sampled(tokens, [0.0] * len(tokens), spans(len(tokens), 0), exact=False)
+        conversation.add_turn(tokens, [0.0] * len(tokens), spans(len(tokens), 0), exact=False)
         == "hi"
     )
     conversation.reward(1.0)
     conversation.observe([say("user", "b")])
-    conversation.sampled([8], [-3.0], spans(1, 0))
+    conversation.add_turn([8], [-3.0], spans(1, 0))
     sequence = conversation.sequence()
     assert [turn.reward for turn in sequence.turns] == [1.0, 0.0]
     assert sum(sequence.output_mask()) == 1
@@ -215,10 +222,10 @@ def test_a_turn_that_is_only_text_is_no_output() -> None:
 def test_rewards_and_state_keys_stand_with_their_turns() -> None:
     of = codec("chatml")
     conversation = Conversation(of, [say("user", "a")], state_key="s0")
-    conversation.sampled([5, 6], [-1.0, -2.0], spans(2, 1))
+    conversation.add_turn([5, 6], [-1.0, -2.0], spans(2, 1))
     conversation.reward(0.5)
     conversation.observe([say("user", "b")], state_key="s1")
-    conversation.sampled([8], [-3.0], spans(1, 0))
+    conversation.add_turn([8], [-3.0], spans(1, 0))
     conversation.reward(1.0)
     sequence = conversation.sequence()
     assert [(turn.reward, turn.state_key) for turn in sequence.turns] == [(0.5, "s0"), (1.0, "s1")]
@@ -246,7 +253,7 @@ def test_an_inconsistent_result_is_refused_and_leaves_no_trace(
     conversation = Conversation(codec("chatml"), [say("user", "a")])
     before = conversation.tokens
     with pytest.raises(ValueError, match="must"):
-        conversation.sampled(
+        conversation.add_turn(
             tokens, logprobs, [VersionSpan(start=a, end=b, version=0) for a, b in versions]
         )
     assert conversation.tokens == before
@@ -255,11 +262,11 @@ def test_an_inconsistent_result_is_refused_and_leaves_no_trace(
 
 def test_turns_and_observations_alternate() -> None:
     conversation = Conversation(codec("chatml"), [say("user", "a")])
-    with pytest.raises(ValueError, match="must follow sampled"):
+    with pytest.raises(ValueError, match="must follow add_turn"):
         conversation.observe([say("user", "b")])
-    conversation.sampled([5], [-1.0], spans(1, 0))
+    conversation.add_turn([5], [-1.0], spans(1, 0))
     with pytest.raises(ValueError, match="followed by observe"):
-        conversation.sampled([5], [-1.0], spans(1, 0))
+        conversation.add_turn([5], [-1.0], spans(1, 0))
     with pytest.raises(ChatError, match="at least one message"):
         conversation.observe([])
 
@@ -354,9 +361,9 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_words_of_a_grammar_are_single_tokens() -> None:
     of = codec("chatml")
-    assert of.words(["a", "<|im_end|>"]) == (encode("a")[0], encode("<|im_end|>")[0])
+    assert of.single_token_ids(["a", "<|im_end|>"]) == (encode("a")[0], encode("<|im_end|>")[0])
     with pytest.raises(ConfigError, match=r"one token, got 'qqq' of 3 tokens"):
-        of.words(["qqq"])
+        of.single_token_ids(["qqq"])
 
 
 @pytest.mark.parametrize("name", sorted(CLOSING))
@@ -368,7 +375,7 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
         say("assistant", "x"),
         say("user", "end"),
     ]
-    sequence = scripted(codec(name), said)
+    sequence = tokenize_transcript(codec(name), said)
     assert sequence.tokens == whole(name, said, prompt=False)
     outputs = [s for s in sequence.segments if s.kind is SegmentKind.OUTPUT]
     closing = CLOSING[name] if name == "plain" else CLOSING[name].strip()
@@ -376,7 +383,7 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
         f"the user{closing}",
         f"x{closing}",
     ]
-    assert scripted(codec(name), said[:2]).tokens == sequence.tokens[: outputs[0].end]
+    assert tokenize_transcript(codec(name), said[:2]).tokens == sequence.tokens[: outputs[0].end]
 
 
 @pytest.mark.parametrize(
@@ -384,4 +391,4 @@ def test_a_scripted_conversation_has_the_tokens_of_its_rendering(name: str) -> N
 )
 def test_a_script_without_turns_is_refused(roles: list[str]) -> None:
     with pytest.raises(ValueError, match="must begin with the environment"):
-        scripted(codec("chatml"), [say(role, "a") for role in roles])
+        tokenize_transcript(codec("chatml"), [say(role, "a") for role in roles])

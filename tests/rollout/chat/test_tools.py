@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollweave.rollout.chat.tools import Hermes, call_gist, calls_of
+from rollweave.rollout.chat.tools import Hermes, call_key, tool_format_of
 from rollweave.schema.chat import Message, ToolCall
 
 from .chats import CHATML, SPECIALS, TEMPLATES, bpe, codec
@@ -46,21 +46,21 @@ def test_calls_are_read_as_they_were_written(
     said = before + between.join(
         written(name, arguments, indent=indent) for name, arguments in wanted
     )
-    speech = Hermes().read(said if closed else said.removesuffix("</tool_call>"))
-    assert [(call.name, json.loads(call.arguments)) for call in speech.tool_calls] == wanted
-    assert speech.content == (before + between * (len(wanted) - 1)).strip()
+    agent = Hermes().parse(said if closed else said.removesuffix("</tool_call>"))
+    assert [(call.name, json.loads(call.arguments)) for call in agent.tool_calls] == wanted
+    assert agent.content == (before + between * (len(wanted) - 1)).strip()
 
 
 @given(st.lists(text | st.sampled_from([*MARKS, CALL, '{"name":', "}"]), max_size=8).map("".join))
 def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
-    speech = Hermes().read(said)
-    if not speech.tool_calls:
-        assert speech.content == said
+    agent = Hermes().parse(said)
+    if not agent.tool_calls:
+        assert agent.content == said
         return
     # What is not in the content is so many whole calls; the last one may lack its
     # closing mark.
-    calls, gone = len(speech.tool_calls), Counter("".join(said.split()))
-    gone.subtract("".join(speech.content.split()))
+    calls, gone = len(agent.tool_calls), Counter("".join(said.split()))
+    gone.subtract("".join(agent.content.split()))
     least = Counter(MARKS[0] * calls + MARKS[1] * (calls - 1))
     assert gone >= least
     # else pieces may have come together to other calls
@@ -89,35 +89,35 @@ def test_any_text_is_read_and_nothing_of_it_is_lost(said: str) -> None:
     ],
 )
 def test_a_malformed_call_makes_all_of_it_plain_content(said: str) -> None:
-    speech = Hermes().read(said)
-    assert speech.content == said
-    assert speech.tool_calls == ()
+    agent = Hermes().parse(said)
+    assert agent.content == said
+    assert agent.tool_calls == ()
 
 
 def test_a_mark_within_an_argument_ends_nothing() -> None:
     said = written("say", {"text": "</tool_call><tool_call>"})
-    (call,) = Hermes().read(said).tool_calls
+    (call,) = Hermes().parse(said).tool_calls
     assert json.loads(call.arguments) == {"text": "</tool_call><tool_call>"}
 
 
 def test_what_begins_a_call_is_how_calls_begin() -> None:
     hermes = Hermes()
-    assert hermes.read(hermes.opening() + '{"name": "add", "arguments": {}}').tool_calls == (
+    assert hermes.parse(hermes.call_prefix() + '{"name": "add", "arguments": {}}').tool_calls == (
         ToolCall(name="add"),
     )
-    assert hermes.read(hermes.opening("add") + ' {"a": 1}}').tool_calls == (
+    assert hermes.parse(hermes.call_prefix("add") + ' {"a": 1}}').tool_calls == (
         ToolCall(name="add", arguments='{"a": 1}'),
     )
-    assert isinstance(calls_of(TEMPLATES["tools"]), Hermes)
-    assert calls_of(CHATML) is None
+    assert isinstance(tool_format_of(TEMPLATES["tools"]), Hermes)
+    assert tool_format_of(CHATML) is None
 
 
 def test_equal_calls_are_equal_however_they_are_spelled() -> None:
     one = ToolCall(id="x", name="add", arguments='{"a": 1, "b": "é"}')
     other = ToolCall(id="y", name="add", arguments='{"b":"\\u00e9","a":1}')
-    assert call_gist([one]) == call_gist([other])
-    assert call_gist([one]) != call_gist([one, one])
-    assert call_gist([ToolCall(name="add", arguments="oops")]) == (("add", "oops"),)
+    assert call_key([one]) == call_key([other])
+    assert call_key([one]) != call_key([one, one])
+    assert call_key([ToolCall(name="add", arguments="oops")]) == (("add", "oops"),)
 
 
 LOOK = json.dumps(
@@ -179,7 +179,7 @@ def test_a_tool_and_a_call_that_spell_special_tokens_say_them_as_text(spelled: s
 @given(st.lists(st.integers(0, 405), max_size=24))
 def test_pieces_are_whole_characters_and_add_up(tokens: list[int]) -> None:
     of = codec("chatml")
-    pieces = of.pieces(tokens)
+    pieces = of.token_texts(tokens)
     assert len(pieces) == len(tokens)
     assert "".join(pieces) == of.decode(tokens)
     shown = ""
@@ -194,4 +194,4 @@ def test_a_character_of_four_tokens_is_one_piece() -> None:
     of = codec("chatml")
     tokens = bpe().encode("a🙂b", add_special_tokens=False).ids
     assert len(tokens) == 6
-    assert of.pieces(tokens) == ("a", "", "", "", "🙂", "b")
+    assert of.token_texts(tokens) == ("a", "", "", "", "🙂", "b")

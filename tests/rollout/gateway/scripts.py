@@ -65,7 +65,7 @@ class Script:
                 raise
         if isinstance(what, Exception):
             raise what
-        return what if isinstance(what, GenerateResult) else spoken(self.codec.spoken(what))
+        return what if isinstance(what, GenerateResult) else spoken(self.codec.encode_turn(what))
 
 
 @dataclass

@@ -19,8 +19,8 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParamsBase
 
 from rollweave.io.http.fields import NEUTRAL, WITHOUT_EFFECT
-from rollweave.rollout.gateway.dialogue import RequestError, _Chat, parse_chat
-from rollweave.rollout.gateway.server import MAX_BODY, Gateway, Recorded
+from rollweave.rollout.gateway.requests import RequestError, _Chat, parse_chat
+from rollweave.rollout.gateway.server import MAX_BODY, Gateway, SessionRecording
 from rollweave.rollout.gateway.sessions import SessionLimits
 from rollweave.schema.errors import EngineError, EngineLostError
 from rollweave.schema.serving import Finish, Sampling
@@ -35,7 +35,7 @@ ARGUMENTS = {"a": 2, "b": 3}
 
 
 async def events(client: Client, body: dict[str, Any]) -> tuple[list[Any], list[str]]:
-    """The chunks of a stream, and its comments."""
+    """The completion_chunks of a stream, and its comments."""
     head = {"Authorization": f"Bearer {client.access.token}"}
     async with client.http.post(
         client.base_url + CHAT, json=body | {"stream": True}, headers=head
@@ -163,11 +163,13 @@ async def test_a_stream_adds_up_and_never_holds_half_a_character() -> None:
     text = "né 🙂🙂 ok"
     assert len(encode(text)) > len(text), "characters of several tokens"
     async with gateway(Script([text])) as (made, client):
-        chunks, _ = await events(client, ask(logprobs=True, stream_options={"include_usage": True}))
-        usage = chunks.pop()
+        completion_chunks, _ = await events(
+            client, ask(logprobs=True, stream_options={"include_usage": True})
+        )
+        usage = completion_chunks.pop()
         assert usage["choices"] == []
         assert usage["usage"]["completion_tokens"] == len(encode(text)) + 1
-        choices = [chunk["choices"][0] for chunk in chunks]
+        choices = [chunk["choices"][0] for chunk in completion_chunks]
         assert choices[0]["delta"] == {"role": "assistant", "content": ""}
         assert choices[-1]["finish_reason"] == "stop"
         pieces = [choice["delta"].get("content", "") for choice in choices]
@@ -181,14 +183,14 @@ async def test_a_stream_adds_up_and_never_holds_half_a_character() -> None:
             for entry in choice["logprobs"]["content"]
         ]
         assert len(entries) == len(encode(text))
-        assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+        assert {chunk["id"] for chunk in completion_chunks} == {usage["id"]}
         assert len(made.sequences("s")[0].turns) == 1
 
 
 async def test_a_stream_of_calls() -> None:
     async with gateway(Script([f"so {CALL}{CALL}"])) as (_, client):
-        chunks, _ = await events(client, ask(tools=[TOOL]))
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        completion_chunks, _ = await events(client, ask(tools=[TOOL]))
+        deltas = [chunk["choices"][0]["delta"] for chunk in completion_chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "so"
         calls: dict[int, dict[str, str]] = {}
         for delta in deltas:
@@ -200,16 +202,17 @@ async def test_a_stream_of_calls() -> None:
         assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == [
             ("add", ARGUMENTS)
         ] * 2
-        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        assert completion_chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_a_stop_text_over_the_borders_of_tokens_is_not_shown_but_is_recorded() -> None:
     said = (*encode("one user"), *encode(" tw"))
     async with gateway(Script([spoken(said)])) as (made, client):
         body = ask(stop=["ser t", "zzz"])
-        chunks, _ = await events(client, body)
+        completion_chunks, _ = await events(client, body)
         assert (
-            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one u"
+            "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in completion_chunks)
+            == "one u"
         )
         _, answer = await client.post(body)
         assert answer["choices"][0]["message"]["content"] == "one u"
@@ -444,7 +447,7 @@ def test_what_is_wrong_is_refused_with_field_rule_and_value(
 
 
 HONORED = set(_Chat.model_fields)
-"""Fields of a request that the gateway reads; `OWN` of them are the run's where the
+"""Fields of a request that the gateway reads; `PINNED_FIELDS` of them are the run's where the
 session is pinned.
 """
 
@@ -744,7 +747,7 @@ async def test_closing_a_session_ends_what_is_under_way() -> None:
     async with gateway(script) as (made, client):
         task = asyncio.create_task(client.post(ask()))
         await script.started.get()
-        assert made.close("s") == Recorded(sequences=())
+        assert made.close("s") == SessionRecording(sequences=())
         status, body = await task
         assert (status, body["error"]["code"]) == (503, "cancelled")
         await script.cancelled.get()

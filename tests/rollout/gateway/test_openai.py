@@ -75,12 +75,14 @@ async def test_a_stream_is_the_answer_in_pieces(directory: Path) -> None:
             stream = await openai.chat.completions.create(
                 **same, stream=True, stream_options={"include_usage": True}
             )
-            chunks = [chunk async for chunk in stream]
+            completion_chunks = [chunk async for chunk in stream]
         assert len(made.sequences("s")) == 2
-    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    text = "".join(
+        choice.delta.content or "" for chunk in completion_chunks for choice in chunk.choices
+    )
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert completion_chunks[-1].usage == whole.usage
+    assert completion_chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
 
 
 async def test_its_own_retries_count_once(directory: Path) -> None:

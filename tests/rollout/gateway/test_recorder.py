@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
 
 
 def speak(recorder: SessionRecorder, call: Call, text: str, **options: float) -> Message:
-    """Answer with text, and deliver."""
+    """TurnResult with text, and deliver."""
     message = Message(role="assistant", content=text)
     recorder.answer(call, result([*encode(text), END], **options), message)  # type: ignore[arg-type]
     recorder.deliver(call)
@@ -73,7 +73,7 @@ class Program:
 
     def ask(self, history: tuple[Message, ...]) -> None:
         key = f"k{next(self.keys)}"
-        call = self.recorder.ask(key, history)
+        call = self.recorder.begin(key, history)
         self.prompts[call] = call.prompt
         assert self.is_a_prompt_of(call.prompt, history)
         self.waiting.append((call, history, key))
@@ -94,7 +94,7 @@ class Program:
 
     def repeat(self, at: int) -> None:
         call, history, key = self.lost.pop(at % len(self.lost))
-        again = self.recorder.ask(key, history[:-1])
+        again = self.recorder.begin(key, history[:-1])
         assert again is call or call.state is CallState.DELIVERED
         if again is call:
             self.take(call, history)
@@ -113,9 +113,9 @@ class Program:
             return self.pieces(prompt, (), history)
         return any(
             prompt[: len(whole)] == whole
-            and self.pieces(prompt, call.words, history[longest:], at=len(whole))
+            and self.pieces(prompt, call.message_tokens, history[longest:], at=len(whole))
             for length, call in ended
-            for whole in [self.prompts[call] + call.words]
+            for whole in [self.prompts[call] + call.message_tokens]
             if length == longest
         )
 
@@ -144,8 +144,10 @@ class Program:
             return at == len(prompt)
         message = rest[known[0]]
         return any(
-            prompt[at : at + len(call.words)] == call.words
-            and self.pieces(prompt, call.words, rest[known[0] + 1 :], at + len(call.words))
+            prompt[at : at + len(call.message_tokens)] == call.message_tokens
+            and self.pieces(
+                prompt, call.message_tokens, rest[known[0] + 1 :], at + len(call.message_tokens)
+            )
             for told, call in self.said
             if same(told[-1:], (message,))
         )
@@ -280,7 +282,7 @@ def test_a_program_that_only_goes_on_has_one_sequence_of_what_was_sampled(
     recorder = SessionRecorder(OF)
     history = [user("go")]
     for number, (ids, ended, answer) in enumerate(turns):
-        call = recorder.ask(number, history)
+        call = recorder.begin(number, history)
         before = recorder.sequences()
         assert not before or call.prompt[: len(before[0].tokens)] == before[0].tokens
         sampled = [*ids, *([END] if ended else [])]
@@ -301,19 +303,19 @@ def test_what_was_sampled_stands_in_the_prompt_not_what_it_would_be_tokenized_to
     odd = [encode(letter)[0] for letter in "user"]
     assert encode("user") != odd
     assert OF.decode(odd) == "user"
-    call = recorder.ask("1", [user("say")])
+    call = recorder.begin("1", [user("say")])
     recorder.answer(call, result([*odd, END]), Message(role="assistant", content="user"))
     # White space around it is not an edit, nor is an answer that never was marked as
     # delivered a foreign one.
     before = call.prompt
-    after = recorder.ask(
+    after = recorder.begin(
         "2", [user("say"), Message(role="assistant", content=" user\n"), user("more")]
     )
     assert after.prompt[: len(before) + 5] == (*before, *odd, END)
     assert call.state is CallState.DELIVERED
     # A context that was rewritten around it keeps the tokens, and counts them in the
     # other sequence only.
-    moved = recorder.ask(
+    moved = recorder.begin(
         "3", [user("other"), Message(role="assistant", content="user"), user("more")]
     )
     start = len(OF.start([user("other")]))
@@ -327,8 +329,8 @@ def test_what_was_sampled_stands_in_the_prompt_not_what_it_would_be_tokenized_to
 
 def test_two_calls_on_one_prefix_share_no_output() -> None:
     recorder = SessionRecorder(OF)
-    said = speak(recorder, recorder.ask("1", [user("q")]), "a", mark=1.0)
-    left, right = (recorder.ask(key, [user("q"), said, user(key)]) for key in ("left", "right"))
+    said = speak(recorder, recorder.begin("1", [user("q")]), "a", mark=1.0)
+    left, right = (recorder.begin(key, [user("q"), said, user(key)]) for key in ("left", "right"))
     speak(recorder, right, "b", mark=2.0)
     prompt = left.prompt
     speak(recorder, left, "c", mark=3.0)
@@ -341,10 +343,10 @@ def test_two_calls_on_one_prefix_share_no_output() -> None:
 
 def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:
     recorder = SessionRecorder(OF)
-    calls = [recorder.ask(key, [user("q")]) for key in ("1", "2")]
+    calls = [recorder.begin(key, [user("q")]) for key in ("1", "2")]
     said = [speak(recorder, call, "a") for call in calls]
     for key, message in zip("34", said, strict=True):
-        speak(recorder, recorder.ask(key, [user("q"), message, user("same")]), "b")
+        speak(recorder, recorder.begin(key, [user("q"), message, user("same")]), "b")
     one, other = recorder.sequences()
     assert one == other
     assert len(one.turns) == 2
@@ -352,9 +354,9 @@ def test_equal_samples_of_one_prompt_are_two_and_each_goes_on() -> None:
 
 def test_a_request_that_is_repeated_counts_once() -> None:
     recorder = SessionRecorder(OF)
-    call = recorder.ask("1", [user("q")])
-    assert recorder.ask("1", [user("q")], repeated=True) is call  # still under way
-    other = recorder.ask("1", [user("q")])  # not said to be a repetition: another sample
+    call = recorder.begin("1", [user("q")])
+    assert recorder.begin("1", [user("q")], repeated=True) is call  # still under way
+    other = recorder.begin("1", [user("q")])  # not said to be a repetition: another sample
     assert other is not call
     recorder.drop(other)
     message = Message(role="assistant", content="a")
@@ -362,12 +364,12 @@ def test_a_request_that_is_repeated_counts_once() -> None:
     recorder.lose(call)
     assert recorder.sequences() == ()
     assert recorder.undelivered_tokens == 2
-    again = recorder.ask("1", [user("q")])  # the answer was lost: this is for it
+    again = recorder.begin("1", [user("q")])  # the answer was lost: this is for it
     assert again is call
     recorder.deliver(again)
     recorder.deliver(again)
     # it arrived, as far as could be seen
-    assert recorder.ask("1", [user("q")], repeated=True) is call
+    assert recorder.begin("1", [user("q")], repeated=True) is call
     recorder.deliver(call)
     (sequence,) = recorder.sequences()
     assert len(sequence.turns) == 1
@@ -377,16 +379,16 @@ def test_a_request_that_is_repeated_counts_once() -> None:
 
 def test_a_dropped_request_leaves_no_trace() -> None:
     recorder = SessionRecorder(OF)
-    recorder.drop(recorder.ask("1", [user("q")]))
-    again = recorder.ask("1", [user("q")], repeated=True)
-    assert again.state is CallState.ASKED
+    recorder.drop(recorder.begin("1", [user("q")]))
+    again = recorder.begin("1", [user("q")], repeated=True)
+    assert again.state is CallState.PENDING
     speak(recorder, again, "a")
     assert len(recorder.sequences()) == 1
 
 
 def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> None:
     recorder = SessionRecorder(OF)
-    call = recorder.ask("1", [user("q")], ("{}",), forced="<tool_call>\n")
+    call = recorder.begin("1", [user("q")], ("{}",), forced="<tool_call>\n")
     assert OF.decode(call.prompt).endswith("assistant\n<tool_call>\n")
     wanted = ToolCall(id="c1", name="add", arguments='{"a": 1}')
     tokens = [*encode('{"name": "add", "arguments": {"a": 1}}\n</tool_call>'), END]
@@ -400,7 +402,7 @@ def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> N
         Message(role="assistant", content="", tool_calls=(echoed,)),
         Message(role="tool", content="2"),
     ]
-    after = recorder.ask("2", history, ("{}",))
+    after = recorder.begin("2", history, ("{}",))
     speak(recorder, after, "done")
     (sequence,) = recorder.sequences()
     assert [segment.kind for segment in sequence.segments] == [P, A, B, A]
@@ -410,14 +412,18 @@ def test_what_was_put_into_its_mouth_is_part_of_the_message_and_no_output() -> N
         Message(role="assistant", content="", tool_calls=(wanted, wanted)),
         history[2],
     ]
-    assert recorder.ask("3", history, ("{}",)).prompt == sequence.tokens[: sequence.turns[1].start]
-    assert recorder.ask("4", changed, ("{}",)).prompt != sequence.tokens[: sequence.turns[1].start]
+    assert (
+        recorder.begin("3", history, ("{}",)).prompt == sequence.tokens[: sequence.turns[1].start]
+    )
+    assert (
+        recorder.begin("4", changed, ("{}",)).prompt != sequence.tokens[: sequence.turns[1].start]
+    )
 
 
 def test_other_tools_are_another_context() -> None:
     recorder = SessionRecorder(OF)
-    said = speak(recorder, recorder.ask("1", [user("q")], ('{"a": 1}',)), "a")
-    speak(recorder, recorder.ask("2", [user("q"), said, user("r")], ('{"b": 1}',)), "b")
+    said = speak(recorder, recorder.begin("1", [user("q")], ('{"a": 1}',)), "a")
+    speak(recorder, recorder.begin("2", [user("q"), said, user("r")], ('{"b": 1}',)), "b")
     assert len(recorder.sequences()) == 2
 
 
@@ -452,20 +458,20 @@ def test_other_tools_are_another_context() -> None:
 )
 def test_a_wrong_result_is_refused(broken: GenerateResult) -> None:
     recorder = SessionRecorder(OF)
-    call = recorder.ask("1", [user("q")])
+    call = recorder.begin("1", [user("q")])
     with pytest.raises(ValueError, match="must"):
         recorder.answer(call, broken, Message(role="assistant", content="a"))
-    assert call.state is CallState.ASKED
+    assert call.state is CallState.PENDING
 
 
 def test_a_conversation_that_ends_with_the_agents_message_goes_on_with_another_turn() -> None:
     recorder = SessionRecorder(OF)
-    call = recorder.ask("1", [user("q")])
+    call = recorder.begin("1", [user("q")])
     prompt = call.prompt
     said = speak(recorder, call, "a")
-    again = recorder.ask("2", [user("q"), said])
+    again = recorder.begin("2", [user("q"), said])
     assert again.prompt == (*prompt, *encode("a<|im_end|>\n<|im_start|>assistant\n"))
     twice = speak(recorder, again, "b")
-    speak(recorder, recorder.ask("3", [user("q"), said, twice, user("r")]), "c")
+    speak(recorder, recorder.begin("3", [user("q"), said, twice, user("r")]), "c")
     (sequence,) = recorder.sequences()
     assert len(sequence.turns) == 3

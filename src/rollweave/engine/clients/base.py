@@ -19,13 +19,13 @@ from rollweave.schema.serving import (
     KvManifest,
     KvOver,
     LoadSaved,
-    Piece,
     Ready,
     Suspended,
+    TokenDelta,
 )
 from rollweave.schema.weights import WeightManifest
 
-Heard = Callable[[Piece], None]
+Heard = Callable[[TokenDelta], None]
 """Who is told of a turn while it is sampled. Must not raise.
 
 What it hears it must check: pieces may be lost, or come twice.

@@ -34,6 +34,7 @@ from rollweave.schema.serving import (
     GenerateResult,
     Sampling,
     VersionSpan,
+    spans_cover,
 )
 
 SEED_BITS = (1 << 63) - 1
@@ -384,13 +385,10 @@ def check(request: GenerateRequest, result: GenerateResult, *, vocab: int) -> No
     for at, logprob in enumerate(logprobs):
         if not NOT_A_LOGPROB < logprob <= ABOVE_ZERO:
             raise AnswerError(f"the log-prob of its token {at} is {logprob}")
-    position = 0
-    for span in result.versions:
-        if span.start != position or span.end <= span.start:
-            raise AnswerError(f"its version spans must be contiguous, got {result.versions}")
-        position = span.end
-    if position != len(tokens):
-        raise AnswerError(f"its version spans cover {position} of {len(tokens)} tokens")
+    if not spans_cover(result.versions, len(tokens)):
+        raise AnswerError(
+            f"its version spans must cover its {len(tokens)} tokens in order, got {result.versions}"
+        )
 
 
 def _only(choices: Sequence[T]) -> T:

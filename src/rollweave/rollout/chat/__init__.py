@@ -1,1 +1,1 @@
-"""Conversations as tokens: chat templates, tool calls and token codecs."""
+"""Chat templates, tool calls, and the token-exact codec between messages and tokens."""

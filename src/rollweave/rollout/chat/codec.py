@@ -1,15 +1,16 @@
 """Token-exact multi-turn chat: messages become tokens once, and what the engine sampled
 is never tokenized again.
 
-A conversation grows by appending only. After the agent's turn comes what the chat
-template puts behind an assistant message: the rest of the end of turn, the new
-messages, and the opening of the next turn. That text is taken from a rendering in which
-the agent's words are a mark, so neither their tokenization nor what the template does
-to earlier turns (drop the thinking, trim) can change a token that was already there.
+A conversation grows by appending only. The agent's turn is followed by what the chat
+template puts after an assistant message: the rest of the end of turn, the new messages,
+and the opening of the next turn. That text is taken from a rendering in which a
+placeholder represents the agent's message, so neither the tokenization of the message
+nor what the template does to earlier turns (drop the reasoning, trim) can change an
+earlier token.
 
 What an environment or a user writes is text: where it spells a special token
 (`<|im_end|>`), the spelling is tokenized as ordinary text, so that no message can close
-its own turn and speak as another role. Special tokens come from the template alone. (A
+its own turn and pose as another role. Special tokens come from the template alone. (A
 template whose turns are marked by ordinary text has no such guard.)
 """
 
@@ -31,33 +32,33 @@ from rollweave.rollout.chat.template import (
     read_template,
     special_tokens,
 )
-from rollweave.rollout.chat.tools import ToolFormat, calls_of
+from rollweave.rollout.chat.tools import ToolFormat, tool_format_of
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.errors import ConfigError
 from rollweave.schema.text import valid
 
 __all__ = ["ChatCodec", "ChatError"]
 
-MARK: Final = "\u2042mark\u2042"
-"""Stands for the agent's words in a rendering.
+PLACEHOLDER: Final = "\u2042mark\u2042"
+"""Represents the agent's message in a rendering.
 
-No template has it, and it has no white space that one could trim.
+No template contains it, and it has no white space that a template could trim.
 """
 
-CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", content=MARK))
+CONTEXT: Final = (Message(role="user", content="a"), Message(role="assistant", content=PLACEHOLDER))
 """The shortest conversation that every template accepts before a new message."""
 
 QUESTION: Final = Message(role="user", content="\u2042new\u2042")
-"""A message to look for in a rendering."""
+"""A message that is recognizable in a rendering."""
 
 OPEN, CLOSE = "\ue000", "\ue001"
-"""Stand around text in a rendering that is to be tokenized without special tokens.
+"""Delimiters of text in a rendering that is tokenized without special tokens.
 
-Private characters: no template has them.
+They are private-use characters: no template contains them.
 """
 
 CACHED = 8192
-"""Renderings kept: the messages of small environments repeat."""
+"""Number of cached renderings: the messages of small environments repeat."""
 
 
 class ChatCodec:
@@ -82,32 +83,31 @@ class ChatCodec:
             for token in tokenizer.get_added_tokens_decoder().values()
             if token.special
         ]
-        spelled = [
+        spellings = [
             *sorted(map(re.escape, special), key=len, reverse=True),
-            f"[{OPEN}{CLOSE}{MARK[0]}]",
+            f"[{OPEN}{CLOSE}{PLACEHOLDER[0]}]",
         ]
-        self._guarded = re.compile("|".join(spelled))
+        self._guarded = re.compile("|".join(spellings))
         self._check_extendable()
-        closing = self._after_mark(CONTEXT, prompt=False)
-        following = self._encode(self._after_mark((*CONTEXT, QUESTION), prompt=True))
+        closing = self._after_placeholder(CONTEXT, prompt=False)
+        following = self._encode(self._after_placeholder((*CONTEXT, QUESTION), prompt=True))
         self._end = _common_prefix(self._encode(closing), following)
-        marked = self._closes_with_token = bool(self._end) and self._is_special(self._end[0])
+        by_token = self._ends_with_token = bool(self._end) and self._is_special(self._end[0])
         self.stop_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([*(self._end[:1] if marked else ()), *eos])
+            dict.fromkeys([*(self._end[:1] if by_token else ()), *eos])
         )
         """Tokens that end the agent's turn: the template's and the checkpoint's."""
-        self.stop: tuple[str, ...] = () if marked or not closing else (closing,)
-        """Text that ends the agent's turn, where the template closes it with ordinary
-        text.
-        """
+        self.stop: tuple[str, ...] = () if by_token or not closing else (closing,)
+        """Text that ends the agent's turn if the template closes it with ordinary text."""
         self._extend = lru_cache(CACHED)(self._render_extension)
         self._start = lru_cache(CACHED)(self._render_start)
 
     @classmethod
     def from_directory(cls, model_dir: str | Path) -> Self:
-        """From tokenizer.json and the chat template of a checkpoint directory.
+        """Return the codec of a checkpoint directory with tokenizer.json and a chat
+        template.
 
-        Raises ConfigError for what is missing.
+        Raises ConfigError if one of them is missing.
         """
         directory = Path(model_dir)
         path = directory / "tokenizer.json"
@@ -122,106 +122,108 @@ class ChatCodec:
         )
 
     def start(self, messages: Sequence[Message], tools: Sequence[str] = ()) -> tuple[int, ...]:
-        """The tokens of a conversation's first messages and of the opening of the
-        agent's turn. Raises ChatError.
+        """Return the tokens of a conversation's first messages and of the opening of
+        the agent's turn. Raises ChatError.
 
-        `tools` are the declarations that the agent is shown, as `ChatTemplate.render`
-        takes them.
+        `tools` are the declarations that the agent is shown, as in
+        `ChatTemplate.render`.
         """
         return self._start(tuple(messages), tuple(tools))
 
     def extend(
         self, sampled: Sequence[int], messages: Sequence[Message], *, prompt: bool = True
     ) -> tuple[int, ...]:
-        """The tokens to append after a turn whose last tokens are `sampled` (the whole
-        turn, or its end).
+        """Return the tokens to append after a turn whose last tokens are `sampled` (the
+        complete turn, or its end).
 
-        What is left of the end of turn, `messages`, and with `prompt` the opening of
-        the next turn. Raises ChatError.
+        They are the rest of the end of turn, `messages`, and with `prompt` the opening
+        of the next turn. Raises ChatError.
         """
-        return self._extend(tuple(messages), prompt)[self.ended_by(sampled) :]
+        return self._extend(tuple(messages), prompt)[self.end_overlap(sampled) :]
 
-    def spoken(self, text: str) -> tuple[int, ...]:
-        """The tokens of a turn that nobody sampled: scripted words, and the token that
-        ends the agent's turn.
+    def encode_turn(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a scripted turn: its text, and the token that ends the
+        agent's turn.
         """
-        return (*self._encode(text), *self._end[: 1 if self._closes_with_token else len(self._end)])
+        return (*self._encode(text), *self._end[: 1 if self._ends_with_token else len(self._end)])
 
-    def ended_by(self, sampled: Sequence[int]) -> int:
-        """How many of the last sampled tokens are the template's end of turn already."""
+    def end_overlap(self, sampled: Sequence[int]) -> int:
+        """Return how many of the last sampled tokens already belong to the template's
+        end of turn.
+        """
         for count in range(min(len(self._end), len(sampled)), 0, -1):
             if tuple(sampled[len(sampled) - count :]) == self._end[:count]:
                 return count
         return 0
 
     def text(self, sampled: Sequence[int]) -> str:
-        """The agent's words: the turn's tokens without its end."""
-        end = len(sampled) - self.ended_by(sampled)
+        """Return the agent's message: the text of the turn's tokens without its end."""
+        end = len(sampled) - self.end_overlap(sampled)
         if end == len(sampled) and sampled and sampled[-1] in self.stop_token_ids:
             end -= 1
         return self.decode(sampled[:end])
 
-    def pieces(self, tokens: Sequence[int]) -> tuple[str, ...]:
-        """What each token adds to the text of all: whole characters, so "" for one
-        within a character that others end.
+    def token_texts(self, tokens: Sequence[int]) -> tuple[str, ...]:
+        """Return what each token adds to the text of all: complete characters, so ""
+        for a token within a character that later tokens complete.
 
-        Joined they are `decode(tokens)`. A character that is never ended is in the last
-        piece.
+        Their concatenation is `decode(tokens)`. A character that is never completed
+        belongs to the last token.
         """
-        found, whole = [], self.decode(tokens)
+        texts, text = [], self.decode(tokens)
         since = read = 0
         for end in range(1, len(tokens) + 1):
             before, after = self.decode(tokens[since:read]), self.decode(tokens[since:end])
             if end < len(tokens) and (len(after) <= len(before) or after.endswith("\ufffd")):
-                found.append("")
+                texts.append("")
             else:
-                found.append(after[len(before) :])
+                texts.append(after[len(before) :])
                 since, read = read, end
-        # A tokenizer whose text is not the sum of its windows has no pieces: then all
-        # of it comes at the end.
-        return tuple(found) if "".join(found) == whole else (*[""] * (len(tokens) - 1), whole)
+        # If the decoded windows do not add up to the text, the last token gets all of
+        # it.
+        return tuple(texts) if "".join(texts) == text else (*[""] * (len(tokens) - 1), text)
 
-    def literal(self, text: str) -> tuple[int, ...]:
-        """The tokens of text put into the agent's mouth: special tokens where it spells
-        them.
+    def encode_literal(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a forced prefix of the agent's message, with special
+        tokens where it spells them.
         """
         return self._encode(text)
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the chat template tells the agent to call tools, None where that is not
-        known.
+        """The format in which the chat template tells the agent to call tools, None if
+        it is unknown.
         """
-        return calls_of(self._template.source)
+        return tool_format_of(self._template.source)
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template tells the agent of its tools."""
+        """Whether the chat template shows the agent its tools."""
         tool = json.dumps(
-            {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+            {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
         )
         return self.start((CONTEXT[0],), (tool,)) != self.start((CONTEXT[0],))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of any tokens, special ones included."""
+        """Return the text of any tokens, special ones included."""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    def words(self, words: Sequence[str]) -> tuple[int, ...]:
-        """Token ids of an action grammar's words.
+    def single_token_ids(self, words: Sequence[str]) -> tuple[int, ...]:
+        """Return the token ids of an action grammar's words.
 
         Raises ConfigError for a word that is not one token.
         """
-        found = [self._encode(word) for word in words]
-        for word, ids in zip(words, found, strict=True):
+        encoded = [self._encode(word) for word in words]
+        for word, ids in zip(words, encoded, strict=True):
             if len(ids) != 1:
                 raise ConfigError(
                     f"{self._name}: an allowed word must be one token, got {word!r} "
                     f"of {len(ids)} tokens"
                 )
-        return tuple(ids[0] for ids in found)
+        return tuple(ids[0] for ids in encoded)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a rendering: special ones where it spells them, save between
+        """Tokenize a rendering: special tokens where it spells them, except between
         OPEN and CLOSE.
         """
         text = valid(text)
@@ -235,17 +237,17 @@ class ChatCodec:
 
     @cached_property
     def _literal(self) -> Tokenizer:
-        """The same tokenizer, to which the spelling of a special token is text.
+        """The same tokenizer, except that the spelling of a special token is text.
 
-        Made at need: a large vocabulary takes time.
+        It is created on demand, since a large vocabulary takes time.
         """
         tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def _guard(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with what must stay text between OPEN and CLOSE: special tokens,
-        and our own marks.
+        """Return the messages with special tokens and our own delimiters, which must
+        stay text, between OPEN and CLOSE.
         """
         text = self._guard_text
         return [
@@ -270,8 +272,8 @@ class ChatCodec:
         return self._guarded.sub(rf"{OPEN}\g<0>{CLOSE}", text)
 
     def _guard_json(self, source: str) -> str:
-        """JSON whose strings are guarded, also where it spelled them with escapes;
-        other text is guarded as it is.
+        """Guard JSON's strings, also if they are spelled with escapes; guard other text
+        as it is.
         """
         try:
             plain = json.dumps(json.loads(source), ensure_ascii=False)
@@ -291,10 +293,12 @@ class ChatCodec:
         )
 
     def _render_extension(self, messages: tuple[Message, ...], prompt: bool) -> tuple[int, ...]:
-        return self._encode(self._after_mark((*CONTEXT, *self._guard(messages)), prompt=prompt))
+        return self._encode(
+            self._after_placeholder((*CONTEXT, *self._guard(messages)), prompt=prompt)
+        )
 
-    def _after_mark(self, messages: Sequence[Message], *, prompt: bool) -> str:
-        pieces = self._template.render(messages, prompt=prompt).split(MARK)
+    def _after_placeholder(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        pieces = self._template.render(messages, prompt=prompt).split(PLACEHOLDER)
         if len(pieces) != 2:
             raise ChatError(
                 f"{self._name}: chat template must show an assistant message once, "
@@ -303,15 +307,15 @@ class ChatCodec:
         return pieces[1]
 
     def _check_extendable(self) -> None:
-        """Refuse a template where what follows the agent's turn is not simply appended,
-        or depends on earlier turns.
+        """Raise ConfigError for a template where what follows the agent's turn is not
+        simply appended, or depends on earlier turns.
         """
         earlier = (Message(role="user", content="c"), Message(role="assistant", content="d"))
         problem = ""
         try:
-            after = self._after_mark((*CONTEXT, QUESTION), prompt=True)
-            later = self._after_mark((*earlier, *CONTEXT, QUESTION), prompt=True)
-            closed = self._after_mark(CONTEXT, prompt=False)
+            after = self._after_placeholder((*CONTEXT, QUESTION), prompt=True)
+            later = self._after_placeholder((*earlier, *CONTEXT, QUESTION), prompt=True)
+            closed = self._after_placeholder(CONTEXT, prompt=False)
         except ChatError as error:
             problem = str(error)
         else:
@@ -339,13 +343,13 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]
 
 
 def _eos(directory: Path, tokenizer: Tokenizer) -> list[int]:
-    """End-of-sequence ids that the checkpoint names: generation_config.json,
-    config.json and the tokenizer's eos_token.
+    """Return the end-of-sequence ids that the checkpoint names: in
+    generation_config.json, config.json and the tokenizer's eos_token.
     """
-    found: list[int] = []
+    ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         value = read_json(directory / file).get("eos_token_id")
-        found += value if isinstance(value, list) else [] if value is None else [value]
+        ids += value if isinstance(value, list) else [] if value is None else [value]
     text = special_tokens(directory).get("eos_token")
     token = None if text is None else tokenizer.token_to_id(text)
-    return [*found, *([] if token is None else [token])]
+    return [*ids, *([] if token is None else [token])]

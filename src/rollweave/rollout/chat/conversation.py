@@ -1,9 +1,9 @@
-"""One conversation as the agent lives it: the tokens of its context, and what training
-must know about them.
+"""One conversation: the tokens of the agent's context, and what training must know
+about them.
 
-Invariants: `tokens` only ever grows at its end; sampled ids stand in it as the engine
-gave them, with their log-probs and weight versions; turns and observations alternate.
-What has been said is never rewritten.
+Invariants: `tokens` only grows at its end; sampled ids stand in it as the engine
+returned them, with their log-probs and weight versions; turns and observations
+alternate. Earlier tokens are never rewritten.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import VersionSpan
+from rollweave.schema.serving import VersionSpan, spans_cover
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 
 
@@ -26,18 +26,20 @@ class _Turn:
 
 
 PLAN_TOKENS = 64
-"""Tokens of the first turn that stand for the agent's plan."""
+"""Number of tokens of the first turn that represent the agent's plan."""
 
 
 class Conversation:
-    """Begin with the environment's first messages; then `sampled` and `observe`
+    """Begins with the environment's first messages; then `add_turn` and `observe`
     alternate.
     """
 
     def __init__(
         self, codec: ChatCodec, messages: Sequence[Message], *, state_key: str = ""
     ) -> None:
-        """Raises ChatError where the chat template refuses the messages."""
+        """Render the first messages. Raises ChatError if the chat template refuses
+        them.
+        """
         self._codec = codec
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -49,38 +51,40 @@ class Conversation:
         self.prompt_tokens = len(self._tokens)
 
     def __len__(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return len(self._tokens)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The context for the next turn, or everything so far after the last one."""
+        """Return the context for the next turn, or after the last one the complete
+        conversation.
+        """
         return tuple(self._tokens)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said, as text. The agent's words are decoded from its tokens."""
+        """Return the messages as text. The agent's are decoded from its tokens."""
         return tuple(self._messages)
 
     @property
     def turns(self) -> int:
-        """Turns that the agent has taken."""
+        """Return the number of turns that the agent has taken."""
         return len(self._turns)
 
     @property
     def finish_reason(self) -> str:
-        """How the last turn ended: "stop", or "length" where a token limit cut it."""
+        """Return how the last turn ended: "stop", or "length" if a token limit cut it."""
         return self._turns[-1].finish_reason
 
     @property
     def plan(self) -> tuple[int, ...]:
-        """The first tokens of the agent's first turn: how it means to go on."""
+        """Return the first tokens of the agent's first turn, which represent its plan."""
         if not self._turns:
             return ()
         turn = self._turns[0]
         return tuple(self._tokens[turn.start : min(turn.end, turn.start + PLAN_TOKENS)])
 
-    def sampled(
+    def add_turn(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[float],
@@ -89,25 +93,20 @@ class Conversation:
         exact: bool = True,
         finish_reason: str = "stop",
     ) -> str:
-        """Take the agent's turn as the engine sampled it, and return its words.
+        """Append the agent's turn as the engine sampled it, and return its text.
 
-        `versions` must cover the tokens without gaps. A turn that is not `exact`, since
-        the engine gave its text alone, is no output: nothing may be trained on it.
-        Raises ValueError where the result is not consistent in itself.
+        `versions` must cover the tokens without gaps. A turn that is not `exact`,
+        because the engine returned text only, is no output: nothing may be trained on
+        it. Raises ValueError if the result is inconsistent.
         """
-        if self._acted():
-            raise ValueError("sampled must be followed by observe, got sampled twice")
+        if self._after_turn():
+            raise ValueError("add_turn must be followed by observe, got add_turn twice")
         if not tokens or len(tokens) != len(logprobs):
             raise ValueError(
-                "sampled must have one logprob a token and at least one, got "
+                "a turn must have one logprob per token and at least one token, got "
                 f"{len(logprobs)} for {len(tokens)}"
             )
-        ends = [0, *(span.end for span in versions)]
-        if (
-            [span.start for span in versions] != ends[:-1]
-            or ends[-1] != len(tokens)
-            or ends != sorted(set(ends))
-        ):
+        if not spans_cover(versions, len(tokens)):
             raise ValueError(
                 f"versions must cover the {len(tokens)} sampled tokens in order, got {versions}"
             )
@@ -130,17 +129,17 @@ class Conversation:
         return text
 
     def reward(self, value: float) -> None:
-        """Set the reward of the turn just taken."""
+        """Set the reward of the latest turn."""
         self._turns[-1].reward = value
 
     def observe(
         self, messages: Sequence[Message], *, state_key: str = "", last: bool = False
     ) -> None:
-        """Append what the environment answered and, unless it is the `last` word, the
-        opening of a turn. Raises ChatError.
+        """Append the environment's answer and, unless it is the `last`, the opening of
+        a turn. Raises ChatError.
         """
-        if not self._acted():
-            raise ValueError("observe must follow sampled")
+        if not self._after_turn():
+            raise ValueError("observe must follow add_turn")
         if not messages:
             raise ChatError("a turn must be followed by at least one message, got none")
         turn = self._turns[-1]
@@ -150,7 +149,7 @@ class Conversation:
         self._state_key = state_key
 
     def sequence(self) -> TokenSequence:
-        """The training sequence so far."""
+        """Return the training sequence so far."""
         return TokenSequence(
             tokens=tuple(self._tokens),
             segments=tuple(self._segments),
@@ -167,7 +166,7 @@ class Conversation:
             ),
         )
 
-    def _acted(self) -> bool:
+    def _after_turn(self) -> bool:
         return bool(self._turns) and self._turns[-1].end == len(self._tokens)
 
     def _append(
@@ -186,12 +185,12 @@ class Conversation:
         self._logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
 
 
-def scripted(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
-    """A scripted conversation, tokenized as a rollout of it would be: for supervised
-    warm-up. Log-probs are 0, versions too.
+def tokenize_transcript(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
+    """Tokenize a scripted conversation as a rollout of it would be, for supervised
+    warm-up. Log-probs and versions are 0.
 
-    Raises ValueError where it does not begin with the environment, or has no turn of
-    the agent; ChatError as `Conversation`.
+    Raises ValueError if it does not begin with the environment, or has no turn of the
+    agent; ChatError as `Conversation`.
     """
     runs = [
         (agent, list(run))
@@ -206,8 +205,8 @@ def scripted(codec: ChatCodec, messages: Sequence[Message]) -> TokenSequence:
     conversation = Conversation(codec, runs[0][1])
     for place, (agent, run) in enumerate(runs[1:], start=2):
         if agent:
-            tokens = codec.spoken(run[0].content)
-            conversation.sampled(
+            tokens = codec.encode_turn(run[0].content)
+            conversation.add_turn(
                 tokens, [0.0] * len(tokens), [VersionSpan(start=0, end=len(tokens), version=0)]
             )
         else:

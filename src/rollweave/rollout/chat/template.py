@@ -1,8 +1,8 @@
-"""A checkpoint's chat template: messages to text, as Hugging Face's templates expect to
-be rendered, in a sandbox.
+"""A checkpoint's chat template: renders messages to text as Hugging Face's templates
+expect it, in a sandbox.
 
-Invariant: rendering is a function of the messages alone: a template that asks for the
-time gets the moment it was loaded.
+Invariant: rendering is a function of the messages alone: a template that reads the time
+gets the moment at which it was loaded.
 """
 
 import datetime
@@ -37,7 +37,7 @@ class ChatError(RollweaveError):
 
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for trainers
-    that need a mask; we render its body.
+    that need a mask; its body is rendered.
     """
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's declaration)
@@ -79,26 +79,25 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: Sequence[str] = ()
     ) -> str:
-        """The text of `messages`, with the opening of the assistant's next turn where
-        `prompt`. Raises ChatError.
+        """Return the text of `messages`, with the opening of the assistant's next turn
+        if `prompt`. Raises ChatError.
 
-        `tools` are JSON objects, each a tool's declaration as OpenAI's `tools` has it.
+        `tools` are JSON objects, each a tool's declaration in the form of OpenAI's
+        `tools`.
         """
         plain = [_plain(message) for message in messages]
-        offered = [json.loads(tool) for tool in tools] or None
+        declarations = [json.loads(tool) for tool in tools] or None
         try:
             return self._template.render(
                 messages=plain,
                 add_generation_prompt=prompt,
-                tools=offered,
+                tools=declarations,
                 documents=None,
                 **self._special,
             )
         except ChatError:
             raise
-        except (
-            Exception
-        ) as error:  # the template is the user's program: whatever it raises is its refusal
+        except Exception as error:  # the template is user code: any exception is a refusal
             roles = ", ".join(message.role for message in messages)
             raise ChatError(
                 f"{self._name}: chat template cannot render roles {roles}: {error}"
@@ -106,8 +105,8 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as Hugging Face's templates know it: the arguments of a tool call are
-    an object where they are one.
+    """Return a message in the form of Hugging Face's templates: the arguments of a tool
+    call are an object if they parse as one.
     """
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -129,13 +128,13 @@ def _plain(message: Message) -> dict[str, Any]:
 def _parsed(arguments: str) -> Any:
     try:
         return json.loads(arguments)
-    except (ValueError, RecursionError):  # what a client says that its model said need not be JSON
+    except (ValueError, RecursionError):  # a client's tool calls need not be valid JSON
         return arguments
 
 
 def read_template(directory: Path, *, now: datetime.datetime | None = None) -> ChatTemplate:
-    """The template of checkpoint `directory`: chat_template.jinja, else
-    tokenizer_config.json's. ConfigError without one.
+    """Return the template of checkpoint `directory`: chat_template.jinja, otherwise
+    that of tokenizer_config.json. Raises ConfigError if it has none.
     """
     config = read_json(directory / "tokenizer_config.json")
     special = special_tokens(directory)
@@ -145,7 +144,7 @@ def read_template(directory: Path, *, now: datetime.datetime | None = None) -> C
             file.read_text(encoding="utf-8"), special=special, name=str(file), now=now
         )
     source = config.get("chat_template")
-    if isinstance(source, list):  # several named ones
+    if isinstance(source, list):  # several named templates
         named = {
             entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
         }
@@ -161,22 +160,22 @@ def read_template(directory: Path, *, now: datetime.datetime | None = None) -> C
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """The text of the special tokens that the checkpoint names."""
-    found: dict[str, str] = {}
+    """Return the text of the special tokens that the checkpoint names."""
+    tokens: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         config = read_json(directory / file)
         for name in SPECIAL_NAMES:
             value = config.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[name] = text
-    return found
+                tokens[name] = text
+    return tokens
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file.
+    """Return a JSON object, empty if there is no such file.
 
-    Raises ConfigError where there is something else.
+    Raises ConfigError for anything else.
     """
     if not path.exists():
         return {}
@@ -190,7 +189,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **rest: Any) -> str:
-    """JSON as it is, without the HTML escapes of Jinja's own filter."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **rest)
 
 

@@ -1,9 +1,9 @@
-"""Tool calls in the agent's own words: how a family of models writes them, and how they
-are read.
+"""Tool calls in the agent's text: the format in which a family of models writes them,
+and their parser.
 
-Invariants: reading is a function of the text alone and never fails: whatever is not
-wholly a well-formed call stays text, so nothing that the agent said is lost. What was
-sampled is not touched by it: a call is a view of the tokens.
+Invariants: parsing is a function of the text alone and never fails: text that is not
+entirely well-formed calls stays content, so nothing that the agent wrote is lost.
+Sampled tokens are unaffected: a call is a view of the tokens.
 """
 
 import json
@@ -14,59 +14,60 @@ from rollweave.schema.base import Struct
 from rollweave.schema.chat import ToolCall
 
 
-class Speech(Struct, frozen=True, kw_only=True):
-    """A turn as read: the words outside of calls, and the calls (without ids) in order."""
+class ParsedReply(Struct, frozen=True, kw_only=True):
+    """A parsed turn: the text outside of calls, and the calls (without ids) in order."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ToolFormat(Protocol):
-    """How a family of models calls tools."""
+    """The tool-call format of a family of models."""
 
-    def read(self, text: str) -> Speech:
-        """The calls of a turn's text.
+    def parse(self, text: str) -> ParsedReply:
+        """Parse the calls of a turn's text.
 
-        All of it is content where one of them is malformed.
+        If one of them is malformed, all of the text is content.
         """
 
-    def opening(self, name: str = "") -> str:
-        """The words with which a call begins, of tool `name` if given: put into the
-        agent's mouth, it has to call.
+    def call_prefix(self, name: str = "") -> str:
+        """Return the text with which a call begins, of tool `name` if given.
+
+        As a forced prefix of the agent's message it makes the agent call.
         """
 
     @property
-    def closing(self) -> str:
-        """The words that end a call: a turn that stops there has a single one."""
+    def call_end(self) -> str:
+        """The text that ends a call; as a stop string it limits a turn to one call."""
 
 
 class Hermes:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them:
     Hermes, Qwen 2.5 and 3, and others.
 
-    The last call may lack its closing mark where its JSON is whole.
+    The last call may lack its closing mark if its JSON is complete.
     """
 
     MARK: Final = "<tool_call>"
-    closing: Final = "</tool_call>"
+    call_end: Final = "</tool_call>"
 
-    def read(self, text: str) -> Speech:
+    def parse(self, text: str) -> ParsedReply:
         calls: list[ToolCall] = []
-        outside, rest, more = text.partition(self.MARK)
-        while rest:
+        content, mark, rest = text.partition(self.MARK)
+        while mark:
             try:
-                value, end = _JSON.raw_decode(more, len(more) - len(more.lstrip()))
+                value, end = _JSON.raw_decode(rest, len(rest) - len(rest.lstrip()))
                 calls.append(_call(value))
             except (ValueError, RecursionError):
-                return Speech(content=text)
-            tail = more[end:].lstrip()
-            if tail and not tail.startswith(self.closing):
-                return Speech(content=text)
-            between, rest, more = tail.removeprefix(self.closing).partition(self.MARK)
-            outside += between
-        return Speech(content=outside.strip() if calls else text, tool_calls=tuple(calls))
+                return ParsedReply(content=text)
+            tail = rest[end:].lstrip()
+            if tail and not tail.startswith(self.call_end):
+                return ParsedReply(content=text)
+            between, mark, rest = tail.removeprefix(self.call_end).partition(self.MARK)
+            content += between
+        return ParsedReply(content=content.strip() if calls else text, tool_calls=tuple(calls))
 
-    def opening(self, name: str = "") -> str:
+    def call_prefix(self, name: str = "") -> str:
         return (
             f'{self.MARK}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments":'
             if name
@@ -74,16 +75,16 @@ class Hermes:
         )
 
 
-def calls_of(template: str) -> ToolFormat | None:
-    """The format that a chat template tells its model to write, by the marks in its
-    source; None for one we do not know.
+def tool_format_of(template: str) -> ToolFormat | None:
+    """Return the format that a chat template tells its model to write, by the marks in
+    its source; None if it is unknown.
     """
     return Hermes() if Hermes.MARK in template else None
 
 
-def call_gist(calls: Sequence[ToolCall]) -> tuple[tuple[str, str], ...]:
-    """Equal for equal calls, however their JSON is spaced and ordered, whatever their
-    ids.
+def call_key(calls: Sequence[ToolCall]) -> tuple[tuple[str, str], ...]:
+    """Return a key that is equal for equal calls, independent of their ids and of the
+    spacing and key order of their JSON.
     """
     return tuple((call.name, _canonical(call.arguments)) for call in calls)
 
@@ -96,14 +97,14 @@ def _canonical(arguments: str) -> str:
 
 
 def _call(value: Any) -> ToolCall:
-    """Raises ValueError for what is no call."""
+    """Return the call. Raises ValueError for anything else."""
     if not isinstance(value, dict):
         raise ValueError(f"a call must be an object, got {value!r:.80}")
     name, arguments = value.get("name"), value.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError(f"a call must have a name and an object of arguments, got {value!r:.80}")
     source = json.dumps(arguments, ensure_ascii=False)
-    # half a surrogate pair is a ValueError: no client could send it back
+    # Half a surrogate pair raises ValueError: no client could send it back.
     f"{name}{source}".encode()
     return ToolCall(name=name, arguments=source)
 

@@ -1,3 +1,3 @@
-"""OpenAI's chat API in front of the agent's turns, and what becomes of them: sequences
-to train on.
+"""OpenAI's chat API in front of the agent's turns, and the training sequences that it
+records.
 """

@@ -1,20 +1,20 @@
-"""What an agent program said and was told in one session, as token sequences to train
-on. Pure: no clock, no I/O.
+"""Records the conversations of an agent program in one session as token sequences for
+training. Pure: no clock, no I/O.
 
-The program sends whole conversations, as chat clients do. One that goes on where a call
-of this session ended has a prompt that begins with all tokens of that call, and only
-what is new is rendered: it joins that call's sequence. Any other (a rewritten context,
-a sub-agent, a second call on the same prefix) opens a sequence of its own, to which
-everything before its own output is prompt; there too, the sampled tokens stand wherever
-the program sends back what the agent said in this session.
+The program sends complete conversations, as chat clients do. A conversation that
+continues where a call of this session ended has a prompt that begins with all tokens of
+that call, and only the new messages are rendered: it joins that call's sequence. Any
+other (a rewritten context, a sub-agent, a second call on the same prefix) opens a new
+sequence, to which everything before its own output is prompt; there too, the sampled
+tokens are kept wherever the program sends back a message that the agent wrote in this
+session.
 
-Invariants, with "sampled" meaning the tokens of calls whose answer the program has:
+Invariants, where "sampled" means the tokens of calls whose answer the program has:
 - every sampled token is an output of exactly one sequence, with its log-prob and weight
   version: nothing is trained on twice;
-- a sequence only grows at its end, and each turn's prompt is exactly what stands before
-  it;
+- a sequence only grows at its end, and each turn's prompt is exactly what precedes it;
 - a request that is repeated because its answer did not arrive is the same call, and
-  counts once. An answer that never arrives counts nowhere, since nothing came of it.
+  counts once. An answer that never arrives counts nowhere, since it had no effect.
 """
 
 import enum
@@ -25,74 +25,74 @@ from dataclasses import dataclass, field
 import xxhash
 
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.tools import call_gist
+from rollweave.rollout.chat.tools import call_key
 from rollweave.schema.chat import Message
-from rollweave.schema.serving import GenerateResult, finish_word
+from rollweave.schema.serving import GenerateResult, finish_word, spans_cover
 from rollweave.schema.work import Segment, SegmentKind, TokenSequence, TurnSpan
 
 
 class CallState(enum.Enum):
-    ASKED = "asked"  # being generated
-    ANSWERED = "answered"  # on its way to the program
-    LOST = "lost"  # the way broke; the same request gets the same answer
-    DELIVERED = "delivered"  # the program has it: part of a sequence
-    DROPPED = "dropped"  # never generated to its end
+    PENDING = "pending"  # being generated
+    ANSWERED = "answered"  # being sent to the program
+    LOST = "lost"  # the connection broke; the same request gets the same answer
+    DELIVERED = "delivered"  # received by the program: part of a sequence
+    DROPPED = "dropped"  # never completed
 
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One request. `forced` are the last tokens of its prompt, put into the agent's
-    mouth: part of its message.
+    """One request. `forced` are the last tokens of its prompt, a forced prefix of the
+    agent's message.
 
-    `path` is a digest of the conversation. Once the call is in a sequence, up to `end`,
+    `digest` is that of the conversation. Once the call is in a sequence, up to `end`,
     its `prompt` is empty: the prompts of a program add up to the square of its context.
     """
 
     number: int
     key: Hashable
-    path: bytes
+    digest: bytes
     prompt: tuple[int, ...]
     prompt_tokens: int
     forced: tuple[int, ...] = ()
-    state: CallState = CallState.ASKED
+    state: CallState = CallState.PENDING
     result: GenerateResult | None = None
-    strand: "_Strand | None" = None
+    branch: "_Branch | None" = None
     end: int = 0
 
     @property
-    def words(self) -> tuple[int, ...]:
-        """The agent's message."""
-        assert self.result is not None, "only an answered call has words"
+    def message_tokens(self) -> tuple[int, ...]:
+        """Return the tokens of the agent's message."""
+        assert self.result is not None, "only an answered call has a message"
         return self.forced + self.result.tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All of the conversation, up to the end of the agent's message."""
+        """Return all tokens of the conversation, up to the end of the agent's message."""
         assert self.result is not None, "only an answered call has an end"
         return (
-            tuple(self.strand.tokens[: self.end])
-            if self.strand is not None
+            tuple(self.branch.tokens[: self.end])
+            if self.branch is not None
             else self.prompt + self.result.tokens
         )
 
 
 @dataclass(eq=False, slots=True)
-class _Strand:
-    """A sequence that grows at its end."""
+class _Branch:
+    """A branch of the session's conversations: a sequence that grows at its end."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     turns: list[TurnSpan] = field(default_factory=list)
 
-    def begins(self, prompt: tuple[int, ...]) -> bool:
+    def is_prefix_of(self, prompt: tuple[int, ...]) -> bool:
         return (
             len(self.tokens) <= len(prompt)
             and self.tokens[-1] == prompt[len(self.tokens) - 1]
             and (tuple(self.tokens) == prompt[: len(self.tokens)])
         )
 
-    def take(self, prompt: tuple[int, ...], result: GenerateResult) -> None:
+    def append_turn(self, prompt: tuple[int, ...], result: GenerateResult) -> None:
         kind = SegmentKind.OBSERVATION if self.tokens else SegmentKind.PROMPT
         given = prompt[len(self.tokens) :]
         self._append(given, [0.0] * len(given), kind)
@@ -127,24 +127,24 @@ class _Strand:
 
 
 class SessionRecorder:
-    """One session.
+    """Records one session.
 
-    A call is asked, then answered (or dropped), then delivered (or lost, and perhaps
-    asked again).
+    A call begins, is answered (or dropped), and then is delivered (or lost, and perhaps
+    requested again).
     """
 
     def __init__(self, codec: ChatCodec) -> None:
         self._codec = codec
         self._asked: dict[Hashable, list[Call]] = {}
-        self._said: dict[Hashable, list[Call]] = {}
-        """Answered calls by what was said."""
-        self._ended: dict[bytes, list[Call]] = {}
-        """Answered calls by the path of the conversation with what was said."""
-        self._strands: list[_Strand] = []
+        self._by_message: dict[Hashable, list[Call]] = {}
+        """Answered calls by the agent's message."""
+        self._by_digest: dict[bytes, list[Call]] = {}
+        """Answered calls by the digest of the conversation with the agent's message."""
+        self._branches: list[_Branch] = []
         self.calls = 0
-        """Requests that were not repetitions."""
+        """Number of requests that were not repetitions."""
 
-    def ask(
+    def begin(
         self,
         key: Hashable,
         messages: Sequence[Message],
@@ -153,13 +153,13 @@ class SessionRecorder:
         forced: str = "",
         repeated: bool = False,
     ) -> Call:
-        """A request: the call that it is, whose state says what there is to do: `ASKED`
-        and new, or already under way.
+        """Return the call of a request. Its state tells the caller what to do: it is
+        `PENDING` if it is new or in progress.
 
-        Requests with equal `key` ask for the same; one whose answer was lost gets that
-        answer, and one that the program says is `repeated` is the call that it repeats,
-        if there is one. `forced` is how the agent's message has to begin. Raises
-        ChatError where the chat template refuses the messages.
+        Requests with equal `key` are equal; one whose answer was lost gets that answer,
+        and one that the program marks as `repeated` is the call that it repeats, if
+        there is one. `forced` is the prefix that the agent's message must have. Raises
+        ChatError if the chat template refuses the messages.
         """
         earlier = self._asked.get(key, [])
         repeats = [call for call in earlier if call.state is CallState.LOST]
@@ -168,15 +168,15 @@ class SessionRecorder:
             if call.state is CallState.LOST:
                 call.state = CallState.ANSWERED
             return call
-        paths = _paths(messages, tools)
-        context, recognised = self._context(messages, tools, paths)
-        for known in recognised:
-            self.deliver(known)  # the program has it, or it could not send it back
-        opening = self._codec.literal(forced) if forced else ()
+        digests = _prefix_digests(messages, tools)
+        context, recognized = self._context(messages, tools, digests)
+        for known in recognized:
+            self.deliver(known)  # the program sent the answer back, so it has it
+        opening = self._codec.encode_literal(forced) if forced else ()
         call = Call(
             number=self.calls,
             key=key,
-            path=paths[-1],
+            digest=digests[-1],
             prompt=context + opening,
             prompt_tokens=len(context) + len(opening),
             forced=opening,
@@ -186,137 +186,137 @@ class SessionRecorder:
         return call
 
     def answer(self, call: Call, result: GenerateResult, message: Message) -> None:
-        """The engine's answer, and the message as which the program will see it.
+        """Record the engine's answer, and the message that the program will receive.
 
-        Raises ValueError for a wrong result.
+        Raises ValueError for an invalid result.
         """
-        assert call.state is CallState.ASKED, f"a call is answered once, and was {call.state}"
+        assert call.state is CallState.PENDING, f"a call is answered once, and was {call.state}"
         _check(result)
         call.result, call.state = result, CallState.ANSWERED
-        self._said.setdefault(_gist(message), []).append(call)
-        self._ended.setdefault(_step(call.path, message), []).append(call)
+        self._by_message.setdefault(_message_key(message), []).append(call)
+        self._by_digest.setdefault(_extend_digest(call.digest, message), []).append(call)
 
     def drop(self, call: Call) -> None:
-        """It will not be answered: as if it had not been asked."""
-        assert call.state is CallState.ASKED, (
+        """Discard a call that will not be answered, as if it had not been requested."""
+        assert call.state is CallState.PENDING, (
             f"only a call that waits can be dropped, and it was {call.state}"
         )
         call.state = CallState.DROPPED
         self._asked[call.key].remove(call)
 
     def lose(self, call: Call) -> None:
-        """The answer did not reach the program, unless it already showed that it has
-        it.
+        """Record that the answer did not reach the program, unless the program has
+        already sent it back.
         """
         if call.state is CallState.ANSWERED:
             call.state = CallState.LOST
 
     def deliver(self, call: Call) -> None:
-        """The program has the answer: it counts from now on. Harmless when repeated."""
+        """Record that the program has the answer, which counts from now on. Idempotent."""
         if call.state is CallState.DELIVERED:
             return
         assert call.result is not None, (
             f"only an answer can be delivered, and the call was {call.state}"
         )
         call.state = CallState.DELIVERED
-        begun = [strand for strand in self._strands if strand.begins(call.prompt)]
-        if not begun:
-            begun = [_Strand()]
-            self._strands += begun
-        call.strand = max(begun, key=lambda strand: len(strand.tokens))
-        call.strand.take(call.prompt, call.result)
-        call.end = len(call.strand.tokens)
+        prefixes = [branch for branch in self._branches if branch.is_prefix_of(call.prompt)]
+        if not prefixes:
+            prefixes = [_Branch()]
+            self._branches += prefixes
+        call.branch = max(prefixes, key=lambda branch: len(branch.tokens))
+        call.branch.append_turn(call.prompt, call.result)
+        call.end = len(call.branch.tokens)
         call.prompt = ()
 
     def sequences(self) -> tuple[TokenSequence, ...]:
-        """What there is to train on, in the order in which the sequences began."""
-        return tuple(strand.sequence() for strand in self._strands)
+        """Return the training sequences, in the order in which they began."""
+        return tuple(branch.sequence() for branch in self._branches)
 
     @property
     def undelivered_tokens(self) -> int:
-        """Tokens that were sampled for answers that have not reached the program."""
+        """Return the number of tokens that were sampled for answers that have not
+        reached the program.
+        """
         late = (CallState.ANSWERED, CallState.LOST)
         calls = [call for calls in self._asked.values() for call in calls if call.state in late]
         return sum(len(call.result.tokens) for call in calls if call.result is not None)
 
     def _context(
-        self, messages: Sequence[Message], tools: Sequence[str], paths: Sequence[bytes]
+        self, messages: Sequence[Message], tools: Sequence[str], digests: Sequence[bytes]
     ) -> tuple[tuple[int, ...], list[Call]]:
-        """The tokens of a conversation and of the opening of the next turn, and the
-        calls whose words were put in.
+        """Return the tokens of a conversation and of the opening of the next turn, and
+        the recognized calls, whose sampled tokens are part of it.
         """
         tokens: list[int] = []
-        recognised: list[Call] = []
+        recognized: list[Call] = []
         since = next(
-            (place for place in range(len(messages), 0, -1) if paths[place] in self._ended), 0
+            (place for place in range(len(messages), 0, -1) if digests[place] in self._by_digest), 0
         )
         if since:
-            recognised.append(_best(self._ended[paths[since]]))
-            tokens += recognised[-1].tokens
+            recognized.append(_preferred(self._by_digest[digests[since]]))
+            tokens += recognized[-1].tokens
         for place, message in enumerate(messages):
             known = (
-                self._said.get(_gist(message))
+                self._by_message.get(_message_key(message))
                 if message.role == "assistant" and place >= max(since, 1)
                 else None
             )
             if known:
-                tokens += self._between(recognised, messages[since:place], tools)
-                recognised.append(_best(known))
-                tokens += recognised[-1].words
+                tokens += self._render(recognized, messages[since:place], tools)
+                recognized.append(_preferred(known))
+                tokens += recognized[-1].message_tokens
                 since = place + 1
-        tokens += self._between(recognised, messages[since:], tools)
-        return tuple(tokens), recognised
+        tokens += self._render(recognized, messages[since:], tools)
+        return tuple(tokens), recognized
 
-    def _between(
-        self, said: Sequence[Call], messages: Sequence[Message], tools: Sequence[str]
+    def _render(
+        self, recognized: Sequence[Call], messages: Sequence[Message], tools: Sequence[str]
     ) -> tuple[int, ...]:
-        """The tokens of messages that follow the last of the calls, or begin the
-        conversation.
+        """Return the tokens of messages that follow the last recognized call, or begin
+        the conversation.
         """
         return (
-            self._codec.extend(said[-1].words, messages)
-            if said
+            self._codec.extend(recognized[-1].message_tokens, messages)
+            if recognized
             else self._codec.start(messages, tools)
         )
 
 
-def _gist(message: Message) -> tuple[object, ...]:
-    """Equal for what programs send back as the same: white space around an answer and
-    the ids of its calls do not count.
+def _message_key(message: Message) -> tuple[object, ...]:
+    """Return a key that is equal for messages that programs send back as the same:
+    white space around an answer and the ids of its calls do not count.
     """
     if message.role != "assistant":
         return (message.role, message.content, message.tool_call_id, message.name)
-    return (message.role, message.content.strip(), call_gist(message.tool_calls))
+    return (message.role, message.content.strip(), call_key(message.tool_calls))
 
 
-def _step(path: bytes, message: Message) -> bytes:
-    return xxhash.xxh3_128_digest(path + repr(_gist(message)).encode())
+def _extend_digest(digest: bytes, message: Message) -> bytes:
+    return xxhash.xxh3_128_digest(digest + repr(_message_key(message)).encode())
 
 
-def _paths(messages: Sequence[Message], tools: Sequence[str]) -> list[bytes]:
-    """Digests of the conversation's beginnings: `[place]` is that of the first `place`
-    messages.
+def _prefix_digests(messages: Sequence[Message], tools: Sequence[str]) -> list[bytes]:
+    """Return digests of the conversation's prefixes: `[place]` is that of the first
+    `place` messages.
     """
-    return list(itertools.accumulate(messages, _step, initial=repr(tuple(tools)).encode()))
+    return list(itertools.accumulate(messages, _extend_digest, initial=repr(tuple(tools)).encode()))
 
 
-def _best(calls: Sequence[Call]) -> Call:
-    """Of calls that said the same: one that was delivered; else the latest."""
+def _preferred(calls: Sequence[Call]) -> Call:
+    """Choose among calls with the same message: a delivered one, otherwise the latest."""
     return max(calls, key=lambda call: (call.state is CallState.DELIVERED, call.number))
 
 
 def _check(result: GenerateResult) -> None:
     if result.text_only:
-        raise ValueError("a result must have the tokens that an engine sampled, got its text alone")
+        raise ValueError("a result must have the tokens that an engine sampled, got text only")
     count = len(result.tokens)
     if not count or len(result.logprobs) != count:
         raise ValueError(
             "a result must have one logprob a token and at least one, got "
             f"{len(result.logprobs)} for {count}"
         )
-    ends = [0, *(span.end for span in result.versions)]
-    starts = [span.start for span in result.versions]
-    if starts != ends[:-1] or ends[-1] != count or ends != sorted(set(ends)):
+    if not spans_cover(result.versions, count):
         raise ValueError(f"versions must cover the {count} tokens in order, got {result.versions}")
     if any(span.version < 0 for span in result.versions):
         raise ValueError(

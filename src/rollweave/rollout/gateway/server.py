@@ -1,14 +1,15 @@
 """The gateway: OpenAI's chat API in front of the agent's turns, so that any agent
-program runs as it is.
+program runs unchanged.
 
-Each session is a base URL, `/s/{session}/v1`, and a token, which the program gets as
-its API key. What it is told and what it samples is recorded token by token
+Each session has a base URL, `/s/{session}/v1`, and a token that the program receives as
+its API key. The conversation is recorded token by token
 (`rollout/gateway/recorder.py`). The gateway chooses no engine: its owner passes
 `generate`.
 
-Invariants: whatever a client sends, the answer is OpenAI's JSON, or its stream of
-events; nobody reaches another's session; a client that goes away stops its generation.
-Served without `handler_cancellation` that last one would not hold: use `serve`.
+Invariants: every answer is OpenAI's JSON or its stream of events, whatever the client
+sends; a client has access only to the session of its token; the generation stops when
+the client disconnects. The last one requires `handler_cancellation`: use
+`serve_gateway`.
 """
 
 import asyncio
@@ -28,31 +29,40 @@ from rollweave.io.http.guard import Guard, Refused
 from rollweave.io.http.listening import listening
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.tools import ToolFormat
-from rollweave.rollout.gateway.dialogue import Ask, RequestError, parse_chat
-from rollweave.rollout.gateway.replies import Json, Reply, chunks, finish_reason, pieces_of, whole
+from rollweave.rollout.gateway.requests import ChatRequest, RequestError, parse_chat
+from rollweave.rollout.gateway.responses import (
+    ChatReply,
+    Json,
+    completion,
+    completion_chunks,
+    finish_reason,
+    text_deltas,
+)
 from rollweave.rollout.gateway.sessions import Generate, Session, SessionLimits, Turn
 from rollweave.schema.base import Struct
 from rollweave.schema.serving import Sampling
 from rollweave.schema.work import TokenSequence
 
 MAX_BODY: Final = 16 * 2**20
-"""Bytes of a request: four times a context of a million tokens of plain text."""
+"""Maximum bytes of a request: four times a context of a million tokens of plain text.
+"""
 
 MAX_SESSIONS: Final = 100_000
+"""Maximum number of open sessions."""
 
 BODY_S: Final = 60.0
 """Seconds that a client has to send its request."""
 
 KEEP_ALIVE_S: Final = 15.0
-"""Seconds of silence after which a stream says that it lives: proxies give up after
-about 30.
+"""Seconds of silence after which a stream sends a comment: proxies give up after about
+30.
 """
 
 SESSION_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class Access(Struct, frozen=True, kw_only=True):
-    """What an agent program is given: `OPENAI_BASE_URL` ends with `path`,
+    """The access of an agent program: `OPENAI_BASE_URL` ends with `path`,
     `OPENAI_API_KEY` is `token`.
     """
 
@@ -60,11 +70,11 @@ class Access(Struct, frozen=True, kw_only=True):
     token: str
 
 
-class Recorded(Struct, frozen=True, kw_only=True):
-    """What came of a session.
+class SessionRecording(Struct, frozen=True, kw_only=True):
+    """The recording of a session.
 
-    `undelivered_tokens` were sampled for answers that never arrived: no sequence has
-    them.
+    `undelivered_tokens` were sampled for answers that never arrived: no sequence
+    contains them.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -72,11 +82,11 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class Gateway:
-    """Sessions of one model, whose turns are `generate`d, unless a session brings its
+    """Sessions of one model. `generate` samples their turns unless a session has its
     own.
 
-    `tools` says how the model calls tools; None: as its chat template tells it to, if
-    that is known.
+    `tools` is the format of the model's tool calls; None takes that of its chat
+    template, if known.
     """
 
     def __init__(
@@ -103,10 +113,10 @@ class Gateway:
         sampling: Sampling | None = None,
         pinned: bool = False,
     ) -> Access:
-        """A new session. `sampling` holds where the client says nothing, and with
-        `pinned` whatever it says.
+        """Open a new session. `sampling` holds the defaults of a request, or with
+        `pinned` always applies.
 
-        Raises ValueError for an id that is taken or cannot stand in a path.
+        Raises ValueError for an id that is taken or cannot be part of a path.
         """
         if not SESSION_ID.fullmatch(id):
             raise ValueError(f"session.id must match {SESSION_ID.pattern}, got {id!r}")
@@ -130,29 +140,31 @@ class Gateway:
         return Access(path=f"/s/{id}/v1", token=session.token)
 
     def session(self, id: str) -> Session:
-        """For whoever asks in process. Raises KeyError where there is none."""
+        """Return the session, for callers in this process. Raises KeyError if there is
+        none.
+        """
         return self._sessions[id]
 
     def sequences(self, id: str) -> tuple[TokenSequence, ...]:
-        """What session `id` has recorded so far.
+        """Return what session `id` has recorded so far.
 
-        Raises KeyError where there is none.
+        Raises KeyError if there is none.
         """
         return self._sessions[id].recorder.sequences()
 
-    def close(self, id: str) -> Recorded:
-        """End a session, whose turns under way are cancelled, and hand over what it
-        recorded. Raises KeyError.
+    def close(self, id: str) -> SessionRecording:
+        """Close a session, cancel its turns in progress, and return its recording.
+        Raises KeyError.
         """
         session = self._sessions.pop(id)
         session.close()
         recorder = session.recorder
-        return Recorded(
+        return SessionRecording(
             sequences=recorder.sequences(), undelivered_tokens=recorder.undelivered_tokens
         )
 
     def app(self) -> web.Application:
-        """The application, to be served with `handler_cancellation`."""
+        """Return the application, which must be served with `handler_cancellation`."""
         app = web.Application(middlewares=[_in_openai_json])
         app.router.add_get("/s/{session}/v1/models", self._models)
         app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
@@ -171,62 +183,66 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await body_of(request, most=MAX_BODY, seconds=BODY_S)
-        ask = parse_chat(body)
+        chat = parse_chat(body)
         key, repeated = _identity(request, body)
-        async with session.turn(ask, key, repeated=repeated) as turn:
-            return await (self._stream if ask.stream else self._whole)(request, session, turn, ask)
+        async with session.turn(chat, key, repeated=repeated) as turn:
+            return await (self._stream if chat.stream else self._completion)(
+                request, session, turn, chat
+            )
 
-    async def _whole(
-        self, request: web.Request, session: Session, turn: Turn, ask: Ask
+    async def _completion(
+        self, request: web.Request, session: Session, turn: Turn, chat: ChatRequest
     ) -> web.StreamResponse:
-        await _settled(turn, None)
-        response = web.json_response(whole(self._reply(session, turn, ask), ask))
+        await _turn_ended(turn, None)
+        response = web.json_response(completion(self._reply(session, turn, chat), chat))
         await response.prepare(request)
         await response.write_eof()
         session.deliver(turn)
         return response
 
     async def _stream(
-        self, request: web.Request, session: Session, turn: Turn, ask: Ask
+        self, request: web.Request, session: Session, turn: Turn, chat: ChatRequest
     ) -> web.StreamResponse:
-        """Status and headers wait for the turn, so that errors are plain ones, but not
-        longer than clients do.
+        """Stream the reply.
+
+        Status and headers wait for the turn, so that errors are plain responses, but no
+        longer than clients wait.
         """
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
-        while not await _settled(turn, self._keep_alive_s):
+        while not await _turn_ended(turn, self._keep_alive_s):
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(b": the turn is under way\n\n")
+            await response.write(b": the turn is in progress\n\n")
         if turn.error is not None and response.prepared:
             await response.write(_event(turn.error.body()))
             await response.write_eof()
             return response
-        reply = self._reply(session, turn, ask)
+        reply = self._reply(session, turn, chat)
         if not response.prepared:
             await response.prepare(request)
-        for chunk in chunks(reply, ask, forced=turn.forced):
+        for chunk in completion_chunks(reply, chat, forced=turn.forced):
             await response.write(_event(chunk))
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         session.deliver(turn)
         return response
 
-    def _reply(self, session: Session, turn: Turn, ask: Ask) -> Reply:
-        """The answer, or its RequestError."""
+    def _reply(self, session: Session, turn: Turn, chat: ChatRequest) -> ChatReply:
+        """Return the reply, or raise its RequestError."""
         if turn.error is not None:
             raise turn.error
         result, message = turn.call.result, turn.message
         assert result is not None, "a turn without error has a result"
         assert message is not None, "and a message"
-        return Reply(
+        return ChatReply(
             id=f"chatcmpl-{session.id}-{turn.call.number}",
             created=int(time.time()),
-            model=ask.model,
+            model=chat.model,
             message=message,
-            pieces=pieces_of(self._codec, result, length=turn.shown, logprobs=ask.logprobs)
-            if ask.stream or ask.logprobs
+            deltas=text_deltas(self._codec, result, length=turn.shown, logprobs=chat.logprobs)
+            if chat.stream or chat.logprobs
             else (),
             finish_reason=finish_reason(message, result.finish),
             prompt_tokens=turn.call.prompt_tokens,
@@ -235,13 +251,13 @@ class Gateway:
         )
 
     def _session(self, request: web.Request) -> Session:
-        """The session of the path, for whoever has its token."""
+        """Return the session of the path if the client has its token."""
         id = request.match_info["session"]
         session = self._sessions.get(id)
         if session is None:
             raise _unknown(id)
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not session.admits(token.strip()):
+        if scheme.lower() != "bearer" or not session.accepts_token(token.strip()):
             text = "the bearer token must be that of the session"
             raise RequestError(401, text, code="invalid_api_key")
         return session
@@ -251,7 +267,7 @@ class Gateway:
 async def serve_gateway(
     gateway: Gateway, *, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[str]:
-    """Serve while the context is open, and give the base URL. Port 0 is a free one.
+    """Serve while the context is open; yield the base URL. Port 0 chooses a free port.
 
     Each session has its own token.
     """
@@ -261,16 +277,48 @@ async def serve_gateway(
         yield address
 
 
-async def _settled(turn: Turn, timeout_s: float | None) -> bool:
-    """Wait for the turn's end, whether good or bad, without cancelling it."""
-    assert turn.task is not None, "a turn is under way from the start"
+class GatewayListener:
+    """A world's gateway, which listens on the loopback once an agent program needs it.
+
+    All calls belong to one event loop.
+    """
+
+    def __init__(self, codec: ChatCodec, *, model: str) -> None:
+        self.gateway = Gateway(codec, model=model)
+        self._opening = asyncio.Lock()
+        self._stack = contextlib.AsyncExitStack()
+        self._url: str | None = None
+        self._closed = False
+
+    async def url(self) -> str:
+        """Return the base URL of the gateway; start to listen at the first call.
+
+        Raises OSError if it cannot listen, RuntimeError once it is closed.
+        """
+        async with self._opening:
+            if self._closed:
+                raise RuntimeError("the gateway is closed: the run is ending")
+            if self._url is None:
+                self._url = await self._stack.enter_async_context(serve_gateway(self.gateway))
+            return self._url
+
+    async def close(self) -> None:
+        """Stop listening."""
+        async with self._opening:
+            self._closed = True
+            await self._stack.aclose()
+
+
+async def _turn_ended(turn: Turn, timeout_s: float | None) -> bool:
+    """Wait for the end of the turn, successful or not, without cancelling it."""
+    assert turn.task is not None, "a turn has a task from the start"
     await asyncio.wait([turn.task], timeout=timeout_s)
     return turn.task.done()
 
 
 def _identity(request: web.Request, body: bytes) -> tuple[tuple[str, bytes], bool]:
-    """What makes two requests the same, and whether the client says that this one is
-    sent again.
+    """Return a key that is equal for equal requests, and whether the client marks this
+    one as a retry.
 
     OpenAI's clients count their retries in a header; others may name a request with an
     idempotency key.
@@ -295,7 +343,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _in_openai_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every failure as OpenAI's error object."""
+    """Turn every failure into OpenAI's error object."""
     try:
         return await handler(request)
     except RequestError as error:
@@ -313,7 +361,7 @@ async def _in_openai_json(request: web.Request, handler: Handler) -> web.StreamR
         text = f"{rule.get(error.status, error.reason)}, got {request.method} {request.path:.200}"
         return web.json_response(RequestError(error.status, text).body(), status=error.status)
     except ConnectionError:
-        raise  # nobody is there to be answered
+        raise  # the client is gone
     except Exception as error:
         _log.exception("%s %s failed", request.method, request.path)
         return web.json_response(

@@ -10,7 +10,7 @@ import torch
 
 from rollweave.envs.tasks import TaskSource
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.runtime.entrypoints.trainer_server import serve
 from rollweave.runtime.links.trainer import TrainerSpec
 from rollweave.schema.config.root import RunConfig
@@ -45,7 +45,8 @@ def build(spec: TrainerSpec) -> tuple[TrainerReady, Trainer]:
         source = TaskSource(config)
         codec = ChatCodec.from_directory(model_dir)
         trainer.warm_up(
-            scripted(codec, messages) for messages in source.transcripts(seed=config.run.seed)
+            tokenize_transcript(codec, messages)
+            for messages in source.transcripts(seed=config.run.seed)
         )
     return trainer.ready(), trainer
 

@@ -18,7 +18,7 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.envs.registry import check_options, is_handler, resolve
 from rollweave.envs.tasks import TaskSource
-from rollweave.rollout.handled import declared
+from rollweave.rollout.handler_episode import declared
 from rollweave.runtime.preflight.checks import Check, fail, ok
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message
@@ -198,7 +198,7 @@ def _first_look(config: RunConfig, task: TaskConfig, drawn: Task) -> Observation
     async def look(logs: Path) -> Observation:
         source = TaskSource(_alone(config, task), logs=logs)
         try:
-            env = await source.worlds(task.name).open(drawn, seed=0)
+            env = await source.provider(task.name).open(drawn, seed=0)
             try:
                 async with asyncio.timeout(task.step_s):
                     return await env.reset(drawn)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rollweave.rollout.chat.codec import ChatCodec, ChatError
-from rollweave.rollout.chat.conversation import scripted
+from rollweave.rollout.chat.conversation import tokenize_transcript
 from rollweave.rollout.chat.template import ChatTemplate
 from rollweave.runtime.preflight.checks import Check, fail, human_bytes, ok, warn
 from rollweave.runtime.preflight.environments import Domain
@@ -115,7 +115,7 @@ def _model(
         )
     )
     for domain in domains:
-        codec.words(domain.allowed)
+        codec.single_token_ids(domain.allowed)
     longest = max(task.max_tokens for task in config.tasks)
     if longest > shape.context:
         checks.append(
@@ -202,7 +202,7 @@ def _transcripts(codec: ChatCodec, domains: Sequence[Domain]) -> Iterator[Check]
         broken: dict[str, str] = {}
         for number, messages in enumerate(domain.transcripts):
             try:
-                sequence = scripted(codec, messages)
+                sequence = tokenize_transcript(codec, messages)
             except (ChatError, ValueError) as error:
                 yield fail(f"{domain.name} warm-up", f"transcript {number}: {error}")
                 break

@@ -10,13 +10,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from rollweave.engine.clients.base import Heard
-from rollweave.envs.base import Episode as Seen
-from rollweave.envs.base import Observation, Score, Step
+from rollweave.envs.base import Episode, Observation, Score, Step
 from rollweave.record.store import TrajectoryStore
 from rollweave.rollout.chat.codec import ChatCodec
 from rollweave.rollout.chat.template import ChatTemplate
-from rollweave.rollout.driver import MakeEpisode, Speech
-from rollweave.rollout.episode import Episode
+from rollweave.rollout.driver import AgentConfig, MakeEpisode
+from rollweave.rollout.env_episode import EnvEpisode
 from rollweave.rollout.pipeline import Pipeline
 from rollweave.schema.base import EngineId, GroupId, TaskId, TrajectoryId
 from rollweave.schema.commands import StartEval, StartInit, StartRun, StartTurn
@@ -114,13 +113,13 @@ class ScriptedEnv:
         self.held = False
 
 
-class ScriptedWorlds:
-    """`Worlds` of one task domain."""
+class ScriptedEnvProvider:
+    """`EnvProvider` of one task domain."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.log: list[str] = []
-        self.scored: list[Seen] = []
+        self.scored: list[Episode] = []
         self.envs: list[ScriptedEnv] = []
 
     async def open(self, task: Task, *, seed: int) -> ScriptedEnv:
@@ -129,7 +128,7 @@ class ScriptedWorlds:
         self.envs.append(ScriptedEnv(self.script, self.log))
         return self.envs[-1]
 
-    async def score(self, episode: Seen, *, seed: int) -> Score:
+    async def score(self, episode: Episode, *, seed: int) -> Score:
         assert not any(env.held for env in self.envs), "the environment is freed before the reward"
         self.scored.append(episode)
         self.log.append(f"score {sum(episode.rewards)} after {list(episode.actions())}")
@@ -232,7 +231,7 @@ def said(
 LOST = EngineLostError("gone")
 
 
-class Bench:
+class Harness:
     """A pipeline over a scripted world, its events, and the tasks that it owns."""
 
     def __init__(
@@ -241,12 +240,12 @@ class Bench:
         script: Script | None = None,
         *,
         make: MakeEpisode | None = None,
-        keeps_turns: bool = False,
+        keep_partial_turns: bool = False,
         **limits: Any,
     ) -> None:
         """`make` makes another driver than the scripted episode."""
         self.store = store
-        self.worlds = ScriptedWorlds(script or Script())
+        self.provider = ScriptedEnvProvider(script or Script())
         self.engine = OneWordEngine()
         self.engine_gone = False
         self.events: list[Event] = []
@@ -265,7 +264,7 @@ class Bench:
             clock=asyncio.get_running_loop().time,
             spans=NoSpans(),
             waiting_limit=2,
-            keeps_turns=keeps_turns,
+            keep_partial_turns=keep_partial_turns,
         )
 
     def init(
@@ -335,12 +334,12 @@ class Bench:
             while self.tasks:
                 await asyncio.wait(set(self.tasks))
 
-    def _episode(self, command: StartInit) -> Episode:
+    def _episode(self, command: StartInit) -> EnvEpisode:
         sampling = Sampling(stop_token_ids=CODEC.stop_token_ids)
-        return Episode(
+        return EnvEpisode(
             command,
-            worlds=self.worlds,
-            speech=Speech(codec=CODEC, sampling=sampling),
+            provider=self.provider,
+            agent=AgentConfig(codec=CODEC, sampling=sampling),
             seed=7,
             clock=asyncio.get_running_loop().time,
         )

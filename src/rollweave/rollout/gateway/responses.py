@@ -1,15 +1,17 @@
-"""A turn as OpenAI's chat API tells it: whole, or as the chunks of a stream. Pure.
+"""Render a turn as a response of OpenAI's chat API, complete or as a stream of chunks.
+Pure.
 
-Invariants: the chunks' text and calls add up to those of the whole reply; a chunk never
-holds part of a character; the stop text and the token that ends a turn are not shown.
+Invariants: the chunks' text and calls add up to those of the complete response; a chunk
+never contains part of a character; the stop text and the token that ends a turn are not
+shown.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollweave.rollout.chat.codec import ChatCodec
-from rollweave.rollout.chat.tools import Speech, ToolFormat
-from rollweave.rollout.gateway.dialogue import Ask
+from rollweave.rollout.chat.tools import ParsedReply, ToolFormat
+from rollweave.rollout.gateway.requests import ChatRequest
 from rollweave.schema.base import Struct
 from rollweave.schema.chat import Message, ToolCall
 from rollweave.schema.serving import Finish, GenerateResult, finish_word
@@ -17,24 +19,24 @@ from rollweave.schema.serving import Finish, GenerateResult, finish_word
 Json = dict[str, Any]
 
 
-class Piece(Struct, frozen=True, kw_only=True):
-    """Text that one or several tokens show, the smallest of whole characters.
+class TextDelta(Struct, frozen=True, kw_only=True):
+    """The text of one or several tokens: the smallest run of complete characters.
 
-    `entries` are their `(text, log-prob)`.
+    `entries` are the tokens' `(text, log-prob)`.
     """
 
     text: str
     entries: tuple[tuple[str, float], ...]
 
 
-class Reply(Struct, frozen=True, kw_only=True):
-    """What the client sees of a turn. `created` is in seconds of Unix time."""
+class ChatReply(Struct, frozen=True, kw_only=True):
+    """What a client receives for a turn. `created` is in seconds of Unix time."""
 
     id: str
     created: int
     model: str
     message: Message
-    pieces: tuple[Piece, ...]
+    deltas: tuple[TextDelta, ...]
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
@@ -51,58 +53,58 @@ def read_turn(
     stop: Sequence[str],
     stop_tokens: Sequence[int] = (),
 ) -> tuple[Message, int]:
-    """The message of turn `number` of a session, and how many characters of the sampled
-    text are in it.
+    """Return the message of turn `number` of a session, and how many characters of the
+    sampled text it contains.
 
-    `tools` is None where calls are not read. `stop` and `stop_tokens` end the turn and
+    `tools` is None if calls are not parsed. `stop` and `stop_tokens` end the turn and
     are not part of its message.
     """
     text = codec.text(result.tokens)
     if result.tokens and result.tokens[-1] in stop_tokens:
         text = text[: len(codec.decode(result.tokens[:-1]))]
     length = min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))
-    said = forced + text[:length]
-    speech = tools.read(said) if tools is not None else Speech(content=said)
+    shown = forced + text[:length]
+    parsed = tools.parse(shown) if tools is not None else ParsedReply(content=shown)
     calls = tuple(
         ToolCall(id=f"call_{number:05d}{place:04d}", name=call.name, arguments=call.arguments)
-        for place, call in enumerate(speech.tool_calls)
+        for place, call in enumerate(parsed.tool_calls)
     )
     cut = "length" if finish_word(result.finish) == "length" else ""
     return Message(
-        role="assistant", content=speech.content, tool_calls=calls, finish_reason=cut
+        role="assistant", content=parsed.content, tool_calls=calls, finish_reason=cut
     ), length
 
 
-def pieces_of(
+def text_deltas(
     codec: ChatCodec, result: GenerateResult, *, length: int, logprobs: bool
-) -> tuple[Piece, ...]:
-    """The first `length` characters of the turn's text, in pieces; without `logprobs`
-    they have no entries.
+) -> tuple[TextDelta, ...]:
+    """Return the first `length` characters of the turn's text as deltas; without
+    `logprobs` they have no entries.
     """
-    found: list[Piece] = []
+    deltas: list[TextDelta] = []
     entries: list[tuple[str, float]] = []
     for token, logprob, text in zip(
-        result.tokens, result.logprobs, codec.pieces(result.tokens), strict=True
+        result.tokens, result.logprobs, codec.token_texts(result.tokens), strict=True
     ):
         if not length:
             break
         if logprobs:
             entries.append((codec.decode([token]), logprob))
         if text:
-            found.append(Piece(text=text[:length], entries=tuple(entries)))
-            length -= len(found[-1].text)
+            deltas.append(TextDelta(text=text[:length], entries=tuple(entries)))
+            length -= len(deltas[-1].text)
             entries = []
-    return tuple(found)
+    return tuple(deltas)
 
 
 def finish_reason(message: Message, finish: Finish) -> str:
-    """OpenAI's word for how a turn ended."""
+    """Return OpenAI's name for how a turn ended."""
     word = finish_word(finish)
     return "tool_calls" if word == "stop" and message.tool_calls else word
 
 
-def whole(reply: Reply, ask: Ask) -> Json:
-    """The body of an answer that is not streamed."""
+def completion(reply: ChatReply, chat: ChatRequest) -> Json:
+    """Return the body of a response that is not streamed."""
     choice = {
         "index": 0,
         "message": {
@@ -111,27 +113,27 @@ def whole(reply: Reply, ask: Ask) -> Json:
             "refusal": None,
             **({"tool_calls": _calls(reply.message)} if reply.message.tool_calls else {}),
         },
-        "logprobs": _logprobs(reply.pieces, ask),
+        "logprobs": _logprobs(reply.deltas, chat),
         "finish_reason": reply.finish_reason,
     }
     return {**_head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
 
-def chunks(reply: Reply, ask: Ask, *, forced: str) -> Iterator[Json]:
-    """The chunks of a stream, the first of which names the role."""
+def completion_chunks(reply: ChatReply, chat: ChatRequest, *, forced: str) -> Iterator[Json]:
+    """Yield the chunks of a stream, the first of which names the role."""
     message = reply.message
 
-    def chunk(delta: Json, pieces: Sequence[Piece] = (), reason: str | None = None) -> Json:
-        logprobs = _logprobs(pieces, ask) if pieces else None
+    def chunk(delta: Json, shown: Sequence[TextDelta] = (), reason: str | None = None) -> Json:
+        logprobs = _logprobs(shown, chat) if shown else None
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        tail = {"usage": None} if ask.include_usage else {}
+        tail = {"usage": None} if chat.include_usage else {}
         return {**_head(reply, "chat.completion.chunk"), "choices": [choice], **tail}
 
     yield chunk({"role": "assistant", "content": None if message.tool_calls else ""})
     if message.tool_calls:
-        # Read once the turn is whole: where a call begins and what is text around it is
-        # known only then.
-        yield chunk({"content": message.content or None}, reply.pieces)
+        # Calls are parsed once the turn is complete: only then it is known where a call
+        # begins and which text surrounds it.
+        yield chunk({"content": message.content or None}, reply.deltas)
         for index, call in enumerate(_calls(message)):
             yield chunk(
                 {
@@ -145,10 +147,10 @@ def chunks(reply: Reply, ask: Ask, *, forced: str) -> Iterator[Json]:
     else:
         if forced:
             yield chunk({"content": forced})
-        for piece in reply.pieces:
-            yield chunk({"content": piece.text}, [piece])
+        for delta in reply.deltas:
+            yield chunk({"content": delta.text}, [delta])
     yield chunk({}, (), reply.finish_reason)
-    if ask.include_usage:
+    if chat.include_usage:
         yield {**_head(reply, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)}
 
 
@@ -163,22 +165,22 @@ def _calls(message: Message) -> list[Json]:
     ]
 
 
-def _logprobs(pieces: Sequence[Piece], ask: Ask) -> Json | None:
-    if not ask.logprobs:
+def _logprobs(deltas: Sequence[TextDelta], chat: ChatRequest) -> Json | None:
+    if not chat.logprobs:
         return None
     content: list[Json] = []
-    for text, logprob in (entry for piece in pieces for entry in piece.entries):
-        # Part of a character has no bytes that its text would tell.
+    for text, logprob in (entry for delta in deltas for entry in delta.entries):
+        # The bytes of part of a character cannot be told from its text.
         entry: Json = {
             "token": text,
             "logprob": logprob,
             "bytes": None if "\ufffd" in text else list(text.encode()),
         }
-        content.append({**entry, "top_logprobs": [entry] * ask.top_logprobs})
+        content.append({**entry, "top_logprobs": [entry] * chat.top_logprobs})
     return {"content": content, "refusal": None}
 
 
-def _head(reply: Reply, kind: str) -> Json:
+def _head(reply: ChatReply, kind: str) -> Json:
     return {
         "id": reply.id,
         "object": kind,
@@ -188,7 +190,7 @@ def _head(reply: Reply, kind: str) -> Json:
     }
 
 
-def _usage(reply: Reply) -> Json:
+def _usage(reply: ChatReply) -> Json:
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,

@@ -1,11 +1,12 @@
-"""One attempt driven by an `AgentHandler`: what `episode.py` is for an `Env`.
+"""One attempt driven by an `AgentHandler`: the counterpart of `env_episode.py` for an
+`Env`.
 
 Invariants: the handler's code has the limits of an environment: `init`, `eval`, and
-each silence between two turns of `run` take at most `step_s`, all together at most the
-active time of the attempt; a stage is a task of its own, so one that does not end when
-it is cancelled holds up nobody; turns follow each other, also where an agent program
-asks for several at once; every token comes from the session's recorder, whether the
-handler asked or a program at the endpoint.
+each interval between two turns of `run` take at most `step_s`, and all together at most
+the active time of the attempt; each stage is a separate task, so one that does not end
+when it is cancelled blocks nothing; turns are sequential even if an agent program
+requests several at once; every token comes from the session's recorder, whether the
+handler or a program at the endpoint requested it.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ from rollweave.envs.handlers.base import AgentHandler, Endpoint, Job, LimitError
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.conversation import PLAN_TOKENS
-from rollweave.rollout.driver import Speech, TurnPort
-from rollweave.rollout.gateway.dialogue import Ask, RequestError
-from rollweave.rollout.gateway.door import Door
+from rollweave.rollout.driver import AgentConfig, TurnPort
+from rollweave.rollout.gateway.requests import ChatRequest, RequestError
+from rollweave.rollout.gateway.server import GatewayListener
 from rollweave.rollout.gateway.sessions import Session, SessionLimits, Turn
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import StartInit
@@ -39,20 +40,24 @@ from rollweave.schema.work import BLAME_OF, TRAINABLE, StopReason, TokenSequence
 T = TypeVar("T")
 
 CANCEL_S = 2.0
-"""Seconds that a stage has to end once it is cancelled, before it is left behind; also
-what a hook for errors may take.
+"""Seconds that a stage has to end after its cancellation, before it is abandoned; also
+the limit of an error hook.
 """
 
 RESULT_BYTES = 1 << 20
-"""Of what `final_result` gives, as JSON: beyond that it is a file's business."""
+"""Maximum size of `final_result` as JSON; larger output belongs in a file."""
 
-FOR_EVER_S = 1e9
-"""A turn's time is bounded by the pipeline, which does not count its queueing."""
+UNLIMITED_S = 1e9
+"""Time limit of a session's turn: none, since the pipeline bounds turns without
+counting their queueing.
+"""
 
 
-class Handled:
-    """`make` makes the handler; `speech` and `sandboxes` belong to its domain, `seed`
-    is the run's, `door` the world's.
+class HandlerEpisode:
+    """The `Driver` of an attempt with a handler.
+
+    `make` creates the handler; `agent` and `sandboxes` belong to its domain, `seed` to
+    the run, and `listener` to the world.
     """
 
     def __init__(
@@ -60,28 +65,28 @@ class Handled:
         command: StartInit,
         *,
         make: Callable[[], AgentHandler],
-        speech: Speech,
+        agent: AgentConfig,
         seed: int,
         clock: Callable[[], float],
         sandboxes: Sandboxes,
-        door: Door,
+        listener: GatewayListener,
     ) -> None:
         self._command, self._limits = command, command.task.limits
-        self._make, self._speech, self._clock = make, speech, clock
-        self._sandboxes, self._door = sandboxes, door
+        self._make, self._agent_config, self._clock = make, agent, clock
+        self._sandboxes, self._listener = sandboxes, listener
         self._seed = mix(seed, command.trajectory_id, command.attempt)
         self._budget = Budget(self._limits, clock)
         self._handler: AgentHandler | None = None
         self._port: TurnPort | None = None
         self._agent: _Agent | None = None
-        self._speaking = asyncio.Lock()
+        self._turn_lock = asyncio.Lock()
         self._stage_task: asyncio.Task[Any] | None = None
         self._deadline: asyncio.Timeout | None = None
-        self._left_s = 0.0  # active time when the deadline was set
+        self._allowed_s = 0.0  # active time when the deadline was set
         self._working_since = 0.0
-        self._asked = 0
-        self._stop: EpisodeStopError | None = None  # from the pipeline, while the agent was asked
-        self._saved: Score | None = None  # by `run_exception`
+        self._turns_requested = 0
+        self._stop: EpisodeStopError | None = None  # raised by the pipeline in a turn
+        self._score: Score | None = None  # may be set by `run_exception`
         self._sequences: tuple[TokenSequence, ...] = ()
         self._engine = ""
         self.turns = self.prompt_tokens = 0
@@ -92,25 +97,25 @@ class Handled:
 
     @property
     def budget_s(self) -> float:
-        """Active seconds that are left."""
-        return self._budget.left_s
+        """Return the active seconds that remain."""
+        return self._budget.remaining_s
 
     @property
     def eval_s(self) -> float:
-        """Seconds that the reward took."""
+        """Return the seconds that the reward took."""
         return self._budget.eval_s
 
     # The three stages.
 
     async def init(self) -> None:
-        """Make the handler, and let it make ready. Raises `EpisodeStopError`."""
+        """Create the handler and call its `init`. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
             await self._stage(
                 self._init, "init", hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR
             )
         except EpisodeStopError as stop:
-            await self._told("init_exception", stop)
+            await self._call_hook("init_exception", stop)
             raise
         finally:
             self._budget.init_s += self._clock() - started
@@ -122,7 +127,7 @@ class Handled:
         )
 
     async def run(self, port: TurnPort) -> StopReason:
-        """Let it run until it returns, or its agent may say nothing more.
+        """Run the handler until it returns or the agent has reached a limit.
 
         Raises `EpisodeStopError`.
         """
@@ -134,15 +139,15 @@ class Handled:
             tokens=self._limits.max_turns * self._limits.max_turn_tokens,
             context=self._limits.max_tokens,
             turn_tokens=self._limits.max_turn_tokens,
-            turn_s=FOR_EVER_S,
+            turn_s=UNLIMITED_S,
         )
-        sampling = _seeded(self._speech.sampling, self._seed)
-        gateway = self._door.gateway
+        sampling = _seeded(self._agent_config.sampling, self._seed)
+        gateway = self._listener.gateway
         gateway.open(
-            session_id, generate=self._speak, limits=limits, sampling=sampling, pinned=True
+            session_id, generate=self._generate, limits=limits, sampling=sampling, pinned=True
         )
         session = gateway.session(session_id)
-        self._agent = _Agent(session, self._door, max_turns=limits.calls)
+        self._agent = _Agent(session, self._listener, max_turns=limits.calls)
         self._working_since = self._clock()
         try:
             await self._stage(
@@ -152,19 +157,19 @@ class Handled:
             if self._stop is not None:
                 raise self._stop from None
             if session.exhausted is None:
-                self._saved = await self._told("run_exception", stop)
-                if self._saved is None:
+                self._score = await self._call_hook("run_exception", stop)
+                if self._score is None:
                     raise
         finally:
-            await session.ended()
+            await session.wait_closed()
             self._budget.env_s += self._clock() - self._working_since
             self._sequences = gateway.close(session_id).sequences
-        if self._stop is not None:  # the handler made light of it
+        if self._stop is not None:  # the handler ignored it
             raise self._stop
-        if not self._sequences and session.refused:
+        if not self._sequences and session.context_error:
             raise EpisodeStopError(
                 StopReason.ENV_ERROR,
-                f"the first prompt does not fit into max_tokens: {session.refused}",
+                f"the first prompt does not fit into max_tokens: {session.context_error}",
             )
         if not self._sequences:
             raise EpisodeStopError(
@@ -175,31 +180,31 @@ class Handled:
 
     async def _run(self) -> None:
         assert self._agent is not None, "run makes its agent first"
-        await self._handled.run(self._agent)
+        await self._open_handler.run(self._agent)
 
     async def score(self) -> Score:
-        """The reward. Raises `EpisodeStopError`."""
+        """Return the reward. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
-            if self._saved is None:
+            if self._score is None:
                 hang, failure = StopReason.REWARD_HANG, StopReason.REWARD_ERROR
                 try:
-                    self._saved = await self._stage(self._eval, "eval", hang=hang, failure=failure)
+                    self._score = await self._stage(self._eval, "eval", hang=hang, failure=failure)
                 except EpisodeStopError as stop:
-                    self._saved = await self._told("eval_exception", stop)
-                    if self._saved is None:
+                    self._score = await self._call_hook("eval_exception", stop)
+                    if self._score is None:
                         raise
-            return self._saved
+            return self._score
         finally:
             self._budget.eval_s += self._clock() - started
-            self._keep()
+            self._store_result()
 
     async def _eval(self) -> Score:
-        return checked_score(await self._handled.eval(), "eval", success=None)
+        return checked_score(await self._open_handler.eval(), "eval", success=None)
 
     async def close(self) -> None:
-        """Free what `init` took."""
-        await _apart(self._close)
+        """Call the handler's `close`."""
+        await _detachable(self._close)
 
     async def _close(self) -> None:
         close = getattr(self._handler, "close", None)
@@ -207,17 +212,17 @@ class Handled:
             await close()
 
     def kill(self) -> None:
-        """Free it now."""
+        """Call the handler's `kill`."""
         with contextlib.suppress(*RAISED):
             kill = getattr(self._handler, "kill", None)
             if kill is not None:
                 kill()
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
-        """What came of the attempt, as it is stored. The reward comes later."""
+        """Return the attempt's record without a reward, which is stored later."""
         self.stop_reason = reason
         if reason not in TRAINABLE:
-            self._keep()
+            self._store_result()
         command = self._command
         return Trajectory(
             id=command.trajectory_id,
@@ -238,7 +243,7 @@ class Handled:
     # The handler's code.
 
     @property
-    def _handled(self) -> AgentHandler:
+    def _open_handler(self) -> AgentHandler:
         assert self._handler is not None, "init comes first"
         return self._handler
 
@@ -247,15 +252,15 @@ class Handled:
     ) -> T:
         """Await a stage under the limits.
 
-        Raises `EpisodeStopError`; its cause is what the stage raised, if it did.
+        Raises `EpisodeStopError`, whose cause is the stage's exception, if any.
         """
-        task = self._stage_task = _begun(call, f"{what} {self._command.trajectory_id}")
+        task = self._stage_task = _start(call, f"{what} {self._command.trajectory_id}")
         try:
             async with asyncio.timeout(None) as self._deadline:
                 self._rearm()
                 await asyncio.wait([task])
         except TimeoutError:
-            raise self._budget.late(self._left_s, hang=hang, what=what) from None
+            raise self._budget.timeout_error(self._allowed_s, hang=hang, what=what) from None
         finally:
             self._deadline = None
             if not task.done():
@@ -267,31 +272,31 @@ class Handled:
         if error is not None:
             cause = error.raised if type(error) is _RaisedError else error
             raise EpisodeStopError(failure, what_happened(what, cause)) from cause
-        found: T = task.result()
-        return found
+        value: T = task.result()
+        return value
 
     def _rearm(self) -> None:
-        """The handler works from now on."""
+        """Restart the step limit: the handler works from now on."""
         self._working_since = self._clock()
         if self._deadline is not None:
-            self._left_s = max(0.0, self._budget.left_s)
+            self._allowed_s = max(0.0, self._budget.remaining_s)
             self._deadline.reschedule(
-                asyncio.get_running_loop().time() + min(self._limits.step_s, self._left_s)
+                asyncio.get_running_loop().time() + min(self._limits.step_s, self._allowed_s)
             )
 
-    async def _told(self, hook: str, stop: EpisodeStopError) -> Score | None:
-        """Tell the handler of a failed stage; a score, if it says that the failure was
-        the agent's doing.
+    async def _call_hook(self, hook: str, stop: EpisodeStopError) -> Score | None:
+        """Report a failed stage to the handler; return a score if the handler attributes
+        the failure to the agent.
         """
 
-        async def told() -> Any:
+        async def called() -> Any:
             call = getattr(self._handler, hook, None)
             return None if call is None else await call(stop.__cause__ or stop)
 
         try:
-            async with asyncio.timeout(CANCEL_S):  # also where the active time ran out
-                found = await _apart(told)
-            return None if found is None else checked_score(found, hook, success=None)
+            async with asyncio.timeout(CANCEL_S):  # also if the active time ran out
+                score = await _detachable(called)
+            return None if score is None else checked_score(score, hook, success=None)
         except (Interrupted, GeneratorExit, asyncio.CancelledError):
             raise
         except RAISED as error:
@@ -300,36 +305,37 @@ class Handled:
                 stop.reason, f"{stop}; then {what_happened(hook, cause)}"
             ) from cause
 
-    def _keep(self) -> None:
-        """Ask for what else is to be kept."""
+    def _store_result(self) -> None:
+        """Store the handler's `final_result`."""
         try:
             call = getattr(self._handler, "final_result", None)
             if call is None:
                 return
-            said = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
-            if (size := len(said.encode())) > RESULT_BYTES:
+            result = valid(json.dumps(call(), allow_nan=False, ensure_ascii=False))
+            if (size := len(result.encode())) > RESULT_BYTES:
                 raise ValueError(
                     f"final_result must be at most {RESULT_BYTES} bytes as JSON, got {size}"
                 )
-            if is_deep(json.loads(said)):
+            if is_deep(json.loads(result)):
                 raise ValueError(f"final_result must be at most {DEPTH} levels deep")
         except RAISED as error:
-            said = json.dumps({"error": what_happened("final_result", error)}, ensure_ascii=False)
-        self.result = said
+            result = json.dumps({"error": what_happened("final_result", error)}, ensure_ascii=False)
+        self.result = result
 
     # The agent's turns.
 
-    async def _speak(
+    async def _generate(
         self, session: str, tokens: tuple[int, ...], sampling: Sampling
     ) -> GenerateResult:
-        """A turn of the pipeline: it has one of an attempt at a time."""
+        """Take a turn through the pipeline, which permits one per attempt at a time."""
         del session
-        async with self._speaking:
+        async with self._turn_lock:
             assert self._port is not None, "turns are taken in run"
-            number, self._asked = self._asked, self._asked + 1
+            number = self._turns_requested
+            self._turns_requested += 1
             asked = self._clock()
             self._budget.env_s += asked - self._working_since
-            self._port.stepped(f"step {number}", self._working_since, asked)
+            self._port.record_span(f"step {number}", self._working_since, asked)
             if self._deadline is not None:
                 self._deadline.reschedule(None)
             try:
@@ -340,20 +346,21 @@ class Handled:
                     self._stage_task.cancel()
                 raise EngineError(str(stop)) from stop
             except asyncio.CancelledError:
-                # or an agent that asks and leaves would have no end
+                # Charge the time, or an agent that requests turns and abandons them
+                # would never run out of it.
                 self._budget.env_s += self._clock() - asked
                 raise
             finally:
                 self._rearm()
-            return self._taken(answer.result, answer.engine_id, asked, len(tokens))
+            return self._accept(answer.result, answer.engine_id, asked, len(tokens))
 
-    def _taken(
+    def _accept(
         self, result: GenerateResult, engine: str, asked: float, context: int
     ) -> GenerateResult:
         if result.text_only:
-            raise EngineError("the engine gives text only: a handler's turns need its tokens")
+            raise EngineError("the engine returns text only: a handler's turns need tokens")
         self._engine = engine
-        self._budget.took_turn(asked, result.generate_s)
+        self._budget.charge_turn(asked, result.generate_s)
         if not self.turns:
             self.prompt_tokens, self.plan = context, result.tokens[:PLAN_TOKENS]
         self.turns += 1
@@ -361,10 +368,10 @@ class Handled:
 
 
 class _Agent:
-    """`handlers.base.Agent` over a session."""
+    """Implements `handlers.base.Agent` over a gateway session."""
 
-    def __init__(self, session: Session, door: Door, *, max_turns: int) -> None:
-        self._session, self._door, self._max_turns = session, door, max_turns
+    def __init__(self, session: Session, listener: GatewayListener, *, max_turns: int) -> None:
+        self._session, self._listener, self._max_turns = session, listener, max_turns
         self._numbers = itertools.count()
 
     @property
@@ -382,7 +389,7 @@ class _Agent:
             raise ValueError("messages must have at least one, got none")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        ask = Ask(
+        chat = ChatRequest(
             model="",
             messages=tuple(map(_valid, messages)),
             tools=tuple(declared(tool) for tool in tools),
@@ -391,9 +398,9 @@ class _Agent:
         )
         try:
             async with self._session.turn(
-                ask, ("chat", next(self._numbers)), repeated=False
+                chat, ("chat", next(self._numbers)), repeated=False
             ) as turn:
-                return await self._said(turn)
+                return await self._message(turn)
         except RequestError as error:
             if self._session.exhausted is not None:
                 raise LimitError(self._session.exhausted, str(error)) from error
@@ -401,8 +408,8 @@ class _Agent:
                 raise ValueError(str(error)) from error
             raise EngineError(str(error)) from error
 
-    async def _said(self, turn: Turn) -> Message:
-        assert turn.task is not None, "a turn is under way from the start"
+    async def _message(self, turn: Turn) -> Message:
+        assert turn.task is not None, "a turn has a task from the start"
         await asyncio.wait([turn.task])
         if turn.error is not None:
             raise turn.error
@@ -411,13 +418,13 @@ class _Agent:
         return turn.message
 
     async def endpoint(self) -> Endpoint:
-        url = await self._door.url()
+        url = await self._listener.url()
         return Endpoint(url=f"{url}/s/{self._session.id}/v1", token=self._session.token)
 
 
 class _RaisedError(RollweaveError):
-    """The handler raised what must not reach the event loop, or would be taken for our
-    own.
+    """The handler raised an exception that must not reach the event loop, or that would
+    be mistaken for one of Rollweave.
     """
 
     def __init__(self, raised: BaseException) -> None:
@@ -425,33 +432,34 @@ class _RaisedError(RollweaveError):
         self.raised = raised
 
 
-async def _apart(call: Callable[[], Awaitable[T]]) -> T:
-    """Await it as a task of its own: where it does not end when we are cancelled, it is
-    left behind.
+async def _detachable(call: Callable[[], Awaitable[T]]) -> T:
+    """Await the call in a separate task, which is abandoned if it does not end when we
+    are cancelled.
     """
-    task = _begun(call, "hook")
+    task = _start(call, "hook")
     try:
         await asyncio.wait([task])
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=CANCEL_S)
-    if task.cancelled():  # its own doing: were it ours, we had not come here
+    if task.cancelled():  # by the code itself: our own cancellation would have been raised above
         raise _RaisedError(asyncio.CancelledError())
     return task.result()
 
 
-def _begun(call: Callable[[], Awaitable[T]], name: str) -> asyncio.Task[T]:
+def _start(call: Callable[[], Awaitable[T]], name: str) -> asyncio.Task[T]:
     """Call the handler's code in a new task.
 
-    Asyncio reports no exception of it, even if we no longer wait for the task.
+    asyncio does not report the task's exception as unretrieved, even if nothing awaits
+    the task.
     """
     task = asyncio.create_task(_contained(call), name=name)
-    task.add_done_callback(_read)
+    task.add_done_callback(_retrieve_exception)
     return task
 
 
-def _read(task: asyncio.Task[Any]) -> None:
+def _retrieve_exception(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()
 
@@ -463,7 +471,7 @@ async def _contained(call: Callable[[], Awaitable[T]]) -> T:
     except (Interrupted, Exception, asyncio.CancelledError):
         raise
     except GeneratorExit as error:
-        if running_task() is not task:  # Python closes this coroutine
+        if running_task() is not task:  # Python is closing this coroutine
             raise
         raise _RaisedError(error) from error
     except BaseException as error:
@@ -471,7 +479,9 @@ async def _contained(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def declared(tool: Tool) -> str:
-    """Return the tool as the chat template gets it: JSON in the form of OpenAI's API."""
+    """Return the tool's declaration for the chat template: JSON in the form of OpenAI's
+    API.
+    """
     function = {
         "name": tool.name,
         "description": tool.description,
@@ -481,7 +491,9 @@ def declared(tool: Tool) -> str:
 
 
 def _valid(message: Message) -> Message:
-    """Raise ValueError for anything that is not a message."""
+    """Return the message without invalid text. Raises ValueError for anything that is
+    not a message.
+    """
     return msgspec.convert(valid_tree(msgspec.to_builtins(message)), Message)
 
 

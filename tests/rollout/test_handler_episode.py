@@ -18,9 +18,9 @@ from rollweave.envs.base import Score
 from rollweave.envs.handlers.base import Agent, Job, LimitError
 from rollweave.envs.handlers.sandboxes import Sandboxes
 from rollweave.record.store import TrajectoryStore
-from rollweave.rollout.driver import Speech
-from rollweave.rollout.gateway.door import Door
-from rollweave.rollout.handled import RESULT_BYTES, Handled
+from rollweave.rollout.driver import AgentConfig
+from rollweave.rollout.gateway.server import GatewayListener
+from rollweave.rollout.handler_episode import RESULT_BYTES, HandlerEpisode
 from rollweave.schema.chat import Message
 from rollweave.schema.commands import CancelTrajectory, StartInit
 from rollweave.schema.events import (
@@ -34,7 +34,7 @@ from rollweave.schema.events import (
 )
 from rollweave.schema.serving import Finish, Sampling
 from rollweave.schema.work import Blame, SegmentKind, StopReason, Trajectory
-from tests.rollout.worlds import CODEC, TRAJECTORY, Bench, said, words
+from tests.rollout.fakes import CODEC, TRAJECTORY, Harness, said, words
 
 GO = Message(role="user", content="go")
 ON = Message(role="user", content="on")
@@ -151,8 +151,8 @@ def store(tmp_path: Path) -> Iterator[TrajectoryStore]:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    made = Door(CODEC, model="test")
+async def listener() -> AsyncIterator[GatewayListener]:
+    made = GatewayListener(CODEC, model="test")
     yield made
     await made.close()
     for over in STUBBORN:
@@ -160,31 +160,33 @@ async def door() -> AsyncIterator[Door]:
     STUBBORN.clear()
 
 
-def bench(store: TrajectoryStore, door: Door, handler: Any, **limits: Any) -> Bench:
+def harness(
+    store: TrajectoryStore, listener: GatewayListener, handler: Any, **limits: Any
+) -> Harness:
     sandboxes = Sandboxes("plain")
 
-    def make(command: StartInit) -> Handled:
-        return Handled(
+    def make(command: StartInit) -> HandlerEpisode:
+        return HandlerEpisode(
             command,
             make=handler if callable(handler) else lambda: handler,
-            speech=Speech(codec=CODEC, sampling=Sampling(stop_token_ids=CODEC.stop_token_ids)),
+            agent=AgentConfig(codec=CODEC, sampling=Sampling(stop_token_ids=CODEC.stop_token_ids)),
             seed=7,
             clock=asyncio.get_running_loop().time,
             sandboxes=sandboxes,
-            door=door,
+            listener=listener,
         )
 
-    return Bench(store, make=make, **limits)
+    return Harness(store, make=make, **limits)
 
 
-async def ended(made: Bench, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
+async def ended(made: Harness, store: TrajectoryStore) -> tuple[TrajectoryEnded, Trajectory]:
     """Play until the attempt's RUN is over; it leaves nothing under way."""
     over = await made.play()
     return over, store.get([TRAJECTORY])[0]
 
 
 async def test_a_first_prompt_that_does_not_fit_is_named(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     """As of `swe`, which lets LimitError pass: it did ask its agent."""
     prompt = Message(role="user", content="go " * 40)
@@ -192,7 +194,7 @@ async def test_a_first_prompt_that_does_not_fit_is_named(
     async def ask(agent: Agent) -> None:
         await agent.chat([prompt])
 
-    made = bench(store, door, Played(on_run=ask), max_tokens=50)
+    made = harness(store, listener, Played(on_run=ask), max_tokens=50)
     over = await made.play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert over.error.startswith(
@@ -200,14 +202,16 @@ async def test_a_first_prompt_that_does_not_fit_is_named(
     )
 
 
-async def test_a_handler_sees_that_a_turn_was_cut(store: TrajectoryStore, door: Door) -> None:
+async def test_a_handler_sees_that_a_turn_was_cut(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     heard: list[Message] = []
 
     async def listen(agent: Agent) -> None:
         heard.append(await agent.chat([GO]))
         heard.append(await agent.chat([GO, heard[0], ON], max_tokens=2))
 
-    made = bench(store, door, Played(on_run=listen), max_turn_tokens=4)
+    made = harness(store, listener, Played(on_run=listen), max_turn_tokens=4)
     made.engine.answer = said("righ", finish=Finish.LENGTH)
     _, trajectory = await ended(made, store)
     assert [message.finish_reason for message in heard] == ["length", "length"]
@@ -217,9 +221,9 @@ async def test_a_handler_sees_that_a_turn_was_cut(store: TrajectoryStore, door: 
     assert [span.finish_reason for span in sequence.turns] == ["length", "length"]
 
 
-async def test_a_whole_life(store: TrajectoryStore, door: Door) -> None:
+async def test_a_whole_life(store: TrajectoryStore, listener: GatewayListener) -> None:
     handler = Played()
-    made = bench(store, door, handler)
+    made = harness(store, listener, handler)
     over, trajectory = await ended(made, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     kinds = [EnvReady, TurnRequested, TurnDone, TurnRequested, TurnDone, TrajectoryEnded]
@@ -237,25 +241,27 @@ async def test_a_whole_life(store: TrajectoryStore, door: Door) -> None:
     assert sequence.versions() == (3, 3)
     assert handler.log == ["init", "run", "close", "eval", "result"]
     await made.idle()
-    assert made.pipeline.alive == 0
+    assert made.pipeline.active_attempts == 0
 
 
 async def test_a_rewritten_context_and_a_second_agent_are_sequences_of_their_own(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
         first = await agent.chat([GO])
         await asyncio.gather(agent.chat([ON]), agent.chat([GO, first, ON]), agent.chat([GO]))
 
-    made = bench(store, door, Played(on_run=run))
+    made = harness(store, listener, Played(on_run=run))
     over, trajectory = await ended(made, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 4)
     outputs = [turn for sequence in trajectory.sequences for turn in sequence.turns]
     assert (len(trajectory.sequences), len(outputs)) == (3, 4)
 
 
-async def test_seeds_differ_by_turn_and_attempt(store: TrajectoryStore, door: Door) -> None:
-    made = bench(store, door, Played)
+async def test_seeds_differ_by_turn_and_attempt(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
+    made = harness(store, listener, Played)
     await made.play()
     seeds = [request.sampling.seed for request in made.engine.requests]
     assert len(set(seeds)) == 2
@@ -274,14 +280,14 @@ async def test_seeds_differ_by_turn_and_attempt(store: TrajectoryStore, door: Do
 )
 @pytest.mark.parametrize("stage", ["make", "init", "run", "eval"])
 async def test_a_stage_that_raises(
-    store: TrajectoryStore, door: Door, stage: str, error: BaseException
+    store: TrajectoryStore, listener: GatewayListener, stage: str, error: BaseException
 ) -> None:
     handler = Played(**{} if stage == "make" else {f"on_{stage}": raising(error)})
 
     def fails() -> Any:
         raise error
 
-    made = bench(store, door, fails if stage == "make" else handler)
+    made = harness(store, listener, fails if stage == "make" else handler)
     over = await made.play()
     if stage == "eval":
         assert over.stop_reason is StopReason.FINISHED
@@ -302,9 +308,11 @@ async def test_a_stage_that_raises(
 
 @pytest.mark.parametrize("stage", ["init", "run", "eval"])
 @pytest.mark.parametrize("how", [hang, stubborn])
-async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str, how: Any) -> None:
+async def test_a_stage_that_hangs(
+    store: TrajectoryStore, listener: GatewayListener, stage: str, how: Any
+) -> None:
     handler = Played(**{f"on_{stage}": how})
-    made = bench(store, door, handler, step_s=0.05)
+    made = harness(store, listener, handler, step_s=0.05)
     over = await made.play()
     if stage == "eval":
         made.eval()
@@ -322,7 +330,7 @@ async def test_a_stage_that_hangs(store: TrajectoryStore, door: Door, stage: str
 )
 @pytest.mark.parametrize("place", ["close", "hook"])
 async def test_what_frees_or_is_told_holds_up_nobody(
-    store: TrajectoryStore, door: Door, place: str, how: Any
+    store: TrajectoryStore, listener: GatewayListener, place: str, how: Any
 ) -> None:
     class Closed(Played):
         async def close(self) -> None:
@@ -330,16 +338,16 @@ async def test_what_frees_or_is_told_holds_up_nobody(
 
     failing = raising(ValueError("no"))
     handler = Closed() if place == "close" else Played(on_run=failing, on_error=how)
-    over = await bench(store, door, handler).play()
+    over = await harness(store, listener, handler).play()
     assert over.stop_reason is (StopReason.FINISHED if place == "close" else StopReason.ENV_ERROR)
     assert ("kill" if place == "close" else "close") in handler.log
 
 
 async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     """The silence between turns is limited, the wait for a turn is not."""
-    made = bench(store, door, Played(), step_s=0.2)
+    made = harness(store, listener, Played(), step_s=0.2)
     made.init()
     await made.until(EnvReady)
     made.run()
@@ -357,32 +365,36 @@ async def test_time_is_spent_by_work_not_by_waiting_for_a_turn(
     assert timing.env_s < 0.2
 
 
-async def test_the_budget_runs_out(store: TrajectoryStore, door: Door) -> None:
-    made = bench(store, door, Played(on_run=hang), time_s=0.05)
+async def test_the_budget_runs_out(store: TrajectoryStore, listener: GatewayListener) -> None:
+    made = harness(store, listener, Played(on_run=hang), time_s=0.05)
     over = await made.play()
     assert (over.stop_reason, "ran out in run" in over.error) == (StopReason.TIME_BUDGET, True)
 
 
-async def test_the_budget_runs_out_in_a_turn(store: TrajectoryStore, door: Door) -> None:
-    made = bench(store, door, Played())
+async def test_the_budget_runs_out_in_a_turn(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
+    made = harness(store, listener, Played())
     made.engine.answer = said("h", finish=Finish.TIME)
     over = await made.play()
     assert over.stop_reason is StopReason.TIME_BUDGET
 
 
-async def test_a_handler_that_makes_light_of_a_stop(store: TrajectoryStore, door: Door) -> None:
+async def test_a_handler_that_makes_light_of_a_stop(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     async def run(agent: Agent) -> None:
         with contextlib.suppress(Exception, asyncio.CancelledError):
             await agent.chat([GO])
 
-    made = bench(store, door, Played(on_run=run))
+    made = harness(store, listener, Played(on_run=run))
     made.engine.answer = said("h", finish=Finish.TIME)
     assert (await made.play()).stop_reason is StopReason.TIME_BUDGET
 
 
 @pytest.mark.parametrize("lets_pass", [True, False])
 async def test_turns_and_context_are_limited(
-    store: TrajectoryStore, door: Door, lets_pass: bool
+    store: TrajectoryStore, listener: GatewayListener, lets_pass: bool
 ) -> None:
     told: list[Exception] = []
 
@@ -396,11 +408,11 @@ async def test_turns_and_context_are_limited(
             if lets_pass:
                 raise
 
-    made = bench(store, door, Played(on_run=run), max_turns=3)
+    made = harness(store, listener, Played(on_run=run), max_turns=3)
     over, trajectory = await ended(made, store)
     assert (over.stop_reason, over.turns) == (StopReason.MAX_TURNS, 3)
     assert trajectory.blame is Blame.AGENT
-    made = bench(store, door, Played(on_run=run), max_turns=30, max_tokens=100)
+    made = harness(store, listener, Played(on_run=run), max_turns=30, max_tokens=100)
     over, trajectory = await ended(made, store)
     assert over.stop_reason is StopReason.MAX_TOKENS
     assert all(len(sequence.tokens) <= 100 for sequence in trajectory.sequences)
@@ -408,14 +420,14 @@ async def test_turns_and_context_are_limited(
 
 
 async def test_an_agent_that_shortens_its_context_has_finished(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
         with pytest.raises(LimitError):
             await agent.chat([Message(role="user", content="go " * 40)])
         await agent.chat([GO])
 
-    over = await bench(store, door, Played(on_run=run), max_tokens=100).play()
+    over = await harness(store, listener, Played(on_run=run), max_tokens=100).play()
     assert over.stop_reason is StopReason.FINISHED
 
 
@@ -447,10 +459,10 @@ class Plain:
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
 async def test_a_hook_that_raises_fails_its_attempt_alone(
-    store: TrajectoryStore, door: Door, error: BaseException
+    store: TrajectoryStore, listener: GatewayListener, error: BaseException
 ) -> None:
     handler = Played(on_run=raising(ValueError("first")), on_error=raising(error))
-    over = await bench(store, door, handler).play()
+    over = await harness(store, listener, handler).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert f"then run_exception raised {type(error).__name__}" in over.error
     assert "close" in handler.log
@@ -461,15 +473,15 @@ async def test_a_hook_that_raises_fails_its_attempt_alone(
     [GeneratorExit(), KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError(), Foreign()],
 )
 async def test_a_plain_method_that_raises_fails_its_attempt_alone(
-    store: TrajectoryStore, door: Door, error: BaseException
+    store: TrajectoryStore, listener: GatewayListener, error: BaseException
 ) -> None:
-    over = await bench(store, door, Plain(error)).play()
+    over = await harness(store, listener, Plain(error)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert over.error.startswith(f"run raised {type(error).__name__}")
 
 
 async def test_what_a_stage_raises_when_it_is_cancelled_is_read(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def init(job: Job) -> None:
         try:
@@ -479,19 +491,21 @@ async def test_what_a_stage_raises_when_it_is_cancelled_is_read(
 
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    over = await bench(store, door, Played(on_init=init), step_s=0.01).play()
+    over = await harness(store, listener, Played(on_init=init), step_s=0.01).play()
     assert over.stop_reason is StopReason.ENV_HANG
     gc.collect()
     assert told == []
 
 
-async def test_a_failure_may_be_the_agents_doing(store: TrajectoryStore, door: Door) -> None:
+async def test_a_failure_may_be_the_agents_doing(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     async def run(agent: Agent) -> None:
         await two_turns(agent)
         raise ValueError("it broke its sandbox")
 
     handler = Played(on_run=run, on_error=lambda _: _value(Score(reward=-1.0, success=False)))
-    made = bench(store, door, handler)
+    made = harness(store, listener, handler)
     over = await made.play()
     assert over.stop_reason is StopReason.FINISHED
     made.eval()
@@ -500,15 +514,17 @@ async def test_a_failure_may_be_the_agents_doing(store: TrajectoryStore, door: D
     assert "eval" not in handler.log
 
     handler = Played(on_eval=raising(ValueError("no verdict")), on_error=lambda _: _value(0.25))
-    made = bench(store, door, handler)
+    made = harness(store, listener, handler)
     await made.play()
     made.eval()
     assert (await made.until(RewardReady)).reward == 0.25
 
 
 @pytest.mark.parametrize("reward", [float("nan"), "much", None, Score(reward=float("inf"))])
-async def test_a_reward_that_is_none(store: TrajectoryStore, door: Door, reward: Any) -> None:
-    made = bench(store, door, Played(on_eval=lambda: _value(reward)))
+async def test_a_reward_that_is_none(
+    store: TrajectoryStore, listener: GatewayListener, reward: Any
+) -> None:
+    made = harness(store, listener, Played(on_eval=lambda: _value(reward)))
     await made.play()
     made.eval()
     failed = await made.until(RewardFailed)
@@ -529,9 +545,9 @@ async def test_a_reward_that_is_none(store: TrajectoryStore, door: Door, reward:
     ],
 )
 async def test_a_result_that_cannot_be_kept_costs_no_reward(
-    store: TrajectoryStore, door: Door, kept: Any
+    store: TrajectoryStore, listener: GatewayListener, kept: Any
 ) -> None:
-    made = bench(store, door, Played(kept=kept))
+    made = harness(store, listener, Played(kept=kept))
     await made.play()
     made.eval()
     await made.until(RewardReady)
@@ -544,18 +560,22 @@ async def test_a_result_that_cannot_be_kept_costs_no_reward(
     ("messages", "asked", "rule"), [([], None, "messages must"), ([GO], 0, "max_tokens must")]
 )
 async def test_what_cannot_be_asked(
-    store: TrajectoryStore, door: Door, messages: list[Message], asked: int | None, rule: str
+    store: TrajectoryStore,
+    listener: GatewayListener,
+    messages: list[Message],
+    asked: int | None,
+    rule: str,
 ) -> None:
     async def run(agent: Agent) -> None:
         await agent.chat(messages, max_tokens=asked)
 
-    over = await bench(store, door, Played(on_run=run)).play()
+    over = await harness(store, listener, Played(on_run=run)).play()
     assert over.stop_reason is StopReason.ENV_ERROR
     assert rule in over.error
 
 
-async def test_it_must_ask_the_agent(store: TrajectoryStore, door: Door) -> None:
-    over = await bench(store, door, Played(on_run=nothing)).play()
+async def test_it_must_ask_the_agent(store: TrajectoryStore, listener: GatewayListener) -> None:
+    over = await harness(store, listener, Played(on_run=nothing)).play()
     assert (over.stop_reason, over.error) == (
         StopReason.ENV_ERROR,
         "run must ask the agent at least once, and returned without asking",
@@ -563,7 +583,9 @@ async def test_it_must_ask_the_agent(store: TrajectoryStore, door: Door) -> None
 
 
 @pytest.mark.parametrize("place", ["init", "queue", "turn", "tool", "eval"])
-async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, place: str) -> None:
+async def test_cancelled_wherever_it_is(
+    store: TrajectoryStore, listener: GatewayListener, place: str
+) -> None:
     there = asyncio.Event()
 
     async def stay(*_: object) -> None:
@@ -580,7 +602,7 @@ async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, plac
         "eval": {"on_eval": stay},
     }
     handler = Played(**stages.get(place, {}))
-    made = bench(store, door, handler)
+    made = harness(store, listener, handler)
     if place in ("tool", "eval"):
         playing = asyncio.ensure_future(made.play())
         if place == "eval":
@@ -609,13 +631,15 @@ async def test_cancelled_wherever_it_is(store: TrajectoryStore, door: Door, plac
     assert not any(isinstance(event, TurnWithdrawn) for event in made.events)
     assert "close" in handler.log
     await made.idle()
-    assert (made.pipeline.alive, made.engine.live) == (0, 0)
+    assert (made.pipeline.active_attempts, made.engine.live) == (0, 0)
 
 
 # Agent programs.
 
 
-async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Door) -> None:
+async def test_an_agent_program_at_the_endpoint(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     async def run(agent: Agent) -> None:
         endpoint = await agent.endpoint()
         async with openai.AsyncOpenAI(
@@ -627,7 +651,7 @@ async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Do
             assert first.choices[0].message.content == "hi"
         await agent.chat([GO, Message(role="assistant", content="hi"), ON])  # the same session
 
-    made = bench(store, door, Played(on_run=run))
+    made = harness(store, listener, Played(on_run=run))
     over, trajectory = await ended(made, store)
     assert (over.stop_reason, over.turns) == (StopReason.FINISHED, 2)
     (sequence,) = trajectory.sequences
@@ -636,7 +660,7 @@ async def test_an_agent_program_at_the_endpoint(store: TrajectoryStore, door: Do
 
 
 async def test_a_program_that_gives_up_a_call_withdraws_its_turn(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
         with contextlib.suppress(TimeoutError):
@@ -644,7 +668,7 @@ async def test_a_program_that_gives_up_a_call_withdraws_its_turn(
                 await agent.chat([GO])
         await agent.chat([GO])
 
-    made = bench(store, door, Played(on_run=run))
+    made = harness(store, listener, Played(on_run=run))
     made.init()
     await made.until(EnvReady)
     made.run()
@@ -659,7 +683,7 @@ async def test_a_program_that_gives_up_a_call_withdraws_its_turn(
 
 
 async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     left: list[asyncio.Task[Any]] = []
 
@@ -668,7 +692,7 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
         left.append(asyncio.create_task(agent.chat([ON])))
         await asyncio.sleep(0.01)
 
-    made = bench(store, door, Played(on_run=run))
+    made = harness(store, listener, Played(on_run=run))
     made.init()
     await made.until(EnvReady)
     made.run()
@@ -681,7 +705,7 @@ async def test_a_call_that_outlives_run_is_withdrawn_before_the_end(
 
 
 async def test_an_agent_that_is_asked_after_run_says_nothing(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     """Else a reward would wait for a turn that nobody grants, without a limit."""
     agents: list[Agent] = []
@@ -694,26 +718,28 @@ async def test_an_agent_that_is_asked_after_run_says_nothing(
         await agents[0].chat([ON])
         return Score(reward=1.0)
 
-    made = bench(store, door, Played(on_run=run, on_eval=judge), step_s=0.1)
+    made = harness(store, listener, Played(on_run=run, on_eval=judge), step_s=0.1)
     await made.play()
     made.eval()
     failed = await made.until(RewardFailed)
     assert isinstance(failed, RewardFailed)
     assert (failed.stop_reason, failed.error) == (
         StopReason.REWARD_ERROR,
-        f"eval: session must be open, got '{TRAJECTORY}-0', which is over",
+        f"eval: session must be open, got '{TRAJECTORY}-0', which is closed",
     )
     assert len([event for event in made.events if isinstance(event, TurnRequested)]) == 1
 
 
-async def test_a_session_is_over_with_its_attempt(store: TrajectoryStore, door: Door) -> None:
+async def test_a_session_is_over_with_its_attempt(
+    store: TrajectoryStore, listener: GatewayListener
+) -> None:
     reached: list[Any] = []
 
     async def run(agent: Agent) -> None:
         await agent.chat([GO])
         reached.append(await agent.endpoint())
 
-    await bench(store, door, Played(on_run=run)).play()
+    await harness(store, listener, Played(on_run=run)).play()
     async with openai.AsyncOpenAI(
         base_url=reached[0].url, api_key=reached[0].token, max_retries=0
     ) as client:
@@ -727,12 +753,14 @@ SURROGATE = "\udcff"
 
 
 async def test_what_a_handler_says_and_keeps_is_made_valid(
-    store: TrajectoryStore, door: Door
+    store: TrajectoryStore, listener: GatewayListener
 ) -> None:
     async def run(agent: Agent) -> None:
         await agent.chat([Message(role="user", content=SURROGATE, name=SURROGATE)])
 
-    made = bench(store, door, Played(on_run=run, kept={SURROGATE: [SURROGATE], "deep": nested(99)}))
+    made = harness(
+        store, listener, Played(on_run=run, kept={SURROGATE: [SURROGATE], "deep": nested(99)})
+    )
     assert (await made.play()).stop_reason is StopReason.FINISHED
     made.eval()
     await made.until(RewardReady)
@@ -743,9 +771,9 @@ async def test_what_a_handler_says_and_keeps_is_made_valid(
 
 @pytest.mark.parametrize("stage", ["on_init", "on_run"])
 async def test_an_error_of_a_handler_is_made_valid(
-    store: TrajectoryStore, door: Door, stage: str
+    store: TrajectoryStore, listener: GatewayListener, stage: str
 ) -> None:
-    made = bench(store, door, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
+    made = harness(store, listener, Played(**{stage: raising(OSError(SURROGATE))}))  # type: ignore[arg-type]
     ended = await made.play()
     assert "raised OSError: \ufffd" in ended.error
     ended.error.encode()

@@ -1,10 +1,10 @@
-"""What a client of OpenAI's chat API may ask for, as JSON to nouns: strict, and every
-refusal names field, rule and value.
+"""Parse and validate requests of OpenAI's chat API. Every refusal names field, rule and
+value.
 
 Invariant: each field of a request falls into one of four classes, and `docs/GATEWAY.md`
-lists them all. It is honored (the fields of the models below), the run decides it where
-the session is pinned (`OWN`), it asks for nothing (`io/http/fields.py`, and the tables
-here for messages), or the request is refused.
+lists them all. It is honored (the fields of the models below), it is overridden by the
+run where the session is pinned (`PINNED_FIELDS`), it has a value without effect
+(`io/http/fields.py`, and the tables here for messages), or the request is refused.
 """
 
 import json
@@ -19,9 +19,9 @@ from rollweave.schema.errors import RollweaveError
 
 
 class RequestError(RollweaveError):
-    """What the client asks for cannot be had.
+    """The client's request cannot be fulfilled.
 
-    The rest is OpenAI's error object and its HTTP status.
+    The attributes are the HTTP status and the fields of OpenAI's error object.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class RequestError(RollweaveError):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         kind = (
             "rate_limit_error"
             if self.status == 429
@@ -44,12 +44,12 @@ class RequestError(RollweaveError):
         }
 
 
-class Ask(Struct, frozen=True, kw_only=True):
-    """A request in our words. None means that the client leaves it to us. `tools` are
-    JSON, one declaration each.
+class ChatRequest(Struct, frozen=True, kw_only=True):
+    """A parsed request. None means that the client leaves the value to the gateway.
+    `tools` are JSON, one declaration each.
 
-    `call` is the tool that has to be called, "" for any; None where the agent is free.
-    Its words are calls where `reads_calls`.
+    `call` is the tool that the agent must call, "" for any tool, None if it need not
+    call one. The agent's text is parsed for calls if `reads_calls`.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
 
 
-OWN = ("temperature", "top_p", "top_k", "seed")
+PINNED_FIELDS = ("temperature", "top_p", "top_k", "seed")
 """Fields that a pinned session accepts but ignores: the run decides how its turns are
 sampled.
 """
@@ -88,8 +88,8 @@ MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {
     "thinking_blocks": ([],),
     "tools": ([],),
 }
-"""Fields of a message that other servers put into the prompt → their values that ask
-for nothing.
+"""Fields of a message that other servers put into the prompt → their values without
+effect.
 """
 
 ECHOED = frozenset(
@@ -149,8 +149,8 @@ class _Declared(_Open):
     The chat template shows all of it, so further fields are honored.
     """
 
-    # May be put into the agent's mouth, so it must not be able to spell a special
-    # token.
+    # The name may become part of a forced prefix of the agent's message, so it must not
+    # be able to spell a special token.
     name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
 
 
@@ -176,6 +176,7 @@ class _StreamOptions(_Strict):
 
 StopText = Annotated[str, Field(min_length=1)]
 MAX_STOPS = 16
+"""Maximum number of stop strings, and of stop tokens, in one request."""
 
 
 class _Chat(_Open):
@@ -200,8 +201,8 @@ class _Chat(_Open):
     stream_options: _StreamOptions | None = None
 
 
-def parse_chat(body: bytes) -> Ask:
-    """A chat request's body. Raises RequestError (400)."""
+def parse_chat(body: bytes) -> ChatRequest:
+    """Parse the body of a chat request. Raises RequestError (400)."""
     try:
         chat = _Chat.model_validate_json(body)
     except ValidationError as error:
@@ -222,7 +223,7 @@ def parse_chat(body: bytes) -> Ask:
             chat.top_logprobs,
         )
     stop = (chat.stop,) if isinstance(chat.stop, str) else tuple(chat.stop or ())
-    return Ask(
+    return ChatRequest(
         model=chat.model,
         messages=tuple(_message(message, place) for place, message in enumerate(chat.messages)),
         tools=tools,
@@ -247,7 +248,7 @@ def parse_chat(body: bytes) -> Ask:
 
 
 def _forced(chat: _Chat, names: list[str]) -> str | None:
-    """The tool that must be called, as `Ask.call` has it."""
+    """Return the tool that must be called, in the form of `ChatRequest.call`."""
     choice = chat.tool_choice
     if isinstance(choice, _Choice):
         if choice.function.name not in names:
@@ -263,19 +264,19 @@ def _forced(chat: _Chat, names: list[str]) -> str | None:
 
 
 def _check_others(path: str, model: _Open, **tables: Any) -> None:
-    """Raise RequestError for a field that the model does not have and that asks for
-    something.
+    """Raise RequestError for a field that the model lacks and whose value has an
+    effect.
     """
     others = model.model_extra or {}
-    found = refused_field(others, **tables)
-    if found is not None:
-        name, rule = found
+    refusal = refused_field(others, **tables)
+    if refusal is not None:
+        name, rule = refusal
         raise _bad(path + name, rule, others[name])
 
 
 def _check_message(message: _Message, path: str) -> None:
-    """Raise RequestError for an unsupported field of the message, or within it, that
-    asks for something.
+    """Raise RequestError for an unsupported field of the message, or within it, whose
+    value has an effect.
     """
     _check_others(path, message, neutral=MESSAGE_NEUTRAL, without_effect=ECHOED)
     for place, part in enumerate(message.content if isinstance(message.content, list) else ()):
@@ -321,9 +322,9 @@ def _bad(param: str, rule: str, value: object) -> RequestError:
 
 
 def _refusal(error: ValidationError) -> RequestError:
-    """The first thing that is wrong.
+    """Return the first error.
 
-    A union reports every branch; the deepest tells what was meant.
+    A union reports every branch; the deepest location is what the client meant.
     """
     problem = max(error.errors(include_url=False), key=lambda each: len(each["loc"]))
     path = [str(part) for part in problem["loc"] if isinstance(part, int) or part in _FIELDS]
@@ -345,6 +346,6 @@ _MODELS = (
     _StreamOptions,
 )
 _FIELDS = {name for model in _MODELS for name in model.model_fields}
-"""Names that stand in a request: pydantic's locations also hold those of a union's
-branches.
+"""Names of the fields of a request: pydantic's locations also contain names of a
+union's branches.
 """

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollweave.rollout.chat.tools import Hermes
-from rollweave.rollout.gateway.dialogue import Ask
-from rollweave.rollout.gateway.replies import (
-    Reply,
-    chunks,
+from rollweave.rollout.gateway.requests import ChatRequest
+from rollweave.rollout.gateway.responses import (
+    ChatReply,
+    completion,
+    completion_chunks,
     finish_reason,
-    pieces_of,
     read_turn,
-    whole,
+    text_deltas,
 )
 from rollweave.schema.serving import Finish
 from tests.support.properties import examples
@@ -39,18 +39,18 @@ def reply_of(
     stop: tuple[str, ...],
     finish: Finish,
     stop_tokens: tuple[int, ...] = (),
-) -> Reply:
+) -> ChatReply:
     result = spoken(sampled, finish=finish)
     hermes = Hermes() if tools else None
     message, shown = read_turn(
         CODEC, hermes, result, number=7, forced=forced, stop=stop, stop_tokens=stop_tokens
     )
-    return Reply(
+    return ChatReply(
         id="r",
         created=0,
         model="m",
         message=message,
-        pieces=pieces_of(CODEC, result, length=shown, logprobs=True),
+        deltas=text_deltas(CODEC, result, length=shown, logprobs=True),
         finish_reason=finish_reason(message, finish),
         prompt_tokens=1,
         completion_tokens=len(sampled),
@@ -95,9 +95,9 @@ def test_a_stream_adds_up_to_the_whole(
     reply = reply_of(
         sampled, tools=tools, forced=forced, stop=stop, finish=finish, stop_tokens=stop_tokens
     )
-    ask = Ask(model="m", messages=(), logprobs=True, include_usage=True)
-    stream = list(chunks(reply, ask, forced=forced))
-    body = json.loads(json.dumps(whole(reply, ask)))
+    ask = ChatRequest(model="m", messages=(), logprobs=True, include_usage=True)
+    stream = list(completion_chunks(reply, ask, forced=forced))
+    body = json.loads(json.dumps(completion(reply, ask)))
     said = put_together(json.loads(json.dumps(stream)))
     message = body["choices"][0]["message"]
     assert said["content"] == (message["content"] or "")
@@ -112,7 +112,7 @@ def test_a_stream_adds_up_to_the_whole(
         text = text.partition(each)[0] if each in text else text
     if not calls:
         assert message["content"] == forced + text
-    assert "".join(piece.text for piece in reply.pieces) == text
+    assert "".join(piece.text for piece in reply.deltas) == text
     entries = body["choices"][0]["logprobs"]["content"]
     streamed = [
         choice["logprobs"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]
@@ -122,8 +122,8 @@ def test_a_stream_adds_up_to_the_whole(
         -0.5 - place for place in range(len(entries))
     ]
     # The end of every piece is the end of a character.
-    for end in range(1, len(reply.pieces)):
-        shown = "".join(piece.text for piece in reply.pieces[:end])
-        count = sum(len(piece.entries) for piece in reply.pieces[:end])
+    for end in range(1, len(reply.deltas)):
+        shown = "".join(piece.text for piece in reply.deltas[:end])
+        count = sum(len(piece.entries) for piece in reply.deltas[:end])
         assert CODEC.decode(sampled[:count]) == shown
     assert stream[-1]["usage"] == body["usage"]

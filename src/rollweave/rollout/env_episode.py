@@ -1,22 +1,21 @@
-"""One attempt at one task: drives the environment and the agent's turns, and keeps what
-training must know.
+"""One attempt at one task in an environment: drives the environment and the agent's
+turns, and records what training needs.
 
 Invariants: every call of the environment has a limit; time counts against the budget
 only while the agent generates or the environment works, never while a turn queues;
-whatever goes wrong becomes one `EpisodeStopError` with a typed reason; tokens are those
-that the engine sampled. The episode owns its environment until `close` or `kill`.
+every failure becomes one `EpisodeStopError` with a typed reason; tokens are those that
+the engine sampled. The episode owns its environment until `close` or `kill`.
 """
 
 import math
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-from rollweave.envs.base import Episode as Seen
-from rollweave.envs.base import Observation, Score, Step, mix
+from rollweave.envs.base import Episode, Observation, Score, Step, mix
 from rollweave.rollout.budget import Budget, EpisodeStopError
 from rollweave.rollout.chat.codec import ChatError
 from rollweave.rollout.chat.conversation import Conversation
-from rollweave.rollout.driver import Speech, TurnPort
+from rollweave.rollout.driver import AgentConfig, TurnPort
 from rollweave.schema.commands import StartInit
 from rollweave.schema.serving import Finish, Sampling, finish_word
 from rollweave.schema.work import (
@@ -33,52 +32,54 @@ T = TypeVar("T")
 
 
 class LiveEnv(Protocol):
-    """An opened environment, as `envs/process.py` has it, whatever its isolation.
+    """An open environment with any isolation; `envs/process.py` implements it.
 
-    Limits are the episode's.
+    The episode applies the limits.
     """
 
     async def reset(self, task: Task) -> Observation:
         """Begin the task. Raises `EnvError`."""
 
     async def step(self, action: str, *, finish_reason: str) -> Step:
-        """Take the agent's words, and how they ended: "stop", or "length" where they
-        were cut. Raises `EnvError`.
+        """Apply the agent's message. `finish_reason` is "stop", or "length" if a limit
+        cut the message. Raises `EnvError`.
         """
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Release its resources."""
 
     def kill(self) -> None:
-        """Free it at once, without waiting; harmless after `close`."""
+        """Release them at once, without waiting; harmless after `close`."""
 
 
-class Worlds(Protocol):
+class EnvProvider(Protocol):
     """Opens environments and scores episodes of one task domain."""
 
     async def open(self, task: Task, *, seed: int) -> LiveEnv:
-        """A fresh environment. `seed` decides injected faults. Raises `EnvError`."""
+        """Open a new environment. `seed` decides injected faults. Raises `EnvError`."""
 
-    async def score(self, episode: Seen, *, seed: int) -> Score:
-        """The reward of a whole episode. Raises `RewardError`."""
+    async def score(self, episode: Episode, *, seed: int) -> Score:
+        """Return the reward of a complete episode. Raises `RewardError`."""
 
 
-class Episode:
-    """`worlds` and `speech` belong to the task's domain; `seed` is the run's."""
+class EnvEpisode:
+    """The `Driver` of an attempt in an environment. `provider` and `agent` belong to
+    the task's domain; `seed` is the run's.
+    """
 
     def __init__(
         self,
         command: StartInit,
         *,
-        worlds: Worlds,
-        speech: Speech,
+        provider: EnvProvider,
+        agent: AgentConfig,
         seed: int,
         clock: Callable[[], float],
     ) -> None:
         self._command, self._task, self._limits = command, command.task, command.task.limits
-        self._worlds, self._clock = worlds, clock
-        self._codec = speech.codec
-        self._sampling = speech.sampling
+        self._provider, self._clock = provider, clock
+        self._codec = agent.codec
+        self._sampling = agent.sampling
         self._seed = mix(seed, command.trajectory_id, command.attempt)
         self._env: LiveEnv | None = None
         self._conversation: Conversation | None = None
@@ -90,37 +91,37 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """Turns that the agent has taken."""
+        """Return the number of turns that the agent has taken."""
         return self._conversation.turns if self._conversation is not None else 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the first turn's prompt."""
+        """Return the length of the first turn's prompt in tokens."""
         return self._conversation.prompt_tokens if self._conversation is not None else 0
 
     @property
     def reward(self) -> float:
-        """Of the steps so far."""
+        """Return the sum of the rewards of the steps so far."""
         return sum(self._rewards)
 
     @property
     def plan(self) -> tuple[int, ...]:
-        """The first tokens of the agent's first turn."""
+        """Return the first tokens of the agent's first turn."""
         return self._conversation.plan if self._conversation is not None else ()
 
     @property
     def budget_s(self) -> float:
-        """Active seconds that are left."""
-        return self._budget.left_s
+        """Return the active seconds that remain."""
+        return self._budget.remaining_s
 
     @property
     def eval_s(self) -> float:
-        """Seconds that the reward took."""
+        """Return the seconds that the reward took."""
         return self._budget.eval_s
 
     @property
     def result(self) -> str:
-        """An environment keeps nothing else."""
+        """Return "": an environment has no further output."""
         return ""
 
     # The three stages.
@@ -129,7 +130,7 @@ class Episode:
         """Open and reset the environment. Raises `EpisodeStopError`."""
         started = self._clock()
         try:
-            observation = await self._worked(self._open(), "starting")
+            observation = await self._limited(self._open(), "starting")
         finally:
             self._budget.init_s += self._clock() - started
         if not isinstance(observation, Observation):
@@ -150,8 +151,9 @@ class Episode:
             raise EpisodeStopError(StopReason.ENV_ERROR, text)
 
     async def run(self, port: TurnPort) -> StopReason:
-        """Take turns until the episode is over; the reason is one that may be trained
-        on, or `EpisodeStopError` is raised.
+        """Take turns until the episode ends.
+
+        The returned reason permits training; otherwise `EpisodeStopError` is raised.
         """
         conversation = self._conversation
         assert conversation is not None, "run follows init"
@@ -176,9 +178,9 @@ class Episode:
                 ) from error
 
     async def score(self) -> Score:
-        """The reward of the ended episode. Raises `EpisodeStopError`."""
+        """Return the reward of the ended episode. Raises `EpisodeStopError`."""
         assert self._conversation is not None, "score follows run"
-        seen = Seen(
+        episode = Episode(
             task=self._task,
             messages=self._conversation.messages,
             rewards=tuple(self._rewards),
@@ -187,8 +189,8 @@ class Episode:
         )
         started = self._clock()
         try:
-            call = self._worlds.score(seen, seed=self._seed)
-            score = await self._budget.limited(
+            call = self._provider.score(episode, seed=self._seed)
+            score = await self._budget.run_limited(
                 call,
                 hang=StopReason.REWARD_HANG,
                 failure=StopReason.REWARD_ERROR,
@@ -203,19 +205,19 @@ class Episode:
         return score
 
     async def close(self) -> None:
-        """Free the environment."""
+        """Close the environment."""
         if self._env is not None:
             await self._env.close()
             self._env = None
 
     def kill(self) -> None:
-        """Free the environment now."""
+        """Kill the environment."""
         if self._env is not None:
             self._env.kill()
             self._env = None
 
     def trajectory(self, reason: StopReason, error: str) -> Trajectory:
-        """What came of the attempt, as it is stored. The reward comes later."""
+        """Return the attempt's record without a reward, which is stored later."""
         self.stop_reason = reason
         command = self._command
         sequences: tuple[TokenSequence, ...] = ()
@@ -240,16 +242,17 @@ class Episode:
     # Parts of a turn.
 
     async def _open(self) -> Observation:
-        # Kept before anything is awaited further, so that a time-out in `reset` still
-        # finds what to close.
-        self._env = await self._worlds.open(self._task, seed=self._seed)
+        # Assigned before the next await, so that a timeout in `reset` still closes the
+        # environment.
+        self._env = await self._provider.open(self._task, seed=self._seed)
         return await self._env.reset(self._task)
 
     async def _agent_turn(
         self, port: TurnPort, conversation: Conversation, room: int
     ) -> tuple[str, bool]:
-        """The agent's words, and whether the trajectory's tokens ran out while it
-        spoke.
+        """Take one turn.
+
+        Return the agent's message, and whether the trajectory ran out of tokens in it.
         """
         number, asked = conversation.turns, self._clock()
         sampling = _sampling(
@@ -260,8 +263,8 @@ class Episode:
         answer = await port.turn(number, conversation.tokens, sampling)
         result = answer.result
         self._engine = answer.engine_id
-        self._budget.took_turn(asked, result.generate_s)
-        text = conversation.sampled(
+        self._budget.charge_turn(asked, result.generate_s)
+        text = conversation.add_turn(
             result.tokens,
             result.logprobs,
             result.versions,
@@ -275,13 +278,13 @@ class Episode:
         assert env is not None, "the environment is open while the episode runs"
         number = conversation.turns - 1
         try:
-            step = await self._worked(
+            step = await self._limited(
                 env.step(text, finish_reason=conversation.finish_reason), f"step {number}"
             )
         finally:
             ended = self._clock()
             self._budget.env_s += ended - started
-        port.stepped(f"step {number}", started, ended)
+        port.record_span(f"step {number}", started, ended)
         if not isinstance(step, Step) or not _finite(step.reward):
             raise EpisodeStopError(
                 StopReason.ENV_ERROR, f"step {number} must return a Step, got {step!r:.200}"
@@ -290,8 +293,8 @@ class Episode:
         conversation.reward(float(step.reward))
         return step
 
-    def _worked(self, call: Awaitable[T], what: str) -> Awaitable[T]:
-        return self._budget.limited(
+    def _limited(self, call: Awaitable[T], what: str) -> Awaitable[T]:
+        return self._budget.run_limited(
             call, hang=StopReason.ENV_HANG, failure=StopReason.ENV_ERROR, what=what
         )
 
@@ -314,8 +317,8 @@ def _sampling(base: Sampling, *, max_tokens: int, seed: int) -> Sampling:
 
 
 def _within(sequence: TokenSequence, max_tokens: int) -> TokenSequence:
-    """Without the end of a last observation that went over the limit: nothing was
-    sampled after it.
+    """Cut off the end of a last observation that exceeds the limit: nothing was sampled
+    after it.
     """
     if len(sequence.tokens) <= max_tokens:
         return sequence
